@@ -52,6 +52,7 @@ CHAT_TEMPLATE = (
 )
 
 WEIGHT_GAIN = 3.0
+QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
 
 
 @dataclass(frozen=True)
@@ -133,16 +134,18 @@ def llada_config(**overrides: Any) -> dict[str, Any]:
 def random_weights(
     config: dict[str, Any], seed: int, gain: float = WEIGHT_GAIN
 ) -> dict[str, Tensor]:
-    """fp32 tensors of a checkpoint: the usual initialisation, then everything times `gain`.
+    """fp32 tensors of a checkpoint: the usual initialisation, then times `gain`.
 
-    Embedding rows are Gaussian, matrices uniform in +-1/sqrt(fan in). Norm gains differ from
-    channel to channel so that exchanged or forgotten norms show. Where the model divides its
-    logits by sqrt(D), the last norm makes up for it: confidences stay as spread as elsewhere.
+    Embedding rows are Gaussian, matrices uniform in +-1/sqrt(fan in) (a tied embedding too, as it
+    is the head). Norm gains differ from channel to channel so that exchanged or forgotten norms
+    show. Queries and keys keep their usual size: a very sharp attention would magnify rounding
+    until near-ties are everywhere. Where the model divides its logits by sqrt(D), the last norm
+    makes up for it, so that confidences are spread as elsewhere.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in tensor_shapes(LLaDASettings.from_config(config)).items():
-        if name.endswith("wte.weight"):
+        if name.endswith("wte.weight") and not config["weight_tying"]:
             values = torch.randn(shape, generator=generator)
         elif name.endswith(".bias"):
             values = 0.1 * torch.randn(shape, generator=generator)
@@ -150,7 +153,8 @@ def random_weights(
             values = 1.0 + 0.1 * torch.randn(shape, generator=generator)
         else:
             values = (2.0 * torch.rand(shape, generator=generator) - 1.0) / shape[1] ** 0.5
-        weights[name] = gain * values
+        keeps_size = name.endswith(QUERY_KEY_WEIGHTS)
+        weights[name] = values if keeps_size else gain * values
     if config["scale_logits"]:
         weights["model.transformer.ln_f.weight"] *= config["d_model"] ** 0.5
     return weights
