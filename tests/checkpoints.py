@@ -63,17 +63,20 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
+# Seeds for which runs have no near-ties and predict no mask; nothing else is special about them.
 CASES: dict[str, Case] = {
-    "mha": Case(seed=0),
-    "gqa": Case(seed=1, overrides={"n_kv_heads": 2}),
-    "padded_vocab": Case(seed=2, overrides={"embedding_size": 320}),
-    "qkv_bias": Case(seed=3, overrides={"include_qkv_bias": True}),
+    "mha": Case(seed=14),
+    "gqa": Case(seed=11, overrides={"n_kv_heads": 2}),
+    "padded_vocab": Case(seed=10, overrides={"embedding_size": 320}),
+    "qkv_bias": Case(seed=12, overrides={"include_qkv_bias": True}),
     "bias": Case(seed=4, overrides={"include_bias": True}),
-    "tied": Case(seed=5, overrides={"weight_tying": True}),
-    "qk_norm": Case(seed=6, overrides={"attention_layer_norm": True, "n_kv_heads": 2}),
-    "scaled": Case(seed=7, overrides={"input_emb_norm": True, "scale_logits": True}),
-    "grouped": Case(seed=8, overrides={"n_layers": 4, "block_group_size": 2}),
-    "model_dtype_rope": Case(seed=9, overrides={"rope_full_precision": False}),
+    "tied": Case(seed=13, overrides={"weight_tying": True}),
+    "qk_norm": Case(seed=13, overrides={"attention_layer_norm": True, "n_kv_heads": 2}),
+    "scaled": Case(seed=15, overrides={"input_emb_norm": True, "scale_logits": True}),
+    "grouped": Case(seed=13, overrides={"n_layers": 4, "block_group_size": 2}),
+    "model_dtype_rope": Case(seed=12, overrides={"rope_full_precision": False}),
+    # At some positions the likeliest token is the mask itself, for a 20-token random_prompt.
+    "predicts_mask": Case(seed=11),
 }
 
 
@@ -197,7 +200,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         unk_token="<|unknown|>",
         bos_token="<|startoftext|>",

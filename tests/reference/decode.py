@@ -127,7 +127,8 @@ def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Ten
         return logits
     if uniform is None:
         raise ValueError(f"uniform_logits: needed at temperature {temperature}, got None")
-    return logits.double().exp() / (-uniform.double().log()) ** temperature
+    noised: Tensor = logits.double().exp() / (-uniform.double().log()) ** temperature
+    return noised
 
 
 def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Options) -> Tensor:
@@ -139,7 +140,8 @@ def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Option
         return model.logits(row[None])[0]
     unprompted = torch.where(known, options.ids.mask, row)
     conditional, unconditional = model.logits(torch.stack([row, unprompted]))
-    return unconditional + (options.cfg_scale + 1) * (conditional - unconditional)
+    guided: Tensor = unconditional + (options.cfg_scale + 1) * (conditional - unconditional)
+    return guided
 
 
 def select_quota(scores: Sequence[float], quota: int) -> list[int]:
@@ -335,9 +337,7 @@ class _Loop:
         )
 
     def _changes_nothing(self, candidates: Candidates, chosen: list[int]) -> bool:
-        return bool(chosen) and all(
-            candidates.tokens[i] == self.options.ids.mask for i in chosen
-        )
+        return bool(chosen) and all(candidates.tokens[i] == self.options.ids.mask for i in chosen)
 
     def _propose(
         self, logits: Tensor, eligible: list[int], exclude_mask: bool = False
@@ -386,9 +386,7 @@ class _Loop:
         if options.remasking == "random":
             if options.uniform_scores is None:
                 raise ValueError("uniform_scores: needed for remasking random, got None")
-            random: list[float] = options.uniform_scores(
-                len(self.trace), canvas_positions
-            ).tolist()
+            random: list[float] = options.uniform_scores(len(self.trace), canvas_positions).tolist()
             return random
         dtypes = {"logits": logits.dtype, "float32": torch.float32, "float64": torch.float64}
         probabilities = torch.softmax(logits.to(dtypes[options.confidence_dtype]), dim=1)
@@ -434,9 +432,7 @@ def _near_score_ties(step: Step, tolerance: float) -> list[NearTie]:
         if gap <= tolerance * last:
             found.append(NearTie(step.index, "order", step.accepted[-1:], gap))
     if step.threshold is not None:
-        for position, score in zip(
-            step.candidates.positions, step.candidates.scores, strict=True
-        ):
+        for position, score in zip(step.candidates.positions, step.candidates.scores, strict=True):
             gap = abs(score - step.threshold)
             if gap <= tolerance * abs(step.threshold):
                 found.append(NearTie(step.index, "threshold", [position], gap))
