@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only door to the native rooms: chooses kernel or reference per device."""
+
+from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul
+from vllm.diffusion.ops.linear import is_plain, linear
+
+__all__ = ["apply_rotary", "is_plain", "linear", "rms_norm", "silu_mul"]
