@@ -34,10 +34,10 @@ def forward(
     for layer in model.layers:
         for part in chunks(rows, plan.keys_values_rows):
             queries = None if q is None else q[part]
-            layer.keys_values(x[part], rotary[part], k[part], v[part], queries)
+            layer.keys_values(x[part], rotary.rows(part.start, part.stop), k[part], v[part], queries)
         for part, part_spans in spans:
             queries = None if q is None else q[part]
-            layer.attend(x[part], rotary[part], k, v, part_spans, queries)
+            layer.attend(x[part], rotary.rows(part.start, part.stop), k, v, part_spans, queries)
         for part in chunks(rows, plan.feed_forward_rows):
             layer.feed_forward(x[part])
     return x
