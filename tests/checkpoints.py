@@ -52,6 +52,7 @@ CHAT_TEMPLATE = (
 )
 
 WEIGHT_GAIN = 3.0
+QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,20 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
+# Seeds for which runs have no near-ties and predict no mask; nothing else is special about them.
 CASES: dict[str, Case] = {
-    "mha": Case(seed=0),
-    "gqa": Case(seed=1, overrides={"n_kv_heads": 2}),
-    "padded_vocab": Case(seed=2, overrides={"embedding_size": 320}),
-    "qkv_bias": Case(seed=3, overrides={"include_qkv_bias": True}),
+    "mha": Case(seed=14),
+    "gqa": Case(seed=11, overrides={"n_kv_heads": 2}),
+    "padded_vocab": Case(seed=10, overrides={"embedding_size": 320}),
+    "qkv_bias": Case(seed=12, overrides={"include_qkv_bias": True}),
     "bias": Case(seed=4, overrides={"include_bias": True}),
-    "tied": Case(seed=5, overrides={"weight_tying": True}),
-    "qk_norm": Case(seed=6, overrides={"attention_layer_norm": True, "n_kv_heads": 2}),
-    "scaled": Case(seed=7, overrides={"input_emb_norm": True, "scale_logits": True}),
-    "grouped": Case(seed=8, overrides={"n_layers": 4, "block_group_size": 2}),
-    "model_dtype_rope": Case(seed=9, overrides={"rope_full_precision": False}),
+    "tied": Case(seed=13, overrides={"weight_tying": True}),
+    "qk_norm": Case(seed=13, overrides={"attention_layer_norm": True, "n_kv_heads": 2}),
+    "scaled": Case(seed=15, overrides={"input_emb_norm": True, "scale_logits": True}),
+    "grouped": Case(seed=13, overrides={"n_layers": 4, "block_group_size": 2}),
+    "model_dtype_rope": Case(seed=12, overrides={"rope_full_precision": False}),
+    # At some positions the likeliest token is the mask itself, for a 20-token random_prompt.
+    "predicts_mask": Case(seed=11),
 }
 
 
@@ -133,16 +137,18 @@ def llada_config(**overrides: Any) -> dict[str, Any]:
 def random_weights(
     config: dict[str, Any], seed: int, gain: float = WEIGHT_GAIN
 ) -> dict[str, Tensor]:
-    """fp32 tensors of a checkpoint: the usual initialisation, then everything times `gain`.
+    """fp32 tensors of a checkpoint: the usual initialisation, then times `gain`.
 
-    Embedding rows are Gaussian, matrices uniform in +-1/sqrt(fan in). Norm gains differ from
-    channel to channel so that exchanged or forgotten norms show. Where the model divides its
-    logits by sqrt(D), the last norm makes up for it: confidences stay as spread as elsewhere.
+    Embedding rows are Gaussian, matrices uniform in +-1/sqrt(fan in) (a tied embedding too, as it
+    is the head). Norm gains differ from channel to channel so that exchanged or forgotten norms
+    show. Queries and keys keep their usual size: a very sharp attention would magnify rounding
+    until near-ties are everywhere. Where the model divides its logits by sqrt(D), the last norm
+    makes up for it, so that confidences are spread as elsewhere.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in tensor_shapes(LLaDASettings.from_config(config)).items():
-        if name.endswith("wte.weight"):
+        if name.endswith("wte.weight") and not config["weight_tying"]:
             values = torch.randn(shape, generator=generator)
         elif name.endswith(".bias"):
             values = 0.1 * torch.randn(shape, generator=generator)
@@ -150,7 +156,8 @@ def random_weights(
             values = 1.0 + 0.1 * torch.randn(shape, generator=generator)
         else:
             values = (2.0 * torch.rand(shape, generator=generator) - 1.0) / shape[1] ** 0.5
-        weights[name] = gain * values
+        keeps_size = name.endswith(QUERY_KEY_WEIGHTS)
+        weights[name] = values if keeps_size else gain * values
     if config["scale_logits"]:
         weights["model.transformer.ln_f.weight"] *= config["d_model"] ** 0.5
     return weights
@@ -193,7 +200,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         unk_token="<|unknown|>",
         bos_token="<|startoftext|>",

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ALIASES = {
     "hidden_size": "d_model",
@@ -269,4 +271,4 @@ class LLaDAReference:
         return functional.linear(x, self.weights[f"{name}.weight"], bias)
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.settings.head_dim)).transpose(1, 2)
+        return x.reshape(*x.shape[:-1], -1, self.settings.head_dim).transpose(1, 2)
