@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints and engines of the engine tests; an engine lives for one module at the longest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.checkpoints import make_case
+from tests.engine.harness import Engine, load_reference, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.reference.llada_model import LLaDAReference
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a case of `tests.checkpoints.CASES`, written at first use."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_case(tmp_path_factory.mktemp("checkpoints") / name, name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(checkpoint("mha")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> LLaDAReference:
+    return load_reference(checkpoint("mha"))

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine inside the test process, and the reference loops behind the same request."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
+from tests.reference import decode
+from tests.reference.llada_model import LLaDAReference
+from tests.reference.philox import uniform_matrix
+
+IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+STOP_IDS = frozenset({EOS_ID, EOT_ID})
+TOKEN_NOISE, REMASKING_SCORE = 0, 1  # purposes of the random numbers
+MAX_MODEL_LEN = 256
+BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: prompt ids, diffusion parameters, and fields of SamplingParams."""
+
+    prompt: list[int]
+    extra: dict[str, Any]
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back. `num_forwards` is None when the request did not end by itself."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    report: dict[str, Any]
+
+    @property
+    def num_forwards(self) -> int | None:
+        return self.report.get("num_forwards")
+
+
+class Engine:
+    """A `vllm.LLM` whose engine core and worker live in this process."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            **{
+                "model": str(folder),
+                "dtype": "float32",
+                "max_model_len": MAX_MODEL_LEN,
+                "disable_log_stats": True,
+                **settings,
+            }
+        )
+
+    def ask(self, *asks: Ask) -> list[Answer]:
+        """Run the requests together; answers in the order of the requests."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(ask.prompt)} for ask in asks],
+            [sampling_params(ask) for ask in asks],
+            use_tqdm=False,
+        )
+        return [to_answer(output) for output in outputs]
+
+    @property
+    def core(self) -> Any:
+        """Upstream's EngineCore."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def is_idle(self) -> bool:
+        """No request and no canvas is left over."""
+        self.llm.llm_engine.step()  # the workers hear of finished requests in the next message
+        return not self.scheduler.has_requests() and not self.runner.canvases
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[Engine]:
+    """An engine that is gone, process groups and all, when the block ends."""
+    name, before = "VLLM_ENABLE_V1_MULTIPROCESSING", os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ[name] = "0"
+    torch.set_num_threads(1)  # many threads on tiny matrices only wait for each other
+    engine = Engine(folder, **settings)
+    try:
+        yield engine
+    finally:
+        engine.llm.llm_engine.engine_core.shutdown()
+        del engine.llm
+        gc.collect()
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def sampling_params(ask: Ask) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, "extra_args": ask.extra, **ask.sampling})
+
+
+def to_answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    return Answer(
+        token_ids=list(completion.token_ids),
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        report=(output.kv_transfer_params or {}).get("dllm", {}),
+    )
+
+
+def reference(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> decode.Decoded:
+    """The whole canvas that the published loop makes of a request.
+
+    `asked` are request parameters; gen_length, block_length and, for semi_ar, steps among them.
+    """
+    options = dict(asked)
+    algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
+    seed = options.pop("seed", None)
+    if seed is not None:
+        options["uniform_logits"] = lambda step, positions, columns: _uniform(
+            seed, TOKEN_NOISE, step, tuple(positions), len(columns)
+        )
+        options["uniform_scores"] = lambda step, positions: _uniform(
+            seed, REMASKING_SCORE, step, tuple(positions), 1
+        )[:, 0]
+    if algorithm == "threshold":
+        return decode.threshold(model, prompt, ids=IDS, **options)
+    return decode.semi_ar(model, prompt, ids=IDS, skip_idle_steps=True, **options)
+
+
+@lru_cache(maxsize=4096)
+def _uniform(
+    seed: int, purpose: int, step: int, positions: tuple[int, ...], num_columns: int
+) -> Tensor:
+    return uniform_matrix(seed, purpose, step, positions, num_columns)
+
+
+def clear_case(
+    model: decode.LogitModel, prompt_length: int, first_seed: int = 0, **asked: Any
+) -> tuple[list[int], decode.Decoded]:
+    """A prompt whose reference run is decided by more than rounding, and that run.
+
+    Prompts are tried in a fixed order until no decision of the run is a near-tie and the mask is
+    never predicted, so that every difference from the engine is an error.
+    """
+    for seed in range(first_seed, first_seed + 40):
+        prompt = random_prompt(prompt_length, seed)
+        decoded = reference(model, prompt, **asked)
+        if MASK_ID not in decoded.ids and not decode.near_ties(decoded.trace):
+            return prompt, decoded
+    raise AssertionError(f"all of 40 prompts of {prompt_length} tokens have near-ties for {asked}")
+
+
+def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
+    """The same parameters as `reference` takes, as a request; by default for the whole canvas."""
+    return Ask(prompt, {"ignore_eos": ignore_eos, **asked})
+
+
+def load_reference(folder: Path) -> LLaDAReference:
+    return LLaDAReference.from_checkpoint(folder)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's tokens and forwards equal those of the published loops, in fp32 on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import CASES
+from tests.engine.harness import (
+    BLOCKS,
+    STOP_IDS,
+    as_request,
+    clear_case,
+    load_reference,
+    reference,
+    running,
+)
+from tests.reference.decode import first_difference, truncate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+    from tests.reference.llada_model import LLaDAReference
+
+# The canvas is short where the reference draws noise: its generator is plain Python.
+NOISY: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one token a step": {"gen_length": 32, "block_length": 32, "steps": 32},
+    "whole canvas in a step": {"gen_length": 32, "block_length": 32, "steps": 1},
+    "uneven quotas": {"gen_length": 30, "block_length": 10, "steps": 9},
+    "idle steps": {"gen_length": 16, "block_length": 4, "steps": 32},
+    "small blocks": {"gen_length": 32, "block_length": 4, "steps": 16},
+    "blocks of one token": {"gen_length": 8, "block_length": 1, "steps": 8},
+    "one-token canvas": {"gen_length": 1, "block_length": 1, "steps": 1},
+    "odd lengths": {"gen_length": 21, "block_length": 7, "steps": 6},
+    "guidance": {**BLOCKS, "cfg_scale": 0.5},
+    "strong guidance": {**BLOCKS, "cfg_scale": 3.0},
+    "float64 confidence": {**BLOCKS, "confidence_dtype": "float64"},
+    "confidence in the logits' dtype": {**BLOCKS, "confidence_dtype": "logits"},
+    "no end-of-sequence": {**BLOCKS, "logits_eos_inf": True},
+    "late end-of-sequence": {**BLOCKS, "confidence_eos_eot_inf": True},
+    "both end-of-sequence options": {
+        **BLOCKS,
+        "logits_eos_inf": True,
+        "confidence_eos_eot_inf": True,
+    },
+    "random remasking": {**BLOCKS, "remasking": "random", "seed": 11},
+    "temperature": {**NOISY, "temperature": 1.0},
+    "low temperature, 64-bit seed": {**NOISY, "temperature": 0.3, "seed": 2**63 + 5},
+    "temperature and random remasking": {**NOISY, "temperature": 0.7, "remasking": "random"},
+    "temperature and guidance": {**NOISY, "temperature": 0.5, "cfg_scale": 1.0},
+    "temperature, late end-of-turn": {
+        **NOISY,
+        "temperature": 2.0,
+        "confidence_eos_eot_inf": True,
+    },
+    "temperature, no end-of-sequence": {**NOISY, "temperature": 2.0, "logits_eos_inf": True},
+    "threshold 0.3": {"gen_length": 32, "block_length": 16, "threshold": 0.3},
+    "threshold 0.6": {"gen_length": 32, "block_length": 16, "threshold": 0.6},
+    "threshold 0.9": {"gen_length": 32, "block_length": 16, "threshold": 0.9},
+    "threshold 0.98": {"gen_length": 32, "block_length": 8, "threshold": 0.98},
+    "threshold above 1": {"gen_length": 16, "block_length": 8, "threshold": 1.5},
+    "threshold 0": {"gen_length": 32, "block_length": 8, "threshold": 0.0},
+    "threshold by default": {"gen_length": 32, "block_length": 16, "algorithm": "threshold"},
+    "threshold with guidance": {
+        "gen_length": 32,
+        "block_length": 16,
+        "threshold": 0.8,
+        "cfg_scale": 1.0,
+    },
+    "threshold with random scores": {
+        "gen_length": 32,
+        "block_length": 16,
+        "threshold": 0.8,
+        "remasking": "random",
+        "seed": 3,
+    },
+    "threshold with temperature": {
+        "gen_length": 16,
+        "block_length": 8,
+        "threshold": 0.6,
+        "temperature": 0.6,
+        "seed": 5,
+    },
+}
+
+
+def assert_parity(
+    engine: Engine, model: LLaDAReference, prompt_length: int, asked: dict[str, Any]
+) -> None:
+    prompt, wanted = clear_case(model, prompt_length, **asked)
+    (answer,) = engine.ask(as_request(prompt, **asked))
+    step = None
+    if len(answer.token_ids) == len(wanted.ids):
+        step = first_difference(answer.token_ids, wanted, prompt_length)
+    assert answer.token_ids == wanted.ids, f"first difference at forward {step}"
+    assert answer.num_forwards == wanted.num_forwards
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("asked", SETTINGS.values(), ids=SETTINGS.keys())
+def test_every_parameter(engine: Engine, model: LLaDAReference, asked: dict[str, Any]) -> None:
+    assert_parity(engine, model, 20, asked)
+
+
+@pytest.mark.parametrize("prompt_length", [1, 5, 77, 224])
+def test_prompts_of_several_lengths(
+    engine: Engine, model: LLaDAReference, prompt_length: int
+) -> None:
+    """224 tokens and the canvas fill the model's context to the last position."""
+    assert_parity(engine, model, prompt_length, BLOCKS)
+    assert_parity(
+        engine, model, prompt_length, {"gen_length": 32, "block_length": 16, "threshold": 0.7}
+    )
+
+
+def test_the_settings_are_told_apart(model: LLaDAReference) -> None:
+    """Each setting matters: were it ignored, the tokens or the forwards would differ."""
+    prompt, plain = clear_case(model, 20, **BLOCKS)
+    for name in ("guidance", "strong guidance", "random remasking"):
+        changed = reference(model, prompt, **SETTINGS[name])
+        assert changed.ids != plain.ids, name
+    noisy = {k: v for k, v in NOISY.items() if k != "seed"}
+    assert reference(model, prompt, **SETTINGS["temperature"]).ids != (
+        reference(model, prompt, **noisy).ids
+    )
+    forwards = {
+        name: reference(model, prompt, **setting).num_forwards
+        for name, setting in SETTINGS.items()
+        if name in ("threshold 0.3", "threshold 0.6", "threshold 0.9", "threshold 0.98")
+    }
+    assert len(set(forwards.values())) >= 3, forwards
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("mha", "predicts_mask")])
+def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
+    folder = checkpoint(name)
+    model = load_reference(folder)
+    with running(folder) as engine:
+        assert_parity(engine, model, 20, BLOCKS)
+        assert_parity(engine, model, 7, {**BLOCKS, "cfg_scale": 0.7})
+        assert_parity(engine, model, 20, {**NOISY, "temperature": 0.8})
+        assert_parity(
+            engine, model, 13, {"gen_length": 32, "block_length": 16, "threshold": 0.7}
+        )
+
+
+def stopping_case(
+    model: LLaDAReference, **asked: Any
+) -> tuple[list[int], list[int], int]:
+    """A prompt whose canvas holds a stop id in a middle block; the canvas; the stop's place."""
+    for first_seed in range(400):
+        prompt, decoded = clear_case(model, 20, first_seed, **asked)
+        answer, reason = truncate(decoded.ids, STOP_IDS)
+        blocks_left = (len(decoded.ids) - len(answer)) // asked["block_length"]
+        if reason == "stop" and answer and blocks_left >= 1:
+            return prompt, decoded.ids, len(answer)
+    raise AssertionError(f"no prompt stops early for {asked}")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [BLOCKS, {"gen_length": 32, "block_length": 8, "threshold": 0.6}],
+    ids=["semi_ar", "threshold"],
+)
+def test_a_stop_id_ends_the_answer(
+    engine: Engine, model: LLaDAReference, asked: dict[str, Any]
+) -> None:
+    """Same text as the whole canvas cut at its first stop id, for fewer forwards."""
+    prompt, canvas, place = stopping_case(model, **asked)
+    whole, stopped = engine.ask(
+        as_request(prompt, **asked), as_request(prompt, ignore_eos=False, **asked)
+    )
+    assert whole.token_ids == canvas
+    assert whole.finish_reason == "length"
+    assert stopped.token_ids == canvas[: place + 1]
+    assert stopped.finish_reason == "stop"
+    assert stopped.num_forwards is not None
+    assert whole.num_forwards is not None
+    stopping = reference(model, prompt, early_stop_ids=STOP_IDS, **asked)
+    assert stopped.num_forwards <= stopping.num_forwards < whole.num_forwards
