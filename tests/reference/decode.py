@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding loops of LLaDA, one sequence at a time, as plainly as they can be written.
+
+Sources: `semi_ar` is the generate loop of the public LLaDA repository (arXiv:2502.09992);
+`threshold` is the no-cache loop of Fast-dLLM (arXiv:2505.22618), which accepts every candidate
+above a confidence threshold, or runs the same quotas without idle steps.
+
+A row is the prompt (P tokens) followed by the canvas (N mask ids); V is the number of logit
+columns. Deviation from both sources: where they leave ties to the sorting routine, the lowest
+position wins here. Random numbers come from callbacks, so that any stream can be fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+MINUS_INF = float("-inf")
+
+
+class LogitModel(Protocol):
+    """Anything with logits(ids int64 [B, T]) -> [B, T, V], without shift."""
+
+    def logits(self, ids: Tensor) -> Tensor: ...
+
+
+class SpecialIds(NamedTuple):
+    mask: int
+    eos: int
+    eot: int | None = None
+
+
+# (step, canvas positions, columns) -> float64 [positions, columns], each in [0, 1)
+UniformLogits = Callable[[int, Sequence[int], Sequence[int]], Tensor]
+# (step, canvas positions) -> [positions], each in [0, 1)
+UniformScores = Callable[[int, Sequence[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What both loops have in common.
+
+    The callbacks get the number of forwards made before this one as `step`, and canvas positions
+    (0 is the first generated token; a mask inside the prompt has a negative one). They are asked
+    for eligible positions only.
+
+    confidence_dtype: "logits" (the model's), "float32" or "float64".
+    guard_mask_token: off in the published loops. When a forward would change nothing because every
+    accepted token is the mask itself, the best position is accepted with its best other token
+    instead: tokens are chosen again without the mask column, scores are the probabilities of those
+    tokens (the softmax still includes the mask column), and the highest score wins.
+    """
+
+    ids: SpecialIds
+    temperature: float = 0.0
+    cfg_scale: float = 0.0
+    remasking: str = "low_confidence"
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    confidence_dtype: str = "float32"
+    uniform_logits: UniformLogits | None = None
+    uniform_scores: UniformScores | None = None
+    guard_mask_token: bool = False
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One proposal for every eligible position (row positions, ascending)."""
+
+    positions: list[int]
+    tokens: list[int]
+    scores: list[float]
+    token_gaps: list[float]  # best minus second best, in (noised) logits
+    logit_scale: float  # largest finite |logit|
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward. Positions are row positions."""
+
+    index: int
+    block: int
+    row: tuple[int, ...]  # before the commit
+    candidates: Candidates
+    accepted: list[int]  # positions in order of acceptance, tokens may be the mask
+    guarded: bool
+    threshold: float | None
+    last_accepted: float | None  # score
+    first_rejected: float | None  # score
+    exact_scores: bool  # scores are injected random numbers, not computed confidences
+    demotes: bool  # confidence_eos_eot_inf: tokens of positions not accepted matter too
+
+    @property
+    def committed(self) -> dict[int, int]:
+        token_of = dict(zip(self.candidates.positions, self.candidates.tokens, strict=True))
+        return {position: token_of[position] for position in self.accepted}
+
+
+class Decoded(NamedTuple):
+    ids: list[int]  # the N ids of the canvas; mask ids where decoding left or stopped
+    num_forwards: int  # a guided forward (two sequences) counts once
+    trace: list[Step]
+
+
+class NearTie(NamedTuple):
+    """A decision that a small rounding difference could turn."""
+
+    step: int
+    kind: str  # "token", "order" or "threshold"
+    positions: list[int]
+    gap: float
+
+
+def num_transfer_tokens(num_masked: int, num_steps: int) -> list[int]:
+    """How many masks each step of a block commits: equal shares, the first ones take the rest."""
+    share, rest = divmod(num_masked, num_steps)
+    return [share + 1 if step < rest else share for step in range(num_steps)]
+
+
+def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Tensor:
+    """Gumbel-max noise exp(L) / (-log U)^temperature in float64; logits as they are at 0."""
+    if temperature == 0:
+        return logits
+    if uniform is None:
+        raise ValueError(f"uniform_logits: needed at temperature {temperature}, got None")
+    noised: Tensor = logits.double().exp() / (-uniform.double().log()) ** temperature
+    return noised
+
+
+def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Options) -> Tensor:
+    """Logits [T, V] of a row [T]; with cfg_scale, guided by the row whose prompt is masked.
+
+    known [T] marks the positions that were no masks before decoding began.
+    """
+    if options.cfg_scale == 0:
+        return model.logits(row[None])[0]
+    unprompted = torch.where(known, options.ids.mask, row)
+    conditional, unconditional = model.logits(torch.stack([row, unprompted]))
+    guided: Tensor = unconditional + (options.cfg_scale + 1) * (conditional - unconditional)
+    return guided
+
+
+def select_quota(scores: Sequence[float], quota: int) -> list[int]:
+    """Indices of the `quota` highest scores, best first, ties to the lowest index."""
+    return _best_first(scores)[:quota]
+
+
+def select_threshold(scores: Sequence[float], threshold: float) -> list[int]:
+    """The best index always, and every other whose score is at least the threshold."""
+    order = _best_first(scores)
+    return order[:1] + [i for i in order[1:] if scores[i] >= threshold]
+
+
+def semi_ar(
+    model: LogitModel,
+    prompt_ids: Iterable[int],
+    *,
+    gen_length: int,
+    block_length: int,
+    steps: int,
+    skip_idle_steps: bool = False,
+    early_stop_ids: Collection[int] = (),
+    **options: Any,
+) -> Decoded:
+    """LLaDA's semi-autoregressive loop: fixed quotas, always steps / blocks forwards per block.
+
+    skip_idle_steps leaves out forwards whose quota is 0 (they commit nothing). early_stop_ids ends
+    after a block without masks that contains one of them; later canvas positions stay masked.
+    Other keywords: see Options. Raises ValueError when the lengths do not divide.
+    """
+    loop = _Loop(model, prompt_ids, gen_length, Options(**options))
+    num_blocks, block_steps = _split_steps(gen_length, block_length, steps)
+    for block in range(num_blocks):
+        start, end = loop.block_range(block, block_length)
+        for quota in num_transfer_tokens(loop.num_masked(start, end), block_steps):
+            if quota == 0 and skip_idle_steps:
+                continue
+            loop.forward(block, end, quota=quota)
+        if loop.may_stop(end, early_stop_ids):
+            break
+    return loop.result()
+
+
+def threshold(
+    model: LogitModel,
+    prompt_ids: Iterable[int],
+    *,
+    gen_length: int,
+    block_length: int,
+    threshold: float | None = 0.9,
+    steps: int | None = None,
+    early_stop_ids: Collection[int] = (),
+    **options: Any,
+) -> Decoded:
+    """Fast-dLLM's loop without cache: forwards until the block has no masks.
+
+    With a threshold, every eligible candidate whose score reaches it is accepted, and the best one
+    always; steps plays no part. With threshold None, the quotas of `semi_ar` (steps needed).
+    Raises ValueError when the lengths do not divide, RuntimeError when masks cannot go away
+    because the model predicts the mask (the published loop spins or fails there).
+    """
+    loop = _Loop(model, prompt_ids, gen_length, Options(**options))
+    if threshold is None and steps is None:
+        raise ValueError("steps: quota mode (threshold None) needs it, got None")
+    num_blocks, block_steps = _split_steps(gen_length, block_length, steps)
+    forward_limit = 4 * len(loop.row)
+    for block in range(num_blocks):
+        start, end = loop.block_range(block, block_length)
+        quotas = iter(num_transfer_tokens(loop.num_masked(start, end), block_steps))
+        while loop.num_masked(start, end) > 0:
+            quota = next(quotas, 0) if threshold is None else None
+            if quota == 0 or len(loop.trace) >= forward_limit:
+                raise RuntimeError(f"block {block}: masks remain, the model predicts the mask")
+            loop.forward(block, end, quota=quota, threshold=threshold)
+        if loop.may_stop(end, early_stop_ids):
+            break
+    return loop.result()
+
+
+def truncate(
+    ids: Sequence[int], stop_ids: Collection[int], mask_id: int | None = None
+) -> tuple[list[int], str]:
+    """The answer within a canvas: the ids before the first stop id, and the finish reason.
+
+    The reason is "stop", or "length" when there is no stop id. Raises ValueError when a mask id
+    comes before the first stop id: that answer is not complete.
+    """
+    answer, reason = list(ids), "length"
+    for i, token in enumerate(ids):
+        if token in stop_ids:
+            answer, reason = list(ids[:i]), "stop"
+            break
+    if mask_id in answer:
+        raise ValueError(f"ids: mask id {mask_id} at {answer.index(mask_id)}, before any stop id")
+    return answer, reason
+
+
+def near_ties(trace: Iterable[Step], tolerance: float = 1e-4) -> list[NearTie]:
+    """Decisions of a run whose margin is within a relative tolerance.
+
+    token: best and second best logit of an accepted position (relative to the largest logit);
+    order: last accepted and first rejected score; threshold: a score and the threshold.
+    """
+    found = []
+    for step in trace:
+        found += _near_token_ties(step, tolerance)
+        if not step.exact_scores:
+            found += _near_score_ties(step, tolerance)
+    return found
+
+
+def first_difference(ids: Sequence[int], reference: Decoded, prompt_len: int) -> int | None:
+    """The first forward of `reference` that committed another id than `ids` holds, or None."""
+    for step in reference.trace:
+        for position, token in step.committed.items():
+            if position >= prompt_len and ids[position - prompt_len] != token:
+                return step.index
+    return None
+
+
+class _Loop:
+    """The row being decoded and its history."""
+
+    def __init__(
+        self, model: LogitModel, prompt_ids: Iterable[int], gen_length: int, options: Options
+    ) -> None:
+        if options.confidence_eos_eot_inf and options.ids.eot is None:
+            raise ValueError("confidence_eos_eot_inf: needs ids.eot, got None")
+        if options.remasking not in ("low_confidence", "random"):
+            raise ValueError(
+                f"remasking: wanted low_confidence or random, got {options.remasking!r}"
+            )
+        self.model = model
+        self.options = options
+        prompt = list(prompt_ids)
+        self.prompt_len = len(prompt)
+        self.row = torch.tensor(prompt + [options.ids.mask] * gen_length)
+        self.known = self.row != options.ids.mask
+        self.trace: list[Step] = []
+
+    def block_range(self, block: int, block_length: int) -> tuple[int, int]:
+        start = self.prompt_len + block * block_length
+        return start, start + block_length
+
+    def num_masked(self, start: int, end: int) -> int:
+        return int((self.row[start:end] == self.options.ids.mask).sum())
+
+    def may_stop(self, end: int, stop_ids: Collection[int]) -> bool:
+        """Whether all up to `end` is decided and the canvas up to there holds a stop id."""
+        decided = self.row[self.prompt_len : end].tolist()
+        return self.num_masked(0, end) == 0 and any(token in stop_ids for token in decided)
+
+    def result(self) -> Decoded:
+        return Decoded(self.row[self.prompt_len :].tolist(), len(self.trace), self.trace)
+
+    def forward(
+        self, block: int, end: int, *, quota: int | None = None, threshold: float | None = None
+    ) -> None:
+        """One forward; commits among all masks before `end`, by quota or by threshold."""
+        row_before = tuple(self.row.tolist())
+        eligible = [p for p in range(end) if row_before[p] == self.options.ids.mask]
+        logits = guided_logits(self.model, self.row, self.known, self.options)
+        candidates = self._propose(logits[eligible], eligible)
+        if quota is not None:
+            chosen = select_quota(candidates.scores, quota)
+        elif threshold is not None:
+            chosen = select_threshold(candidates.scores, threshold)
+        else:
+            raise ValueError("quota and threshold: one of them must be given, got neither")
+
+        guarded = self.options.guard_mask_token and self._changes_nothing(candidates, chosen)
+        if guarded:
+            candidates = self._propose(logits[eligible], eligible, exclude_mask=True)
+            chosen = select_quota(candidates.scores, 1)
+
+        for i in chosen:
+            self.row[candidates.positions[i]] = candidates.tokens[i]
+        rejected = [i for i in _best_first(candidates.scores) if i not in chosen]
+        self.trace.append(
+            Step(
+                index=len(self.trace),
+                block=block,
+                row=row_before,
+                candidates=candidates,
+                accepted=[candidates.positions[i] for i in chosen],
+                guarded=guarded,
+                threshold=None if guarded else threshold,
+                last_accepted=candidates.scores[chosen[-1]] if chosen else None,
+                first_rejected=candidates.scores[rejected[0]] if rejected else None,
+                exact_scores=self.options.remasking == "random",
+                demotes=self.options.confidence_eos_eot_inf,
+            )
+        )
+
+    def _changes_nothing(self, candidates: Candidates, chosen: list[int]) -> bool:
+        return bool(chosen) and all(candidates.tokens[i] == self.options.ids.mask for i in chosen)
+
+    def _propose(
+        self, logits: Tensor, eligible: list[int], exclude_mask: bool = False
+    ) -> Candidates:
+        """Token and score of each eligible position from its logits [R, V]."""
+        options, step = self.options, len(self.trace)
+        canvas_positions = [p - self.prompt_len for p in eligible]
+        if not eligible:
+            return Candidates([], [], [], [], 0.0)
+        logits = logits.clone()
+        if options.logits_eos_inf:
+            logits[:, options.ids.eos] = MINUS_INF
+
+        uniform = None
+        if options.temperature > 0 and options.uniform_logits is not None:
+            columns = range(logits.shape[1])
+            uniform = options.uniform_logits(step, canvas_positions, columns)
+        noised = add_noise(logits, options.temperature, uniform)
+        choice = noised
+        if exclude_mask:
+            choice = noised.clone()
+            choice[:, options.ids.mask] = MINUS_INF
+        tokens = choice.argmax(dim=1)
+        # In the log domain before the next lines write into the same storage.
+        top_two = choice.double().topk(2, dim=1).values
+        if options.temperature > 0:
+            top_two = top_two.log()
+        finite = logits[logits.isfinite()]
+
+        if options.confidence_eos_eot_inf:
+            # As published: at temperature 0 `noised` IS `logits`, so both columns disappear from
+            # the softmax; with noise it is another tensor and only EoT does.
+            noised[:, options.ids.eos] = MINUS_INF
+            logits[:, options.ids.eot] = MINUS_INF
+        return Candidates(
+            positions=eligible,
+            tokens=tokens.tolist(),
+            scores=self._scores(logits, tokens, canvas_positions),
+            token_gaps=(top_two[:, 0] - top_two[:, 1]).tolist(),
+            logit_scale=float(finite.abs().max()) if finite.numel() else 0.0,
+        )
+
+    def _scores(self, logits: Tensor, tokens: Tensor, canvas_positions: list[int]) -> list[float]:
+        """Noise-free probability of each token, or the injected random number."""
+        options = self.options
+        if options.remasking == "random":
+            if options.uniform_scores is None:
+                raise ValueError("uniform_scores: needed for remasking random, got None")
+            random: list[float] = options.uniform_scores(len(self.trace), canvas_positions).tolist()
+            return random
+        dtypes = {"logits": logits.dtype, "float32": torch.float32, "float64": torch.float64}
+        probabilities = torch.softmax(logits.to(dtypes[options.confidence_dtype]), dim=1)
+        scores: list[float] = probabilities.gather(1, tokens[:, None])[:, 0].tolist()
+        return scores
+
+
+def _best_first(scores: Sequence[float]) -> list[int]:
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+
+
+def _split_steps(gen_length: int, block_length: int, steps: int | None) -> tuple[int, int]:
+    """Number of blocks and steps of each; without steps, one step per token."""
+    if block_length < 1 or gen_length < 1 or gen_length % block_length != 0:
+        raise ValueError(
+            f"block_length: wanted a divisor of gen_length {gen_length}, got {block_length}"
+        )
+    num_blocks = gen_length // block_length
+    if steps is None:
+        steps = gen_length
+    if steps < 1 or steps % num_blocks != 0:
+        raise ValueError(f"steps: wanted a multiple of {num_blocks} blocks, got {steps}")
+    return num_blocks, steps // num_blocks
+
+
+def _near_token_ties(step: Step, tolerance: float) -> list[NearTie]:
+    limit = tolerance * max(1.0, step.candidates.logit_scale)
+    gaps = dict(zip(step.candidates.positions, step.candidates.token_gaps, strict=True))
+    return [
+        NearTie(step.index, "token", [position], gap)
+        for position, gap in gaps.items()
+        if gap <= limit and (step.demotes or position in step.accepted)
+    ]
+
+
+def _near_score_ties(step: Step, tolerance: float) -> list[NearTie]:
+    last, first = step.last_accepted, step.first_rejected
+    found = []
+    by_order = step.threshold is None or (last is not None and last < step.threshold)
+    # Two scores of exactly 0 are demoted tokens, not rounding: the lowest position wins.
+    if by_order and last is not None and first is not None and last > 0:
+        gap = last - first
+        if gap <= tolerance * last:
+            found.append(NearTie(step.index, "order", step.accepted[-1:], gap))
+    if step.threshold is not None:
+        for position, score in zip(step.candidates.positions, step.candidates.scores, strict=True):
+            gap = abs(score - step.threshold)
+            if gap <= tolerance * abs(step.threshold):
+                found.append(NearTie(step.index, "threshold", [position], gap))
+    return found

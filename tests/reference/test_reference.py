@@ -1,0 +1,756 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The references themselves: hand-worked examples and an independent forward pass."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+from tests.checkpoints import (
+    BOS_ID,
+    CASES,
+    EOS_ID,
+    EOT_ID,
+    MASK_ID,
+    VOCAB_SIZE,
+    make_case,
+    make_checkpoint,
+    random_prompt,
+)
+from tests.reference.decode import (
+    SpecialIds,
+    add_noise,
+    first_difference,
+    near_ties,
+    num_transfer_tokens,
+    select_quota,
+    select_threshold,
+    semi_ar,
+    threshold,
+    truncate,
+)
+from tests.reference.llada_model import LLaDAReference, rms_norm
+from tests.reference.philox import uniform, uniform_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+Array = NDArray[np.float64]
+PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 20)]
+PREDICTS_NO_MASK = [name for name in CASES if name != "predicts_mask"]
+BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "ids": IDS}
+LONG_BLOCKS = {**BLOCKS, "block_length": 16}
+
+
+class TableModel:
+    """Fixed logits, whatever the tokens: `rows` [N, V] for the last N positions, else 0."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.batches: list[Tensor] = []
+
+    def logits(self, ids: Tensor) -> Tensor:
+        self.batches.append(ids.clone())
+        logits = torch.zeros(*ids.shape, self.rows.shape[1], dtype=self.rows.dtype)
+        logits[:, -len(self.rows) :] = self.rows
+        return logits
+
+
+class ContextModel:
+    """Logits that depend on everything: a random table read by a hash of the row and position."""
+
+    def __init__(self, num_columns: int = 16, seed: int = 0) -> None:
+        self.table = 3 * torch.randn(
+            997, num_columns, generator=torch.Generator().manual_seed(seed)
+        )
+
+    def logits(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1])
+        hashed = (ids * (31 * positions + 7)).sum(dim=1, keepdim=True) * 17 + 101 * positions
+        return self.table[hashed % len(self.table)]
+
+
+SMALL = SpecialIds(mask=15, eos=14, eot=13)
+
+
+def small_model(seed: int = 0) -> ContextModel:
+    """A ContextModel that never predicts SMALL.mask."""
+    model = ContextModel(seed=seed)
+    model.table[:, SMALL.mask] = -9.0
+    return model
+
+
+def rows_of(*tokens_and_logits: dict[int, float], num_columns: int = 16) -> Tensor:
+    rows = torch.zeros(len(tokens_and_logits), num_columns)
+    for row, entries in zip(rows, tokens_and_logits, strict=True):
+        for token, value in entries.items():
+            row[token] = value
+    return rows
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_case(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return get
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+def numpy_norm(x: Array, gain: Array, eps: float) -> Array:
+    out: Array = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * gain
+    return out
+
+
+def numpy_rotate(x: Array, theta: float) -> Array:
+    """x [T, heads, hd]: channels (j, j + hd/2) as one complex number turned by its angle."""
+    half = x.shape[-1] // 2
+    pairs = x[..., :half] + 1j * x[..., half:]
+    rates = theta ** (-np.arange(half) / half)
+    turn = np.exp(1j * np.arange(len(x))[:, None, None] * rates)
+    return np.concatenate([(pairs * turn).real, (pairs * turn).imag], axis=-1)
+
+
+def numpy_forward(folder: Path, ids: Sequence[int]) -> Array:
+    """The whole forward pass of one row in float64 einsums, head by head: logits [T, V]."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors: dict[str, Array] = {}
+    for file in folder.glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            tensors[name.removeprefix("model.transformer.")] = value.astype(np.float64)
+    num_heads, eps = config["n_heads"], config["rms_norm_eps"]
+    num_kv_heads, head_dim = config["n_kv_heads"], config["d_model"] // num_heads
+
+    def linear(name: str, x: Array) -> Array:
+        y: Array = np.einsum("ti,oi->to", x, tensors[f"{name}.weight"])
+        return y + tensors.get(f"{name}.bias", np.zeros(1))
+
+    x = tensors["wte.weight"][list(ids)]
+    if config["input_emb_norm"]:
+        x = x * math.sqrt(config["d_model"])
+    for layer in range(config["n_layers"]):
+        size = config["block_group_size"]
+        group, member = divmod(layer, size)
+        block = f"blocks.{layer}" if size == 1 else f"block_groups.{group}.{member}"
+        h = numpy_norm(x, tensors[f"{block}.attn_norm.weight"], eps)
+        q, k, v = (linear(f"{block}.{part}_proj", h) for part in "qkv")
+        if config["attention_layer_norm"]:
+            q = numpy_norm(q, tensors[f"{block}.q_norm.weight"], eps)
+            k = numpy_norm(k, tensors[f"{block}.k_norm.weight"], eps)
+        q = numpy_rotate(q.reshape(len(x), num_heads, head_dim), config["rope_theta"])
+        k = numpy_rotate(k.reshape(len(x), num_kv_heads, head_dim), config["rope_theta"])
+        v = v.reshape(len(x), num_kv_heads, head_dim)
+        heads = []
+        for head in range(num_heads):
+            kv_head = head * num_kv_heads // num_heads
+            scores = np.einsum("qd,kd->qk", q[:, head], k[:, kv_head]) / math.sqrt(head_dim)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            heads.append(np.einsum("qk,kd->qd", weights, v[:, kv_head]))
+        x = x + linear(f"{block}.attn_out", np.concatenate(heads, axis=1))
+        h = numpy_norm(x, tensors[f"{block}.ff_norm.weight"], eps)
+        gate = linear(f"{block}.ff_proj", h)
+        gated = gate / (1.0 + np.exp(-gate)) * linear(f"{block}.up_proj", h)
+        x = x + linear(f"{block}.ff_out", gated)
+    x = numpy_norm(x, tensors["ln_f.weight"], eps)
+    logits = linear("wte" if config["weight_tying"] else "ff_out", x)
+    if config["scale_logits"]:
+        logits = logits / math.sqrt(config["d_model"])
+    return logits
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_logits_equal_an_independent_float64_forward(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = checkpoint(name)
+    ids = random_prompt(11) + [MASK_ID] * 6
+    wanted = numpy_forward(folder, ids)
+    wide = LLaDAReference.from_checkpoint(folder, torch.float64).logits(torch.tensor([ids]))[0]
+    assert wide.shape == wanted.shape == (17, CASES[name].overrides.get("embedding_size", 256))
+    np.testing.assert_allclose(wide.numpy(), wanted, rtol=0, atol=1e-9)
+    narrow = LLaDAReference.from_checkpoint(folder).logits(torch.tensor([ids]))[0]
+    assert narrow.dtype == torch.float32
+    np.testing.assert_allclose(narrow.numpy(), wanted, rtol=0, atol=1e-3)
+
+
+def test_rows_of_a_batch_do_not_see_each_other(checkpoint: Callable[[str], Path]) -> None:
+    model = LLaDAReference.from_checkpoint(checkpoint("mha"), torch.float64)
+    ids = torch.tensor([random_prompt(9, seed) for seed in (0, 1)])
+    both = model.logits(ids)
+    torch.testing.assert_close(both[1:], model.logits(ids[1:]), rtol=0, atol=1e-10)
+
+
+def test_attention_looks_both_ways(checkpoint: Callable[[str], Path]) -> None:
+    model = LLaDAReference.from_checkpoint(checkpoint("mha"))
+    ids = torch.tensor([random_prompt(9)])
+    changed = ids.clone()
+    changed[0, -1] += 1
+    assert (model.logits(ids)[0, 0] - model.logits(changed)[0, 0]).abs().max() > 0.01
+
+
+def test_bfloat16_gains_are_applied_after_the_cast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 64, generator=generator).bfloat16()
+    gain = torch.randn(64, generator=generator).bfloat16()
+    statistics = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    cast_then_multiply = (x.float() * statistics).bfloat16() * gain
+    multiply_then_cast = (x.float() * statistics * gain.float()).bfloat16()
+    assert torch.equal(rms_norm(x, gain, 1e-5), cast_then_multiply)
+    assert not torch.equal(cast_then_multiply, multiply_then_cast)
+
+
+def test_huggingface_names_are_read_too(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    ids = torch.tensor([random_prompt(5)])
+    before = LLaDAReference.from_checkpoint(folder).logits(ids)
+    config = json.loads((folder / "config.json").read_text())
+    config["hidden_size"] = config.pop("d_model")
+    config["num_key_value_heads"] = config.pop("n_kv_heads")
+    config["intermediate_size"] = config.pop("mlp_hidden_size")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(LLaDAReference.from_checkpoint(folder).logits(ids), before)
+
+
+def test_unfitting_configs_and_weights_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, include_qkv_bias=True)
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"include_qkv_bias": False}, "q_proj.bias"),
+        ({"block_type": "sequential"}, "block_type"),
+        ({"alibi": True}, "alibi"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match=message):
+            LLaDAReference.from_checkpoint(folder)
+
+
+# ---- the checkpoints ---------------------------------------------------------------------------
+
+
+def test_checkpoint_has_two_shards_and_a_complete_index(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    total_size = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, value in load_file(file).items():
+            found[name] = file.name
+            total_size += value.nbytes
+    assert len(set(found.values())) == 2
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == total_size
+
+
+def test_tokenizer_loads_without_remote_code(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_checkpoint(tmp_path), trust_remote_code=False)
+    text = "What is the capital of France?\n(2 + 3)"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text)  # merges are used
+    assert max(ids) < 245
+    assert tokenizer.convert_tokens_to_ids("<|eot_id|>") == EOT_ID
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (
+        BOS_ID,
+        EOS_ID,
+        MASK_ID,
+    )
+    assert tokenizer.decode([*ids, 253, EOS_ID, EOT_ID], skip_special_tokens=True) == text
+
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "  Hi \n"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == (
+        "<|startoftext|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    rendered_ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    assert rendered_ids[:2] == [BOS_ID, 247]
+    assert rendered_ids.count(EOT_ID) == 1
+
+
+def test_no_run_of_the_cases_has_a_near_tie(checkpoint: Callable[[str], Path]) -> None:
+    """Else a parity test could not tell a wrong token from a rounding difference."""
+    for name in PREDICTS_NO_MASK:
+        model = LLaDAReference.from_checkpoint(checkpoint(name))
+        for prompt in PROMPTS if name == "mha" else PROMPTS[-1:]:
+            runs = [
+                threshold(model, prompt, threshold=value, **LONG_BLOCKS) for value in (0.6, 0.9)
+            ]
+            runs.append(semi_ar(model, prompt, steps=16, **BLOCKS))
+            for decoded in runs:
+                assert near_ties(decoded.trace) == [], name
+                assert MASK_ID not in decoded.ids, name
+
+
+def test_float32_and_float64_models_decode_the_same(checkpoint: Callable[[str], Path]) -> None:
+    """Without near-ties the tokens do not depend on rounding."""
+    for name in PREDICTS_NO_MASK:
+        narrow, wide = (
+            LLaDAReference.from_checkpoint(checkpoint(name), dtype)
+            for dtype in (torch.float32, torch.float64)
+        )
+        runs = [threshold(model, PROMPTS[-1], **LONG_BLOCKS) for model in (narrow, wide)]
+        assert runs[0].ids == runs[1].ids, name
+        assert runs[0].num_forwards == runs[1].num_forwards, name
+        sets = [[sorted(step.accepted) for step in run.trace] for run in runs]
+        assert sets[0] == sets[1], name
+
+
+def test_bfloat16_model_rotates_in_the_precision_of_the_config(tmp_path: Path) -> None:
+    """The released precision: near the float64 logits, and rope_full_precision matters."""
+    ids = torch.tensor([random_prompt(12)])
+    logits = {}
+    for full in (True, False):
+        folder = make_checkpoint(tmp_path / str(full), rope_full_precision=full)
+        narrow = LLaDAReference.from_checkpoint(folder, torch.bfloat16).logits(ids)
+        exact = LLaDAReference.from_checkpoint(folder, torch.float64).logits(ids)
+        assert narrow.dtype == torch.bfloat16
+        assert (narrow.double() - exact).abs().mean() < 0.05 * exact.abs().mean()
+        logits[full] = narrow
+    assert not torch.equal(logits[True], logits[False])
+
+
+def test_thresholds_need_different_numbers_of_forwards(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    for name in ("mha", "gqa"):
+        model = LLaDAReference.from_checkpoint(checkpoint(name))
+        num_forwards = [
+            threshold(model, PROMPTS[-1], threshold=value, **LONG_BLOCKS).num_forwards
+            for value in (0.3, 0.6, 0.9, 0.98)
+        ]
+        assert num_forwards == sorted(set(num_forwards))
+        assert num_forwards[0] <= 8
+        assert num_forwards[-1] >= 28
+
+
+def test_a_case_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
+    """Without the guard masks stay or the loop is stuck; with it every token is decided."""
+    model = LLaDAReference.from_checkpoint(checkpoint("predicts_mask"))
+    with pytest.raises(RuntimeError, match="masks remain"):
+        threshold(model, PROMPTS[-1], threshold=0.9, **BLOCKS)
+    guarded = threshold(model, PROMPTS[-1], threshold=0.9, guard_mask_token=True, **BLOCKS)
+    assert any(step.guarded for step in guarded.trace)
+    assert MASK_ID not in guarded.ids
+    plain = semi_ar(model, PROMPTS[-1], steps=32, **BLOCKS)
+    one_each = semi_ar(model, PROMPTS[-1], steps=32, guard_mask_token=True, **BLOCKS)
+    assert MASK_ID in plain.ids
+    assert MASK_ID not in one_each.ids
+
+
+# ---- the loops ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_masked", "num_steps", "quotas"),
+    [(5, 3, [2, 2, 1]), (2, 4, [1, 1, 0, 0]), (8, 4, [2, 2, 2, 2]), (0, 3, [0, 0, 0])],
+)
+def test_quotas(num_masked: int, num_steps: int, quotas: list[int]) -> None:
+    assert num_transfer_tokens(num_masked, num_steps) == quotas
+
+
+def test_selection_orders_by_score_then_position() -> None:
+    assert select_quota([0.5, 0.9, 0.9, 0.1], 3) == [1, 2, 0]
+    assert select_quota([1.0] * 32, 2) == [0, 1]
+    assert select_threshold([0.5, 0.9, 0.6, 0.59], 0.6) == [1, 2]  # equal is accepted
+    assert select_threshold([0.2, 0.1, 0.2], 0.9) == [0]  # the best one always
+    assert select_threshold([], 0.9) == []
+
+
+def test_semi_ar_by_hand() -> None:
+    """Two blocks of two, one token a step: the more confident position of each block first."""
+    model = TableModel(rows_of({1: 2.0}, {2: 5.0}, {3: 9.0}, {4: 1.0}))
+    decoded = semi_ar(model, [7, 8], gen_length=4, block_length=2, steps=4, ids=SMALL)
+    assert decoded.ids == [1, 2, 3, 4]
+    assert decoded.num_forwards == 4
+    assert [step.accepted for step in decoded.trace] == [[3], [2], [4], [5]]
+    assert [step.block for step in decoded.trace] == [0, 0, 1, 1]
+    first = decoded.trace[0]
+    assert first.row == (7, 8, 15, 15, 15, 15)
+    assert first.last_accepted == pytest.approx(math.exp(5) / (math.exp(5) + 15), rel=1e-6)
+    assert first.first_rejected == pytest.approx(math.exp(2) / (math.exp(2) + 15), rel=1e-6)
+    assert decoded.trace[1].first_rejected is None
+
+
+@pytest.mark.parametrize(("block_length", "steps"), [(16, 16), (16, 5), (4, 8), (8, 16), (2, 8)])
+def test_semi_ar_equals_quota_mode_of_the_other_loop(block_length: int, steps: int) -> None:
+    for seed in range(3):
+        model = small_model(seed)
+        lengths: dict[str, Any] = {"gen_length": 16, "block_length": block_length, "steps": steps}
+        one = semi_ar(model, [1, 2, 3], ids=SMALL, **lengths)
+        other = threshold(model, [1, 2, 3], threshold=None, ids=SMALL, **lengths)
+        assert one.ids == other.ids
+        assert SMALL.mask not in one.ids
+        assert one.num_forwards == other.num_forwards == steps
+
+
+def test_idle_steps_change_only_the_number_of_forwards() -> None:
+    lengths: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 20}
+    idle = semi_ar(small_model(), [1], ids=SMALL, **lengths)
+    skipped = semi_ar(small_model(), [1], ids=SMALL, skip_idle_steps=True, **lengths)
+    quota_mode = threshold(small_model(), [1], ids=SMALL, threshold=None, **lengths)
+    assert (idle.num_forwards, skipped.num_forwards, quota_mode.num_forwards) == (20, 8, 8)
+    assert idle.ids == skipped.ids == quota_mode.ids
+
+
+def test_threshold_mode_extremes() -> None:
+    model = small_model()
+    lengths: dict[str, Any] = {"gen_length": 8, "block_length": 4}
+    everything = threshold(model, [1, 2], threshold=0.0, ids=SMALL, **lengths)
+    single = threshold(model, [1, 2], threshold=1.1, ids=SMALL, **lengths)
+    one_per_step = semi_ar(model, [1, 2], steps=8, ids=SMALL, **lengths)
+    assert everything.num_forwards == 2
+    assert single.num_forwards == 8
+    assert single.ids == one_per_step.ids
+
+
+def test_threshold_accepts_only_before_the_block_end() -> None:
+    model = TableModel(rows_of({1: 9.0}, {2: 0.5}, {3: 9.0}, {4: 9.0}))
+    decoded = threshold(model, [7], gen_length=4, block_length=2, threshold=0.9, ids=SMALL)
+    assert [step.accepted for step in decoded.trace] == [[1], [2], [3, 4]]
+    assert decoded.ids == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"gen_length": 8, "block_length": 3, "steps": 8}, "block_length"),
+        ({"gen_length": 8, "block_length": 4, "steps": 3}, "steps"),
+        ({"gen_length": 8, "block_length": 4, "steps": 0}, "steps"),
+        ({"gen_length": 0, "block_length": 1, "steps": 1}, "block_length"),
+    ],
+)
+def test_lengths_that_do_not_divide(lengths: dict[str, Any], message: str) -> None:
+    for loop in (semi_ar, threshold):
+        with pytest.raises(ValueError, match=message):
+            loop(small_model(), [1], ids=SMALL, **lengths)
+
+
+def test_masks_in_the_prompt_are_filled_first_and_take_quota() -> None:
+    """The prompt's mask is committed with the first block's quota, so one mask is left over."""
+    rows = rows_of({5: 8.0}, {1: 4.0}, {2: 3.0}, {3: 2.0}, {4: 1.0})
+    decoded = semi_ar(
+        TableModel(rows), [7, SMALL.mask], gen_length=4, block_length=2, steps=4, ids=SMALL
+    )
+    assert [step.committed for step in decoded.trace] == [{1: 5}, {2: 1}, {3: 2}, {4: 3}]
+    assert decoded.ids == [1, 2, 3, SMALL.mask]
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+def test_cfg_formula_and_known_positions() -> None:
+    """n + (s + 1)(c - n); only what was known at the start is masked in the second row."""
+
+    class CountingModel(TableModel):
+        def logits(self, ids: Tensor) -> Tensor:
+            prompt_seen = (ids[:, :2] != SMALL.mask).all(dim=1)
+            return super().logits(ids) * torch.where(prompt_seen, 1.0, 0.25)[:, None, None]
+
+    rows = rows_of({1: 2.0}, {2: 4.0})
+    model = CountingModel(rows)
+    decoded = semi_ar(
+        model, [7, 8], gen_length=2, block_length=2, steps=2, cfg_scale=0.5, ids=SMALL
+    )
+    guided = 0.25 * 4.0 + 1.5 * (4.0 - 0.25 * 4.0)
+    assert decoded.trace[0].last_accepted == pytest.approx(
+        math.exp(guided) / (math.exp(guided) + 15), rel=1e-6
+    )
+    assert decoded.num_forwards == 2
+    mask = SMALL.mask
+    assert model.batches[0].tolist() == [[7, 8, mask, mask], [mask, mask, mask, mask]]
+    assert model.batches[1].tolist() == [[7, 8, mask, 2], [mask, mask, mask, 2]]
+
+
+def test_logits_eos_inf_forbids_eos() -> None:
+    rows = rows_of({SMALL.eos: 9.0, 3: 2.0}, {4: 1.0})
+    for loop in (semi_ar, threshold):
+        plain = loop(TableModel(rows), [7], gen_length=2, block_length=2, steps=2, ids=SMALL)
+        without = loop(
+            TableModel(rows),
+            [7],
+            gen_length=2,
+            block_length=2,
+            steps=2,
+            logits_eos_inf=True,
+            ids=SMALL,
+        )
+        assert plain.ids == [SMALL.eos, 4]
+        assert without.ids == [3, 4]
+        # EOS takes no part in the softmax either.
+        assert without.trace[0].last_accepted == pytest.approx(
+            math.exp(2) / (math.exp(2) + 14), rel=1e-6
+        )
+
+
+def test_confidence_eos_eot_inf_commits_both_last_without_noise() -> None:
+    eos, eot = SMALL.eos, SMALL.eot
+    assert eot is not None
+    rows = rows_of({eos: 9.0}, {eot: 8.0}, {1: 1.0}, {2: 2.0, eos: 1.5})
+    options: dict[str, Any] = {"gen_length": 4, "block_length": 4, "steps": 4, "ids": SMALL}
+    plain = semi_ar(TableModel(rows), [7], **options)
+    demoted = semi_ar(TableModel(rows), [7], confidence_eos_eot_inf=True, **options)
+    assert plain.ids == demoted.ids == [eos, eot, 1, 2]
+    assert [step.accepted for step in plain.trace] == [[1], [2], [4], [3]]
+    # EOS and EoT have probability exactly 0 and keep their order of position.
+    assert [step.accepted for step in demoted.trace] == [[4], [3], [1], [2]]
+    assert demoted.trace[2].last_accepted == demoted.trace[2].first_rejected == 0.0
+    # The other probabilities are those of a softmax without the two columns.
+    assert demoted.trace[0].last_accepted == pytest.approx(
+        math.exp(2) / (math.exp(2) + 13), rel=1e-6
+    )
+
+
+def test_confidence_eos_eot_inf_demotes_only_eot_with_noise() -> None:
+    """With temperature the noised logits are another tensor, so EOS keeps its confidence."""
+    eos, eot = SMALL.eos, SMALL.eot
+    assert eot is not None
+    rows = rows_of({eos: 9.0}, {eot: 8.0}, {1: 5.0})
+
+    def no_noise(step: int, positions: Sequence[int], columns: Sequence[int]) -> Tensor:
+        return torch.full((len(positions), len(columns)), math.exp(-1), dtype=torch.float64)
+
+    decoded = semi_ar(
+        TableModel(rows),
+        [7],
+        gen_length=3,
+        block_length=3,
+        steps=3,
+        temperature=1.0,
+        confidence_eos_eot_inf=True,
+        uniform_logits=no_noise,
+        ids=SMALL,
+    )
+    assert decoded.ids == [eos, eot, 1]
+    assert [step.accepted for step in decoded.trace] == [[1], [3], [2]]
+
+
+def test_confidence_eos_eot_inf_needs_an_eot() -> None:
+    with pytest.raises(ValueError, match=r"ids\.eot"):
+        semi_ar(
+            small_model(),
+            [1],
+            gen_length=2,
+            block_length=2,
+            steps=2,
+            confidence_eos_eot_inf=True,
+            ids=SpecialIds(15, 14),
+        )
+
+
+def test_confidence_dtype_decides_what_saturates() -> None:
+    """In float32 both confidences round to 1 and the lower position wins; in float64 not."""
+    rows = rows_of({1: 25.0}, {2: 30.0})
+    options: dict[str, Any] = {"gen_length": 2, "block_length": 2, "steps": 2, "ids": SMALL}
+    narrow = semi_ar(TableModel(rows), [7], confidence_dtype="float32", **options)
+    wide = semi_ar(TableModel(rows), [7], confidence_dtype="float64", **options)
+    assert narrow.trace[0].accepted == [1]
+    assert wide.trace[0].accepted == [2]
+    assert [tie.kind for tie in near_ties(narrow.trace)] == ["order"]
+    coarse = rows_of({1: 6.0}, {2: 6.01}).bfloat16()
+    assert coarse[0, 1] == coarse[1, 2]
+    logits_dtype = semi_ar(TableModel(coarse), [7], confidence_dtype="logits", **options)
+    assert logits_dtype.trace[0].last_accepted == float(torch.softmax(coarse, 1)[0, 1])
+
+
+def test_noise_is_gumbel_max() -> None:
+    """exp(L) / (-log U)^t has the argmax of L + t * Gumbel, and frequencies of softmax(L / t)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    u = torch.rand(20000, 4, generator=generator, dtype=torch.float64)
+    temperature = 0.7
+    tokens = add_noise(logits.expand(20000, 4), temperature, u).argmax(dim=1)
+    additive = (logits.double() - temperature * (-u.log()).log()).argmax(dim=1)
+    assert torch.equal(tokens, additive)
+    wanted = torch.softmax(logits.double() / temperature, dim=0) * 20000
+    counts = torch.bincount(tokens, minlength=4)
+    chi_square = float(((counts - wanted) ** 2 / wanted).sum())
+    assert chi_square < 16.27  # 0.1 % point of three degrees of freedom
+    assert add_noise(logits, 0.0, None) is logits
+
+
+def test_temperature_uses_the_injected_numbers_only() -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def philox(step: int, positions: Sequence[int], columns: Sequence[int]) -> Tensor:
+        asked.append((step, list(positions)))
+        return uniform_matrix(5, 0, step, positions, len(columns))
+
+    options: dict[str, Any] = {
+        "gen_length": 4,
+        "block_length": 2,
+        "steps": 4,
+        "temperature": 1.5,
+        "ids": SMALL,
+    }
+    first = semi_ar(small_model(), [1, 2], uniform_logits=philox, **options)
+    left_over = [({0, 1} if i == 0 else {2, 3}) - {first.trace[i].accepted[0] - 2} for i in (0, 2)]
+    assert asked == [(0, [0, 1]), (1, [*left_over[0]]), (2, [2, 3]), (3, [*left_over[1]])]
+    assert semi_ar(small_model(), [1, 2], uniform_logits=philox, **options).ids == first.ids
+    # The scores stay free of noise and of temperature.
+    step = first.trace[0]
+    row = small_model().logits(torch.tensor([step.row]))[0]
+    token = step.committed[step.accepted[0]]
+    confidence = torch.softmax(row[step.accepted[0]], 0)[token]
+    assert step.last_accepted == pytest.approx(float(confidence), rel=1e-6)
+    with pytest.raises(ValueError, match="uniform_logits"):
+        semi_ar(small_model(), [1, 2], **options)
+
+
+def test_random_remasking_follows_the_injected_numbers() -> None:
+    def scores(step: int, positions: Sequence[int]) -> Tensor:
+        return torch.tensor([uniform(11, 1, step, p, 0) for p in positions])
+
+    options: dict[str, Any] = {"gen_length": 6, "block_length": 3, "steps": 6, "ids": SMALL}
+    decoded = semi_ar(small_model(), [1, 2], remasking="random", uniform_scores=scores, **options)
+    left = [{0, 1, 2}, {3, 4, 5}]
+    for step in decoded.trace:
+        waiting = left[step.block]
+        best = max(waiting, key=lambda p: uniform(11, 1, step.index, p, 0))
+        assert step.accepted == [best + 2]
+        waiting.remove(best)
+    again = semi_ar(small_model(), [1, 2], remasking="random", uniform_scores=scores, **options)
+    assert again == decoded
+    with pytest.raises(ValueError, match="uniform_scores"):
+        semi_ar(small_model(), [1, 2], remasking="random", **options)
+    with pytest.raises(ValueError, match="remasking"):
+        semi_ar(small_model(), [1, 2], remasking="entropy", **options)
+
+
+# ---- the mask as a prediction ------------------------------------------------------------------
+
+
+def test_predicted_masks_are_left_in_the_row() -> None:
+    mask = SMALL.mask
+    rows = rows_of({mask: 9.0, 3: 6.0}, {4: 1.0})
+    decoded = semi_ar(TableModel(rows), [7], gen_length=2, block_length=2, steps=2, ids=SMALL)
+    assert decoded.ids == [mask, mask]  # both quotas are spent on the same position
+    with pytest.raises(RuntimeError, match="masks remain"):
+        threshold(TableModel(rows), [7], gen_length=2, block_length=2, ids=SMALL)
+    with pytest.raises(RuntimeError, match="masks remain"):
+        threshold(
+            TableModel(rows),
+            [7],
+            gen_length=2,
+            block_length=2,
+            threshold=None,
+            steps=2,
+            ids=SMALL,
+        )
+
+
+def test_guard_takes_the_best_other_token() -> None:
+    """Position 0 predicts the mask; of all other tokens, token 4 at position 1 is likeliest."""
+    rows = rows_of({SMALL.mask: 9.0, 3: 6.0}, {4: 1.0})
+    best = math.exp(6) / (math.exp(9) + math.exp(6) + 14)
+    other = math.exp(1) / (math.exp(1) + 15)
+    assert other > best
+    for loop in (semi_ar, threshold):
+        decoded = loop(
+            TableModel(rows),
+            [7],
+            gen_length=2,
+            block_length=2,
+            steps=2,
+            guard_mask_token=True,
+            ids=SMALL,
+        )
+        assert decoded.ids == [3, 4]
+        assert [step.guarded for step in decoded.trace] == [True, True]
+        assert [step.accepted for step in decoded.trace] == [[2], [1]]
+        assert decoded.trace[0].last_accepted == pytest.approx(other, rel=1e-6)
+        assert decoded.trace[1].last_accepted == pytest.approx(best, rel=1e-6)
+
+
+def test_guard_sleeps_while_anything_is_committed() -> None:
+    for seed in range(3):
+        options: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 8, "ids": SMALL}
+        plain = semi_ar(small_model(seed), [1], **options)
+        guarded = semi_ar(small_model(seed), [1], guard_mask_token=True, **options)
+        assert plain == guarded
+
+
+# ---- the end of the answer ---------------------------------------------------------------------
+
+
+def test_truncate() -> None:
+    assert truncate([1, 2, 14, 3, 14], {13, 14}) == ([1, 2], "stop")
+    assert truncate([1, 2, 3], {13, 14}) == ([1, 2, 3], "length")
+    assert truncate([13, 1], {13, 14}) == ([], "stop")
+    assert truncate([1, 14, 15], {13, 14}, mask_id=15) == ([1], "stop")
+    with pytest.raises(ValueError, match="mask id 15 at 1"):
+        truncate([1, 15, 14], {13, 14}, mask_id=15)
+
+
+@pytest.mark.parametrize("loop", [semi_ar, threshold])
+def test_stopping_after_a_complete_block_keeps_the_text(loop: Callable[..., Any]) -> None:
+    num_saved = 0
+    stop_ids = (14, 13)
+    for seed in range(6):
+        options: dict[str, Any] = {"gen_length": 24, "block_length": 4, "steps": 24, "ids": SMALL}
+        whole = loop(small_model(seed), [1, 2], **options)
+        stopped = loop(small_model(seed), [1, 2], early_stop_ids=stop_ids, **options)
+        assert truncate(stopped.ids, stop_ids, SMALL.mask) == truncate(whole.ids, stop_ids)
+        assert stopped.trace == whole.trace[: stopped.num_forwards]
+        num_saved += whole.num_forwards - stopped.num_forwards
+    assert num_saved > 0
+
+
+# ---- the report --------------------------------------------------------------------------------
+
+
+def test_near_ties_are_reported_by_kind() -> None:
+    options: dict[str, Any] = {"gen_length": 2, "block_length": 2, "ids": SMALL}
+    token = rows_of({1: 5.0, 2: 5.0 - 1e-5}, {3: 3.0})
+    order = rows_of({1: 3.0}, {2: 3.0 + 1e-6})
+    clear = rows_of({1: 3.0}, {2: 5.0})
+    exact = math.exp(3) / (math.exp(3) + 15)
+
+    def kinds(rows: Tensor, **more: Any) -> set[str]:
+        return {
+            t.kind for t in near_ties(threshold(TableModel(rows), [7], **options, **more).trace)
+        }
+
+    assert kinds(clear, threshold=0.9) == set()
+    assert kinds(token, threshold=0.9) == {"token"}
+    assert kinds(order, threshold=0.9) == {"order"}
+    assert kinds(order, threshold=0.1) == set()  # both accepted, their order has no effect
+    assert kinds(clear, threshold=exact + 1e-6) == {"threshold"}
+
+
+def test_first_difference_names_the_forward() -> None:
+    model = TableModel(rows_of({1: 2.0}, {2: 5.0}, {3: 9.0}, {4: 1.0}))
+    decoded = semi_ar(model, [7, 8], gen_length=4, block_length=2, steps=4, ids=SMALL)
+    assert first_difference([1, 2, 3, 4], decoded, prompt_len=2) is None
+    assert first_difference([1, 2, 9, 4], decoded, prompt_len=2) == 2
+    assert first_difference([9, 9, 3, 4], decoded, prompt_len=2) == 0
+
+
+def test_a_whole_run_on_a_real_checkpoint(checkpoint: Callable[[str], Path]) -> None:
+    model = LLaDAReference.from_checkpoint(checkpoint("padded_vocab"))
+    decoded = semi_ar(model, random_prompt(20, 20), gen_length=16, block_length=8, steps=8, ids=IDS)
+    assert decoded.num_forwards == 8
+    assert len(decoded.ids) == 16
+    assert MASK_ID not in decoded.ids
+    assert all(len(step.accepted) == 2 for step in decoded.trace)
+    assert all(0 <= token < 320 for token in decoded.ids)
+    assert VOCAB_SIZE == 256

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hinge of the overlay: `import vllm` finds this folder first and upstream's package second.
+
+This folder holds only what diffusion language models add. Everything else, the public names of
+`vllm` included, is upstream's: its `__init__.py` is executed in this module's namespace.
+"""
+
+import importlib.metadata as _metadata
+import os as _os
+import pkgutil as _pkgutil
+
+__path__ = _pkgutil.extend_path(__path__, __name__)
+
+_upstream = next(
+    (path for path in __path__[1:] if _os.path.isfile(_os.path.join(path, "_version.py"))), None
+)
+if _upstream is None:
+    raise ImportError(
+        "the upstream vllm package is not installed: pip install -r requirements/cpu.txt (or cuda.txt)"
+    )
+
+
+def _allow_our_plugins() -> None:
+    """Put our entry points on upstream's allow-list, `VLLM_PLUGINS`.
+
+    Upstream serves the HTTP routes of a plugin only when the variable names it, and once the
+    variable is set it filters every plugin group. So unset or empty is written out as all
+    installed names (third-party HTTP routes aside, which upstream wants named by the user) plus
+    ours, and a user's own list is completed with ours. Child processes inherit the result.
+    """
+    groups = (
+        "vllm.general_plugins",
+        "vllm.platform_plugins",
+        "vllm.io_processor_plugins",
+        "vllm.stat_logger_plugins",
+        "vllm.endpoint_plugins",
+    )
+    ours: list[str] = []
+    others: list[str] = []
+    for group in groups:
+        for entry in _metadata.entry_points(group=group):
+            if entry.value.startswith("vllm.diffusion."):
+                ours.append(entry.name)
+            elif group != "vllm.endpoint_plugins":
+                others.append(entry.name)
+    named = [name for name in _os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+    _os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*(named or others), *ours]))
+
+
+_allow_our_plugins()
+
+_init = _os.path.join(_upstream, "__init__.py")
+with open(_init) as _file:
+    exec(compile(_file.read(), _init, "exec"))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffusion language models on vLLM: what the overlay adds to upstream."""

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door: a request is decided completely before it enters the engine.
+
+Upstream offers two hooks while it processes a request, one after the other on one thread: the
+parameter validator of an engine's own `logits_processors` list, which knows the engine but not the
+prompt, and `Platform.validate_request`, which knows the prompt but not the engine. The first marks
+the parameters as ours, the second checks them with the prompt. So every route and the offline
+`LLM` refuse a bad request in the same words, and engines of other models are left alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion import envs, params
+from vllm.diffusion.config import served_model
+from vllm.diffusion.errors import InvalidParameterError
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.diffusion.params import DiffusionParams, ServedModel
+
+_marked = threading.local()
+_installed: list[Door] = []  # the door of this process's newest diffusion engine
+
+
+class DiffusionParamsValidator(LogitsProcessor):  # type: ignore[misc]
+    """Never instantiated: upstream calls `validate_params` for each request of our engines."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        _marked.params = sampling_params
+
+
+class Door:
+    """Decides requests for one engine configuration."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._model: ServedModel | None = None
+
+    @property
+    def model(self) -> ServedModel:
+        """Read at first use: it needs the tokenizer, which upstream loads later."""
+        if self._model is None:
+            self._model = served_model(self._vllm_config)
+        return self._model
+
+    def decide(self, sampling_params: Any, prompt_token_ids: list[int]) -> DiffusionParams:
+        """The request's parameters, or VLLMValidationError (HTTP 400) naming the field."""
+        try:
+            return params.resolve(
+                params.from_sampling_params(sampling_params),
+                self.model,
+                prompt_token_ids,
+                default_steps=envs.default_steps(),
+            )
+        except InvalidParameterError as error:
+            raise VLLMValidationError(str(error), parameter=error.field) from None
+
+
+def install(vllm_config: VllmConfig, platform: Any) -> None:
+    """Put a door on this process's platform object (its class stays as it is)."""
+    door = Door(vllm_config)
+    upstream: Callable[..., None] = type(platform).validate_request
+
+    def validate_request(processed_inputs: Any, sampling_params: Any) -> None:
+        upstream(processed_inputs, sampling_params)
+        if getattr(_marked, "params", None) is sampling_params:
+            _marked.params = None
+            door.decide(sampling_params, processed_inputs.get("prompt_token_ids") or [])
+
+    platform.validate_request = validate_request
+    _installed[:] = [door]
+
+
+def current_door() -> Door | None:
+    """The door of this process's diffusion engine, if it has one."""
+    return next(iter(_installed), None)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the overlay decides once, when an engine is configured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.diffusion import params
+from vllm.diffusion.errors import ModelConfigError, ServerConfigError
+from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+WORKER = "vllm.diffusion.engine.worker.DiffusionWorker"
+SCHEDULER = "vllm.diffusion.engine.scheduler.DiffusionScheduler"
+VALIDATOR = "vllm.diffusion.api.door:DiffusionParamsValidator"
+
+
+def configure(vllm_config: VllmConfig) -> None:
+    """Turn upstream's configuration of a diffusion language model into one that can run.
+
+    Raises:
+        ServerConfigError: for a setting that has no meaning for these models.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ServerConfigError(
+            f"pipeline_parallel_size: given {parallel.pipeline_parallel_size}; wanted 1: "
+            "diffusion language models run tensor and data parallel"
+        )
+    if vllm_config.speculative_config is not None:
+        raise ServerConfigError("speculative_config: wanted none for a diffusion language model")
+    if vllm_config.lora_config is not None:
+        raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
+    if parallel.worker_cls == "auto":
+        parallel.worker_cls = WORKER
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULER
+    scheduler.async_scheduling = False
+    scheduler.enable_chunked_prefill = False
+    vllm_config.cache_config.enable_prefix_caching = False
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    params.server_defaults(_server_settings(vllm_config))
+
+    model = vllm_config.model_config
+    validators = [v for v in (model.logits_processors or []) if v != VALIDATOR]
+    model.logits_processors = [*validators, VALIDATOR]
+    if "temperature" not in model.try_get_generation_config():
+        # Greedy is what the model authors use; upstream's HTTP default would be 1.
+        model.override_generation_config.setdefault("temperature", 0.0)
+
+
+def served_model(vllm_config: VllmConfig) -> ServedModel:
+    """The facts that deciding a request's parameters needs."""
+    model = vllm_config.model_config
+    config = model.hf_config
+    family = next(
+        (BY_ARCHITECTURE[a] for a in config.architectures or [] if a in BY_ARCHITECTURE), None
+    )
+    if family is None:
+        raise ModelConfigError(
+            "architectures", config.architectures, f"wanted one of {sorted(BY_ARCHITECTURE)}"
+        )
+    generation = model.try_get_generation_config()
+    return ServedModel(
+        family=family,
+        ids=_special_ids(model, generation, family.end_of_turn_tokens),
+        max_model_len=model.max_model_len,
+        vocab_size=getattr(config, "embedding_size", None) or config.vocab_size,
+        default_max_tokens=generation.get("max_new_tokens"),
+        defaults=params.server_defaults(_server_settings(vllm_config)),
+    )
+
+
+def row_budget(vllm_config: VllmConfig) -> int:
+    """Rows that several requests may share in one step (a lone request may have more)."""
+    return int(vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def _server_settings(vllm_config: VllmConfig) -> dict[str, Any]:
+    additional = vllm_config.additional_config
+    settings = additional.get("dllm", {}) if isinstance(additional, dict) else {}
+    if not isinstance(settings, dict):
+        raise ServerConfigError(
+            f"additional_config.dllm: given {settings!r}; wanted a JSON object"
+        )
+    return settings
+
+
+def _special_ids(
+    model: ModelConfig, generation: dict[str, Any], end_of_turn: tuple[str, ...]
+) -> SpecialIds:
+    tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
+    config = model.hf_config
+    mask = getattr(config, "mask_token_id", None)
+    if mask is None and tokenizer is not None:
+        mask = getattr(tokenizer, "mask_token_id", None)
+    if mask is None:
+        raise ModelConfigError("mask_token_id", None, "wanted the id of the mask token")
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    eot = next((vocabulary[name] for name in end_of_turn if name in vocabulary), None)
+    listed = [_as_list(config.eos_token_id), _as_list(generation.get("eos_token_id"))]
+    eos = next(iter(listed[0]), None)
+    stop = {*listed[0], *listed[1], *_as_list(eot)}
+    return SpecialIds(mask=mask, eos=eos, eot=eot, stop=frozenset(stop))
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The semi-autoregressive loop of LLaDA (Nie et al., arXiv:2502.09992, reference `generate`).
+
+A block of m masked positions is filled in S steps: m // S positions a step, one more in the first
+m % S steps, the most certain first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, most_certain_first
+from vllm.diffusion.params import DiffusionParams
+
+
+def transfer_quota(num_masked: int, num_steps: int, step: int) -> int:
+    """Positions committed at `step` (from 0) when `num_masked` are spread over `num_steps`."""
+    return num_masked // num_steps + (step < num_masked % num_steps)
+
+
+class SemiAutoregressive(DecodingRule):
+    """Fixed quota per step. Steps without a quota commit nothing and are skipped.
+
+    The quota is spent also on a position where the model proposes the mask token, which then
+    stays masked, as in the reference.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        if params.steps is None:
+            raise ValueError("semi_ar: steps must be resolved, got None")
+        self.steps_per_block = params.steps // params.num_blocks
+        self._planned_block = -1
+        self._num_masked = 0
+        self._step = 0
+
+    def block_wants_forward(self, masked: torch.Tensor) -> bool:
+        if self._planned_block != self.block:
+            self._planned_block = self.block
+            self._num_masked = int(masked.sum())
+            self._step = 0
+        return self._step < self.steps_per_block and self._quota() > 0
+
+    def select_in_block(self, candidates: Candidates) -> torch.Tensor:
+        quota = self._quota()
+        self._step += 1
+        return most_certain_first(candidates.scores)[:quota]
+
+    def _quota(self) -> int:
+        return transfer_quota(self._num_masked, self.steps_per_block, self._step)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hot path: one denoise step of every running request."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion import envs
+from vllm.diffusion.engine.batch import StepBatch, build_batch
+from vllm.diffusion.engine.canvas import Canvas
+from vllm.diffusion.engine.forward import forward
+from vllm.diffusion.engine.messages import (
+    DiffusionRunnerOutput,
+    DiffusionSchedulerOutput,
+    StepResult,
+)
+from vllm.diffusion.memory import BufferPool, Planner
+from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.diffusion.models.base import DiffusionModel
+
+logger = init_logger(__name__)
+
+SLOW_STEP_MS = 100.0  # steps from here on are logged at INFO
+
+
+class DiffusionModelRunner:
+    """Owns the canvases of the running requests and moves them one step at a time.
+
+    Args:
+        model: the loaded model.
+        planner: chunk sizes of a step.
+        device: where the model lives.
+        is_reporting: this rank writes the log lines of steps.
+        may_fail_alone: an error inside a step may be turned into an error of its requests; False
+            where other ranks run the same step and would wait for this one.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        planner: Planner,
+        device: torch.device,
+        *,
+        is_reporting: bool = True,
+        may_fail_alone: bool = True,
+        noise: NoiseSource | None = None,
+    ) -> None:
+        self.model = model
+        self.planner = planner
+        self.device = device
+        self.noise = noise or PhiloxNoise()
+        self.buffers = BufferPool(device)
+        self.canvases: dict[str, Canvas] = {}
+        self._is_reporting = is_reporting
+        self._may_fail_alone = may_fail_alone
+        self._log_every_step = envs.log_diffusion_steps()
+
+    def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
+        """Take in started and finished requests, then run the step that `message` asks for."""
+        for req_id in message.finished_req_ids:
+            self.canvases.pop(req_id, None)
+        for new in message.admitted:
+            self.canvases[new.req_id] = Canvas(new)
+        req_ids = list(message.num_scheduled_tokens)
+        results: dict[str, StepResult] = {}
+        if req_ids:
+            try:
+                results = self._timed_step(req_ids)
+            except Exception as error:
+                if not self._may_fail_alone:
+                    raise
+                logger.exception("denoise step failed; its %d requests end", len(req_ids))
+                results = {req_id: self._failure(req_id, error) for req_id in req_ids}
+        return DiffusionRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            results=results,
+        )
+
+    def step(self, req_ids: list[str]) -> tuple[StepBatch, dict[str, StepResult]]:
+        """One denoise step of the named requests."""
+        batch = build_batch([self.canvases[req_id] for req_id in req_ids], self.device)
+        plan = self.planner.plan(batch.num_rows)
+        hidden = forward(self.model, batch, plan, self.buffers)
+        sampled = sample(self.model, hidden, batch.groups, plan.logits_rows, self.noise)
+        candidates = batch.candidates(*sampled)
+        results = [c.commit(found) for c, found in zip(batch.canvases, candidates, strict=True)]
+        return batch, dict(zip(req_ids, results, strict=True))
+
+    @torch.inference_mode()  # type: ignore[misc]
+    def _timed_step(self, req_ids: list[str]) -> dict[str, StepResult]:
+        start = time.perf_counter()
+        batch, results = self.step(req_ids)
+        elapsed_ms = 1000 * (time.perf_counter() - start)  # the copy of the candidates has waited
+        if self._is_reporting:
+            at_info = self._log_every_step or elapsed_ms >= SLOW_STEP_MS
+            (logger.info if at_info else logger.debug)(
+                "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d",
+                elapsed_ms,
+                len(req_ids),
+                batch.num_rows,
+                sum(p.numel() for p in batch.eligible),
+            )
+        return results
+
+    def _failure(self, req_id: str, error: Exception) -> StepResult:
+        canvas = self.canvases.get(req_id)
+        return StepResult(
+            new_token_ids=[],
+            num_forwards=0 if canvas is None else canvas.num_forwards,
+            num_committed=0,
+            error=f"{type(error).__name__}: {error}",
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker that upstream's executors run for a diffusion language model, on CPU and CUDA."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.config import set_current_vllm_config
+from vllm.diffusion.config import row_budget
+from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+from vllm.diffusion.memory import Planner
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    get_tensor_model_parallel_world_size,
+    init_distributed_environment,
+    set_custom_all_reduce,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+logger = init_logger(__name__)
+
+
+class DiffusionWorker(WorkerBase):  # type: ignore[misc]
+    """Loads the model and runs denoise steps; it has no KV cache of upstream's kind."""
+
+    model_runner: DiffusionModelRunner
+
+    def init_device(self) -> None:
+        if self.device_config.device_type == "cuda":
+            index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+            self.device = torch.device("cuda", index)
+            torch.cuda.set_device(self.device)
+            self.current_platform.check_if_supports_dtype(self.model_config.dtype)
+        else:
+            self.device = torch.device("cpu")
+            # Upstream's loaders empty the accelerator's cache, which raises where there is none.
+            torch.accelerator.empty_cache = lambda: None
+        parallel = self.parallel_config
+        set_custom_all_reduce(not parallel.disable_custom_all_reduce)
+        init_distributed_environment(
+            parallel.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            self.current_platform.dist_backend,
+        )
+        ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            self.load_config.load_format = "dummy"
+        start = time.perf_counter()
+        with set_current_vllm_config(self.vllm_config), set_default_torch_dtype(
+            self.model_config.dtype
+        ):
+            model: DiffusionModel = get_model_loader(self.load_config).load_model(
+                vllm_config=self.vllm_config, model_config=self.model_config
+            )
+        self.model_runner = DiffusionModelRunner(
+            model,
+            Planner(row_budget(self.vllm_config), model.vocab_size),
+            self._device(),
+            is_reporting=self.is_driver_worker,
+            may_fail_alone=get_tensor_model_parallel_world_size() == 1,
+        )
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        logger.info(
+            "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
+        )
+
+    def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
+        return self.model_runner.execute(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        """A data-parallel replica without requests has nothing to join: replicas are independent."""
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model_runner.model
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    # Upstream asks every worker about its KV cache; there is none.
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return {}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [next(iter(KVCacheLayout)).name]
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        pass
+
+    def determine_available_memory(self) -> int:
+        return 0
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def synchronize_device(self) -> None:
+        if self._device().type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _device(self) -> torch.device:
+        if self.device is None:
+            raise RuntimeError("init_device must run before the model is loaded")
+        return self.device

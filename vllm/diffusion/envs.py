@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment variables of the diffusion overlay: the only reader of `os.environ`.
+
+`register()` adds them to upstream's own table, `vllm.envs.environment_variables`, so that
+upstream knows their names and copies them to worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from vllm.diffusion.errors import ServerConfigError
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise ServerConfigError(f"{name}: given {value!r}; wanted 0 or 1")
+    return value == "1"
+
+
+def _positive_int(name: str) -> int | None:
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ServerConfigError(f"{name}: given {value!r}; wanted a whole number of at least 1")
+    return int(value)
+
+
+def log_diffusion_steps() -> bool:
+    """VLLM_LOG_DIFFUSION_STEPS=1: log the time of every denoise step at INFO."""
+    return _flag("VLLM_LOG_DIFFUSION_STEPS")
+
+
+def default_steps() -> int | None:
+    """DLLM_DIFFUSION_STEPS: denoise steps of a request that gives none (default: one per token)."""
+    return _positive_int("DLLM_DIFFUSION_STEPS")
+
+
+def set_default(name: str, value: str) -> None:
+    """Set an environment variable for this process and its children unless the user set it."""
+    os.environ.setdefault(name, value)
+
+
+VARIABLES: dict[str, Callable[[], Any]] = {
+    "VLLM_LOG_DIFFUSION_STEPS": log_diffusion_steps,
+    "DLLM_DIFFUSION_STEPS": default_steps,
+}
+
+
+def register(table: MutableMapping[str, Callable[[], Any]]) -> None:
+    """Add our variables to upstream's table. Calling it again changes nothing."""
+    for name, read in VARIABLES.items():
+        table.setdefault(name, read)

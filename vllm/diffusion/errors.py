@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exceptions of the diffusion overlay.
+
+DiffusionError
+├── InvalidParameterError   a request asks for something it cannot have (HTTP 400)
+├── ModelConfigError        a checkpoint's config.json describes a model we do not run
+├── CheckpointError         tensors are missing from a checkpoint, or not part of the model
+├── ServerConfigError       a server-wide setting is unknown or out of range
+└── MemoryBudgetError       no plan of a step fits the memory budget
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DiffusionError(Exception):
+    """Base of every exception raised by the diffusion overlay."""
+
+
+class InvalidParameterError(DiffusionError, ValueError):
+    """A request parameter is unknown, of the wrong type, out of range or of no effect.
+
+    Attributes:
+        field: name of the parameter.
+        given: the value that was sent.
+        wanted: what would have been accepted, in words.
+    """
+
+    def __init__(self, field: str, given: Any, wanted: str) -> None:
+        super().__init__(f"{field}: given {_short(given)}; {wanted}")
+        self.field = field
+        self.given = given
+        self.wanted = wanted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.field, self.given, self.wanted))
+
+
+class ModelConfigError(DiffusionError, ValueError):
+    """A key of config.json is missing or has a value that this implementation does not run.
+
+    Attributes:
+        key: the key of config.json.
+        given: its value (None when missing).
+        wanted: what would be accepted, in words.
+    """
+
+    def __init__(self, key: str, given: Any, wanted: str) -> None:
+        super().__init__(f"config.json: {key}: given {_short(given)}; {wanted}")
+        self.key = key
+        self.given = given
+        self.wanted = wanted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.key, self.given, self.wanted))
+
+
+class CheckpointError(DiffusionError, ValueError):
+    """A checkpoint's tensors do not match the model that its config.json describes."""
+
+
+class ServerConfigError(DiffusionError, ValueError):
+    """A server-wide diffusion setting is unknown or has a value that cannot work."""
+
+
+class MemoryBudgetError(DiffusionError):
+    """No plan of a denoise step fits the memory budget.
+
+    Attributes:
+        required_bytes: the least that any plan needs.
+        available_bytes: the budget.
+        longest_length: the longest sequence, in tokens, that would fit.
+    """
+
+    def __init__(self, required_bytes: int, available_bytes: int, longest_length: int) -> None:
+        super().__init__(
+            f"the step needs {required_bytes:,} bytes of activations, the budget is "
+            f"{available_bytes:,} bytes; the longest sequence that fits has "
+            f"{longest_length:,} tokens"
+        )
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+        self.longest_length = longest_length
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.required_bytes, self.available_bytes, self.longest_length))
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

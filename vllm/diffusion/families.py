@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a family of diffusion language models is, as data (no torch here)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts that hold for every checkpoint of one family.
+
+    Attributes:
+        name: short name, as users write it.
+        architectures: values of `architectures` in config.json that load as this family.
+        model_types: values of `model_type` in config.json that the family's releases carry.
+        model_class: "module:Class" of the vLLM model.
+        default_algorithm: decoding algorithm of a request that names none.
+        logit_shift: 1 when the token at position i is read from row i - 1, else 0.
+        end_of_turn_tokens: names, in order of preference, of the token that ends a turn.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    model_class: str
+    default_algorithm: str
+    logit_shift: int = 0
+    end_of_turn_tokens: tuple[str, ...] = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
+
+
+LLADA = Family(
+    name="llada",
+    architectures=("LLaDAModelLM", "LLaDAForDiffusionLM"),
+    model_types=("llada",),
+    model_class="vllm.diffusion.models.llada:LLaDAModelLM",
+    default_algorithm="semi_ar",
+)
+
+FAMILIES: tuple[Family, ...] = (LLADA,)
+
+BY_ARCHITECTURE: dict[str, Family] = {
+    architecture: family for family in FAMILIES for architecture in family.architectures
+}

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Root-mean-square norms (Zhang and Sennrich 2019): fp32 statistics, cast back, then the gain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.diffusion import ops
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RMSNorm(nn.Module):
+    """weight * cast(x / rms(x)) over the last dimension.
+
+    Args:
+        width: size of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normalise x [..., width], into `out` where it is given; returns the result."""
+        return ops.rms_norm(x, self.weight, self.eps, out=out)
+
+
+class AllHeadsRMSNorm(RMSNorm):
+    """Norm of a query or key projection over all heads at once, before they are split.
+
+    The heads are spread over the tensor-parallel ranks, so the mean square crosses the ranks:
+    one all-reduce of a number per row. Each rank keeps the gains of its heads.
+
+    Args:
+        num_heads: heads of the whole model; where there are more ranks than heads, a head is
+            held by several ranks.
+        head_dim: width of a head.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float) -> None:
+        num_ranks = get_tensor_model_parallel_world_size()
+        super().__init__(max(1, num_heads // num_ranks) * head_dim, eps)
+        self.num_ranks = num_ranks
+        self.num_replicas = max(1, num_ranks // num_heads)
+        self.full_width = num_heads * head_dim
+        set_weight_attrs(self.weight, {"weight_loader": self._load_gains})
+
+    def _load_gains(self, param: nn.Parameter, gains: Tensor) -> None:
+        """Copy this rank's part of the gains of all heads."""
+        if gains.shape != (self.full_width,):
+            wanted = (self.full_width,)
+            raise ValueError(f"norm gains: wanted shape {wanted}, given {tuple(gains.shape)}")
+        start = get_tensor_model_parallel_rank() // self.num_replicas * param.shape[0]
+        param.data.copy_(gains[start : start + param.shape[0]])
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normalise x [R, heads of this rank, hd], into `out` where it is given."""
+        flat = x.flatten(-2)
+        if self.num_ranks == 1:
+            into = None if out is None else out.view(flat.shape)
+            return super().forward(flat, out=into).view(x.shape)
+        wide = flat.to(torch.float32)
+        squares = tensor_model_parallel_all_reduce(wide.square().sum(dim=-1, keepdim=True))
+        mean_square = squares / (self.num_replicas * self.full_width)
+        normed = (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+        result = (self.weight * normed).view(x.shape)
+        return result if out is None else out.copy_(result)

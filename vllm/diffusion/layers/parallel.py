@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's parallel layers as the stages want them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LayerT = TypeVar("LayerT", bound="nn.Module")
+
+
+class _PlainEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Unquantised embedding or head whose weight stays as it was loaded."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing, where upstream would also pack a copy on CPU."""
+
+
+def keep_plain(layer: LayerT) -> LayerT:
+    """Keep the matrix of an unquantised layer as loaded, and return the layer.
+
+    On CPU upstream packs such a matrix for its own GEMM and may drop the original, and where its
+    compiled kernels are missing that fails on machines with AMX. The stages multiply by the
+    plain matrix, or by a slice of it. Quantised layers are left alone.
+    """
+    method = layer.quant_method
+    if isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
+        layer._cpu_skip_gemm_dispatch = True
+    elif isinstance(method, UnquantizedEmbeddingMethod):
+        layer.quant_method = _PlainEmbeddingMethod()
+    return layer

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rows of a step are cut into chunks, and which requests may share a step.
+
+This planner has a fixed row budget: requests share a step while their rows stay within it, and a
+request is never refused for its own rows alone. Every stage runs as one chunk, but for the
+logits, which are cut so that the largest `[rows, vocabulary]` buffer stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LOGITS_CHUNK_ELEMENTS = 1 << 27  # 256 MiB of bf16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows per chunk of every stage of one step.
+
+    Attributes:
+        keep_queries: queries are computed together with keys and values and kept for the step.
+        keys_values_rows, attend_rows, feed_forward_rows, logits_rows: chunk sizes, in rows.
+    """
+
+    keep_queries: bool
+    keys_values_rows: int
+    attend_rows: int
+    feed_forward_rows: int
+    logits_rows: int
+
+
+def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
+    """Consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
+    for start in range(0, num_rows, rows_per_chunk):
+        yield slice(start, min(start + rows_per_chunk, num_rows))
+
+
+class Planner:
+    """Admission and chunk sizes under a fixed row budget.
+
+    Args:
+        row_budget: rows that several requests may share in one step.
+        vocab_size: columns of the logits on this rank.
+    """
+
+    def __init__(self, row_budget: int, vocab_size: int) -> None:
+        self.row_budget = row_budget
+        self.vocab_size = vocab_size
+
+    def admits(self, running_rows: int, new_rows: int) -> bool:
+        """Whether a request of `new_rows` may join requests of `running_rows` rows in all."""
+        return running_rows == 0 or running_rows + new_rows <= self.row_budget
+
+    def plan(self, num_rows: int) -> Plan:
+        """The plan of a step of `num_rows` rows."""
+        rows = max(num_rows, 1)
+        return Plan(
+            keep_queries=True,
+            keys_values_rows=rows,
+            attend_rows=rows,
+            feed_forward_rows=rows,
+            logits_rows=max(1, LOGITS_CHUNK_ELEMENTS // self.vocab_size),
+        )

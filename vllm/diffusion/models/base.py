@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every diffusion language model offers to the engine.
+
+Letters: T rows of the packed batch, R rows of a chunk, D hidden size, H and KV query and key/value
+heads of this rank, hd head width, V logit columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from vllm.diffusion.layers.attention import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from vllm.diffusion.families import Family
+    from vllm.diffusion.layers.rotary import Rotary
+
+
+class DiffusionLayer(nn.Module, ABC):  # type: ignore[misc]
+    """One layer as three stages; all but the attention between rows is row-wise.
+
+    Every stage accepts any chunk of rows, also none. Under tensor parallelism `attend` and
+    `feed_forward` end in one all-reduce each, so all ranks must use the same chunks.
+    """
+
+    @abstractmethod
+    def keys_values(
+        self, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, q: Tensor | None = None
+    ) -> None:
+        """Write the rotated keys and the values of x [R, D] to k and v [R, KV, hd].
+
+        Where q [R, H, hd] is given, the rotated queries come from the same product.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        k: Tensor,
+        v: Tensor,
+        spans: Sequence[Span],
+        q: Tensor | None = None,
+    ) -> None:
+        """x [R, D] += output projection of attention over k, v [T, KV, hd], in place.
+
+        `spans` say which keys each row reads. Without q the queries are computed from x, which
+        this layer must not have updated yet.
+        """
+
+    @abstractmethod
+    def feed_forward(self, x: Tensor) -> None:
+        """x [R, D] += feed-forward of its norm, in place."""
+
+
+class DiffusionModel(nn.Module, ABC):  # type: ignore[misc]
+    """A diffusion language model: stages for the engine, and upstream's model interface.
+
+    Attributes:
+        family: facts that hold for all checkpoints of the family.
+        hidden_size, num_heads, num_kv_heads, head_dim: D, H, KV, hd (heads of this rank).
+        vocab_size: V of the whole model, the rows of its embedding and of its head.
+        vocab_start: the first logit column of this rank.
+    """
+
+    family: ClassVar[Family]
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    vocab_start: int
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[DiffusionLayer]:
+        """The layers, first to last."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model dtype: of the residual stream, the keys and values and the logits."""
+        parameter: Tensor = self.final_norm_weight
+        return parameter.dtype
+
+    @property
+    @abstractmethod
+    def final_norm_weight(self) -> Tensor:
+        """The gains [D] of the last norm."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor, out: Tensor) -> Tensor:
+        """Write the embeddings of ids [T] to out [T, D], and return out."""
+
+    @abstractmethod
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Rotary table rows of positions [T]; a position counts from its sequence's start."""
+
+    @abstractmethod
+    def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The last norm of x [R, D], into `out` where it is given."""
+
+    @abstractmethod
+    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of this rank's columns.
+
+        Args:
+            hidden_states: [R, D], normed.
+            out: [R, columns of this rank], contiguous; None allocates.
+
+        Returns:
+            [R, columns of this rank], the model dtype; column j is token `vocab_start` + j.
+            The padding of the head's matrix is not among them.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint; returns the names of the parameters that were filled.
+
+        Raises:
+            CheckpointError: naming the tensors that are missing or not part of the model.
+        """
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, D] of ids [T], in a new tensor."""
+        shape = (*input_ids.shape, self.hidden_size)
+        return self.embed(input_ids, self.final_norm_weight.new_empty(shape))
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """The final, normed hidden states [T, D] of one sequence, every stage in one chunk.
+
+        Args:
+            input_ids: [T] token ids; unused where `inputs_embeds` is given.
+            positions: [T].
+            intermediate_tensors: upstream's argument for pipeline parallelism; always None.
+            inputs_embeds: [T, D], in place of ids.
+        """
+        if inputs_embeds is not None:
+            x = inputs_embeds.clone()
+        elif input_ids is not None:
+            x = self.embed_input_ids(input_ids)
+        else:
+            raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
+        num_rows = x.shape[0]
+        rotary = self.rotary(positions)
+        q = x.new_empty(num_rows, self.num_heads, self.head_dim)
+        k = x.new_empty(num_rows, self.num_kv_heads, self.head_dim)
+        v = x.new_empty(num_rows, self.num_kv_heads, self.head_dim)
+        spans = (Span(0, num_rows, 0, num_rows),)
+        for layer in self.layers:
+            layer.keys_values(x, rotary, k, v, q)
+            layer.attend(x, rotary, k, v, spans, q)
+            layer.feed_forward(x)
+        return self.final_norm(x)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration classes: config.json of a diffusion language model, checked and completed.
+
+One class is registered per `model_type`. Releases of different families share a model type
+(released LLaDA-MoE configurations say "llada"), so `from_dict` of every class here dispatches on
+`architectures` first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from transformers import PreTrainedConfig
+
+from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.families import BY_ARCHITECTURE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class DiffusionConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Base of the configuration classes: `from_dict` picks the class by `architectures`."""
+
+    has_no_defaults_at_init: ClassVar[bool] = True
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the configuration of the checkpoint's architecture, whatever class is asked.
+
+        Returns the configuration (with the unused keyword arguments where
+        `return_unused_kwargs` is true, as in transformers).
+
+        Raises:
+            ModelConfigError: no architecture of the list is one that we run, or the
+                configuration of that architecture is refused.
+        """
+        target = _class_of(config_dict.get("architectures"), default=cls)
+        return super(DiffusionConfig, target).from_dict(config_dict, **kwargs)
+
+
+class LLaDAConfig(DiffusionConfig):
+    """config.json of LLaDA (arXiv:2502.09992) and of models that share its architecture.
+
+    The names of the public LLaDA configuration are primary. A name of `attribute_map` (the usual
+    Hugging Face names) is accepted in its place where the LLaDA name is absent, and always works
+    as an attribute. A key that is absent takes the default of the public configuration class,
+    except for the five keys of `REQUIRED`, whose defaults describe another architecture (GPT-2's)
+    and must therefore be written out.
+
+    After construction `embedding_size` (rows of the embedding and of the head), `n_kv_heads`
+    and `mlp_hidden_size` are integers: null has been resolved.
+
+    Raises:
+        ModelConfigError: naming the key, its value and what would be accepted.
+    """
+
+    model_type: ClassVar[str] = "llada"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "num_hidden_layers": "n_layers",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "hidden_act": "activation_type",
+        "tie_word_embeddings": "weight_tying",
+    }
+
+    REQUIRED: ClassVar[dict[str, str]] = {
+        "rope": "true",
+        "block_type": '"llama"',
+        "layer_norm_type": '"rms"',
+        "weight_tying": "true or false",
+        "activation_type": '"silu"',
+    }
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "d_model": 768,
+        "n_heads": 12,
+        "n_kv_heads": None,
+        "n_layers": 12,
+        "mlp_ratio": 4,
+        "mlp_hidden_size": None,
+        "alibi": False,
+        "rope_full_precision": True,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "max_sequence_length": 1024,
+        "multi_query_attention": None,
+        "attention_layer_norm": False,
+        "attention_layer_norm_with_affine": True,
+        "layer_norm_with_affine": True,
+        "bias_for_layer_norm": None,
+        "block_group_size": 1,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "scale_logits": False,
+        "vocab_size": 50257,
+        "embedding_size": 50304,
+        "eos_token_id": 50256,
+        "pad_token_id": 50256,
+        "mask_token_id": 50256,
+    }
+
+    if TYPE_CHECKING:
+        d_model: int
+        n_heads: int
+        n_kv_heads: int
+        n_layers: int
+        mlp_hidden_size: int
+        rope_full_precision: bool
+        rope_theta: float
+        rms_norm_eps: float
+        max_sequence_length: int
+        attention_layer_norm: bool
+        block_group_size: int
+        include_bias: bool
+        include_qkv_bias: bool
+        input_emb_norm: bool
+        scale_logits: bool
+        weight_tying: bool
+        vocab_size: int
+        embedding_size: int
+        eos_token_id: int
+        pad_token_id: int
+        mask_token_id: int
+
+    def __init__(self, **values: Any) -> None:
+        given = _primary_names(values, self.attribute_map)
+        for key, wanted in self.REQUIRED.items():
+            if given.get(key) is None:
+                raise ModelConfigError(key, None, f"it must be given explicitly: {wanted}")
+        complete = _resolve_nulls({**self.DEFAULTS, **given})
+        _check_supported(complete)
+        _check_shapes(complete)
+        super().__init__(**complete)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+
+_CONFIG_OF_FAMILY: dict[str, type[DiffusionConfig]] = {
+    "llada": LLaDAConfig,
+}
+
+CONFIG_CLASSES: dict[str, type[DiffusionConfig]] = {
+    config.model_type: config for config in _CONFIG_OF_FAMILY.values()
+}
+"""Configuration class to register for each `model_type`."""
+
+
+def _class_of(
+    architectures: Sequence[str] | None, default: type[DiffusionConfig]
+) -> type[DiffusionConfig]:
+    """The configuration class of the first architecture that we run."""
+    if not architectures:
+        return default
+    for architecture in architectures:
+        family = BY_ARCHITECTURE.get(architecture)
+        if family is not None and family.name in _CONFIG_OF_FAMILY:
+            return _CONFIG_OF_FAMILY[family.name]
+    supported = [name for name, f in BY_ARCHITECTURE.items() if f.name in _CONFIG_OF_FAMILY]
+    raise ModelConfigError("architectures", list(architectures), f"one of {', '.join(supported)}")
+
+
+def _primary_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Rename each alias to its primary name; where both are given, the primary one counts."""
+    primary = {key: value for key, value in values.items() if key not in aliases}
+    for alias, name in aliases.items():
+        if alias in values:
+            primary.setdefault(name, values[alias])
+    return primary
+
+
+def _refuse(values: Mapping[str, Any], key: str, wanted: str) -> NoReturn:
+    raise ModelConfigError(key, values.get(key), wanted)
+
+
+def _resolve_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Fill the keys whose null means "follow another key"."""
+    for key in ("d_model", "n_heads", "n_layers", "vocab_size", "mlp_ratio"):
+        _check_positive(values, key, whole=key != "mlp_ratio")
+    if values["mlp_hidden_size"] is None:
+        values["mlp_hidden_size"] = int(values["mlp_ratio"] * values["d_model"])
+    if values["embedding_size"] is None:
+        values["embedding_size"] = values["vocab_size"]
+    multi_query = values["multi_query_attention"]
+    if values["n_kv_heads"] is None:
+        values["n_kv_heads"] = 1 if multi_query else values["n_heads"]
+    elif multi_query is not None:
+        implied = 1 if multi_query else values["n_heads"]
+        if values["n_kv_heads"] != implied:
+            wanted = f"null, or {implied} as multi_query_attention {multi_query!r} implies"
+            _refuse(values, "n_kv_heads", wanted)
+    return values
+
+
+def _check_supported(values: Mapping[str, Any]) -> None:
+    """Refuse every option of the public configuration class that the forward does not have."""
+    for key, wanted in {
+        "block_type": "llama",
+        "activation_type": "silu",
+        "layer_norm_type": "rms",
+        "rope": True,
+        "alibi": False,
+        "layer_norm_with_affine": True,
+    }.items():
+        if values[key] != wanted:
+            _refuse(values, key, f"only {_json(wanted)} is supported")
+    if values["attention_layer_norm"] and not values["attention_layer_norm_with_affine"]:
+        _refuse(values, "attention_layer_norm_with_affine", "only true is supported")
+    norm_bias = values["bias_for_layer_norm"]
+    if norm_bias or (norm_bias is None and values["include_bias"]):
+        # null follows include_bias
+        _refuse(values, "bias_for_layer_norm", "only false is supported")
+    for key in ("rope_scaling", "clip_qkv"):
+        if values.get(key) is not None:
+            _refuse(values, key, "only null is supported")
+
+
+def _check_shapes(values: Mapping[str, Any]) -> None:
+    """Refuse sizes and ids that contradict each other."""
+    whole = ("n_kv_heads", "mlp_hidden_size", "embedding_size", "block_group_size")
+    for key in (*whole, "max_sequence_length"):
+        _check_positive(values, key)
+    for key in ("rope_theta", "rms_norm_eps"):
+        _check_positive(values, key, whole=False)
+    if values["d_model"] % (2 * values["n_heads"]):
+        wanted = f"a divisor of d_model {values['d_model']} that leaves an even head width"
+        _refuse(values, "n_heads", wanted)
+    if values["n_heads"] % values["n_kv_heads"]:
+        _refuse(values, "n_kv_heads", f"a divisor of n_heads {values['n_heads']}")
+    if values["n_layers"] % values["block_group_size"]:
+        _refuse(values, "block_group_size", f"a divisor of n_layers {values['n_layers']}")
+    if values["embedding_size"] < values["vocab_size"]:
+        _refuse(values, "embedding_size", f"at least vocab_size {values['vocab_size']}, or null")
+    mask = values["mask_token_id"]
+    if not isinstance(mask, int) or not 0 <= mask < values["embedding_size"]:
+        wanted = f"an id from 0 to embedding_size - 1 = {values['embedding_size'] - 1}"
+        _refuse(values, "mask_token_id", wanted)
+
+
+def _check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> None:
+    value = values[key]
+    kinds: tuple[type, ...] = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+        _refuse(values, key, "a whole number of at least 1" if whole else "a number above 0")
+
+
+def _json(value: bool | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'

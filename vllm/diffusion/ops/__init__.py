@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only door to the native rooms, and the products with upstream's matrices."""
+
+from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul
+from vllm.diffusion.ops.linear import is_plain, linear
+from vllm.diffusion.ops.sampling import most_likely, philox_uniform
+
+__all__ = [
+    "apply_rotary",
+    "is_plain",
+    "linear",
+    "most_likely",
+    "philox_uniform",
+    "rms_norm",
+    "silu_mul",
+]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with the matrices that upstream's parallel layers own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_ALL = slice(None)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether the layer holds an unquantised matrix [out, in] that can be sliced by rows."""
+    method = layer.quant_method
+    return isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+
+
+def linear(
+    x: Tensor, layer: nn.Module, out: Tensor | None = None, *, columns: slice = _ALL
+) -> Tensor:
+    """x W^T + b with this rank's part of a parallel layer; never gathers, never reduces.
+
+    A plain matrix multiplies straight into `out`. A quantised layer computes all its columns by
+    its own method; those wanted are copied.
+
+    Args:
+        x: [R, in], model dtype.
+        layer: an upstream parallel layer (column or row parallel, or a head).
+        out: [R, columns] contiguous, the dtype of x; None allocates.
+        columns: of the result, that is rows of the matrix; all of them by default.
+
+    Returns:
+        [R, columns]: `out`, or a new tensor (a view into all columns where quantised).
+    """
+    bias = _local_bias(layer)
+    if not is_plain(layer):
+        product = layer.quant_method.apply(layer, x, bias)[:, columns]
+        return product if out is None else out.copy_(product)
+    weight = layer.weight if columns == _ALL else layer.weight[columns]
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias[columns], x, weight.t(), out=out)
+
+
+def _local_bias(layer: nn.Module) -> Tensor | None:
+    """The bias that this rank adds: of a row-parallel layer, whose results are summed over the
+    ranks, only rank 0 adds it."""
+    if isinstance(layer, RowParallelLinear) and layer.tp_rank > 0:
+        return None
+    return getattr(layer, "bias", None)

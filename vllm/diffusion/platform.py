@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Platforms for machines that no platform of upstream serves.
+
+The released upstream wheel is compiled for CUDA: on a machine without a GPU it has no platform at
+all, and its CUDA platform needs its compiled kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.diffusion import envs
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class _EagerPlatform(Platform):  # type: ignore[misc]
+    """No kernels of upstream's, no compiler."""
+
+    simple_compile_backend = "eager"
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """There are none to import."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        vllm_config.parallel_config.disable_custom_all_reduce = True
+        vllm_config.compilation_config.cudagraph_capture_sizes = []
+        # Threads and devices do not survive a fork.
+        envs.set_default("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.inference_mode(mode=True)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return (
+            "vllm.distributed.device_communicators.base_device_communicator."
+            "DeviceCommunicatorBase"
+        )
+
+
+class DiffusionCpuPlatform(_EagerPlatform):
+    """A machine without an accelerator."""
+
+    # Not OOT: upstream's shutdown would then call accelerator functions that a CPU has not.
+    _enum = PlatformEnum.CPU
+    device_name = "cpu"
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    device_control_env_var = "DLLM_CPU_VISIBLE_DEVICES"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().check_and_update_config(vllm_config)
+        # Several workers on a machine with one NUMA node cannot each be bound to their own.
+        envs.set_default("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "cpu"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """There is one device."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+
+class DiffusionCudaPlatform(_EagerPlatform):
+    """A CUDA machine without upstream's compiled kernels."""
+
+    _enum = PlatformEnum.CUDA
+    device_name = "cuda"
+    device_type = "cuda"
+    dispatch_key = "CUDA"
+    ray_device_key = "GPU"
+    dist_backend = "nccl"
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
+        major, minor = torch.cuda.get_device_capability(device_id)
+        return DeviceCapability(major=major, minor=minor)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return torch.cuda.get_device_name(device_id)
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return int(torch.cuda.get_device_properties(device_id).total_memory)
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.cuda.manual_seed_all(seed)
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        return float(torch.cuda.max_memory_allocated(device))
+
+    @classmethod
+    def is_fully_connected(cls, device_ids: list[int]) -> bool:
+        return False

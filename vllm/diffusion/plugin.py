@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream's plugin loaders call: registration, nothing else.
+
+`register` and `platform` run in API server, engine and worker processes, possibly several times.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.families import FAMILIES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def register() -> None:
+    """Make upstream know our models, their configurations and our environment variables."""
+    import vllm.envs
+    from vllm.diffusion import envs
+    from vllm.diffusion.models.configs import CONFIG_CLASSES
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    class DiffusionModelConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
+        """Upstream's hook for one architecture; it runs while the engine is configured."""
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
+            from vllm.diffusion.api import door
+            from vllm.diffusion.config import configure
+            from vllm.platforms import current_platform
+
+            configure(vllm_config)
+            door.install(vllm_config, current_platform)
+
+    envs.register(vllm.envs.environment_variables)
+    for model_type, config_class in CONFIG_CLASSES.items():
+        _CONFIG_REGISTRY[model_type] = config_class
+    for family in FAMILIES:
+        for architecture in family.architectures:
+            ModelRegistry.register_model(architecture, family.model_class)
+            MODELS_CONFIG_MAP[architecture] = DiffusionModelConfig
+
+
+def platform() -> str | None:
+    """The platform of this machine, or None where one of upstream's is right.
+
+    Upstream's stay in charge on a CUDA machine with upstream's compiled kernels, on other
+    accelerators, and in CPU builds of upstream.
+    """
+    import importlib.metadata
+    import importlib.util
+
+    import torch
+
+    if torch.version.hip is not None or torch.xpu.is_available():
+        return None
+    if torch.cuda.is_available():
+        if importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
+            return None
+        return "vllm.diffusion.platform.DiffusionCudaPlatform"
+    if "cpu" in importlib.metadata.version("vllm"):
+        return None
+    return "vllm.diffusion.platform.DiffusionCpuPlatform"

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling: hidden states of masked rows become candidates."""
+
+from vllm.diffusion.sampling.noise import NoiseSource, PhiloxNoise
+from vllm.diffusion.sampling.sampler import RowGroup, choose, sample
+
+__all__ = ["NoiseSource", "PhiloxNoise", "RowGroup", "choose", "sample"]
