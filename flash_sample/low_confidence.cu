@@ -115,10 +115,14 @@ template <typename T>
 __global__ void __launch_bounds__(kWarpsPerBlock* kWarpSize)
     reduce_segments(const __grid_constant__ LowConfidenceParams params, int num_segments) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t item = int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / kWarpSize;
-  const int64_t row = item / num_segments;
-  if (row >= params.num_rows) return;
-  const int first_column = static_cast<int>(item - row * num_segments) * kSegmentColumns;
+  // The blocks of a row follow one another, so that neighbours in time read neighbours in memory.
+  const unsigned blocks_per_row = (num_segments - 1) / kWarpsPerBlock + 1;
+  const int64_t row = blockIdx.x / blocks_per_row;
+  const int segment_index =
+      (blockIdx.x % blocks_per_row) * kWarpsPerBlock + threadIdx.x / kWarpSize;
+  if (segment_index >= num_segments) return;
+  const int64_t item = row * num_segments + segment_index;
+  const int first_column = segment_index * kSegmentColumns;
   const T* segment = static_cast<const T*>(params.logits) + row * params.row_stride + first_column;
 
   float values[kValuesPerLane];
@@ -200,7 +204,7 @@ template <typename T>
 cudaError_t launch(const LowConfidenceParams& params, cudaStream_t stream) {
   const int num_segments = (params.num_columns - 1) / kSegmentColumns + 1;
   const auto num_blocks = [](int64_t num_warps) { return (num_warps - 1) / kWarpsPerBlock + 1; };
-  const int64_t segment_blocks = num_blocks(params.num_rows * num_segments);
+  const int64_t segment_blocks = params.num_rows * num_blocks(num_segments);
   if (segment_blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   const int num_threads = kWarpsPerBlock * kWarpSize;
   reduce_segments<T>
