@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion import params
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
@@ -43,6 +44,8 @@ def configure(vllm_config: VllmConfig) -> None:
     scheduler.async_scheduling = False
     scheduler.enable_chunked_prefill = False
     vllm_config.cache_config.enable_prefix_caching = False
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     params.server_defaults(_server_settings(vllm_config))
 
     model = vllm_config.model_config

@@ -45,6 +45,8 @@ class DiffusionWorker(WorkerBase):  # type: ignore[misc]
             self.current_platform.check_if_supports_dtype(self.model_config.dtype)
         else:
             self.device = torch.device("cpu")
+            # Upstream's loaders empty the accelerator's cache, which raises where there is none.
+            torch.accelerator.empty_cache = lambda: None
         parallel = self.parallel_config
         set_custom_all_reduce(not parallel.disable_custom_all_reduce)
         init_distributed_environment(

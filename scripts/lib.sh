@@ -1,0 +1,168 @@
+# shellcheck shell=bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# What the scripts share. Source it, do not run it: it sets ROOT, VENV and PY, exports PYTHONPATH,
+# and defines the set-up steps. Every failure is one line on stderr and a non-zero exit.
+#
+# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) are honoured.
+
+set -euo pipefail
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=$ROOT/.venv
+PY=$VENV/bin/python
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+say() { printf '==> %s\n' "$*" >&2; }
+
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# show_help FILE: print the comment block at the top of a script.
+show_help() {
+  awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/SPDX/ { sub(/^# ?/, ""); print }' "$1"
+}
+
+# find_python: the first interpreter that upstream vLLM supports, 3.11 to 3.14.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.14; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
+      2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11 to 3.14 found (PYTHON=/path/to/python3 names one);" \
+    "on Debian or Ubuntu: sudo apt-get install python3"
+}
+
+make_venv() {
+  if [ -x "$PY" ] && "$PY" -m pip --version >/dev/null 2>&1; then
+    return
+  fi
+  local python
+  python=$(find_python)
+  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    die "$python has no venv or pip; on Debian or Ubuntu: sudo apt-get install python3-venv"
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv --clear "$VENV" || die "could not make $VENV"
+}
+
+# device_kind: cuda where a GPU answers, else cpu. MOSAIC_DEVICE=cpu|cuda decides instead.
+device_kind() {
+  case "${MOSAIC_DEVICE:-}" in
+    cpu | cuda) printf '%s\n' "$MOSAIC_DEVICE" ;;
+    '')
+      if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo cuda; else echo cpu; fi
+      ;;
+    *) die "MOSAIC_DEVICE: given '$MOSAIC_DEVICE'; wanted cpu or cuda" ;;
+  esac
+}
+
+pip_install() {
+  "$PY" -m pip install -qq --disable-pip-version-check "$@" ||
+    die "pip install $* failed (its own message is above)"
+}
+
+# install_once NAME INSTALLER FILE...: run INSTALLER unless the stamp NAME in .venv carries the
+# digest of FILE...
+install_once() {
+  local name=$1 installer=$2 stamp digest
+  shift 2
+  stamp=$VENV/.installed-$name
+  digest=$(cat "$@" | sha256sum)
+  if [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ]; then
+    return
+  fi
+  say "installing the $name environment (the first time takes minutes)"
+  "$installer"
+  printf '%s\n' "$digest" >"$stamp"
+}
+
+install_cpu() {
+  say "torch"
+  pip_install -c "$ROOT/requirements/cpu.txt" "$(grep '^torch==' "$ROOT/requirements/cpu.txt")"
+  say "vllm and what its server imports"
+  pip_install --no-deps -r "$ROOT/requirements/cpu.txt"
+}
+install_cuda() { pip_install -r "$ROOT/requirements/cuda.txt"; }
+install_build() { pip_install -r "$ROOT/requirements/build.txt"; }
+install_test() { pip_install -r "$ROOT/requirements/test.txt"; }
+
+# setup [test]: the virtual environment, the packages of this machine's kind, the native rooms.
+setup() {
+  local kind
+  make_venv
+  kind=$(device_kind)
+  install_once "$kind" "install_$kind" "$ROOT/requirements/$kind.txt"
+  if [ "${1:-}" = test ]; then
+    install_once test install_test "$ROOT/requirements/test.txt"
+  fi
+  build_native_rooms
+}
+
+find_nvcc() {
+  local nvcc
+  for nvcc in ${CUDA_HOME:+"$CUDA_HOME/bin/nvcc"} nvcc /usr/local/cuda/bin/nvcc; do
+    if command -v "$nvcc" >/dev/null 2>&1; then
+      command -v "$nvcc"
+      return
+    fi
+  done
+  return 1
+}
+
+# build_native_rooms: compile what changed; without nvcc the PyTorch references serve.
+build_native_rooms() {
+  local nvcc
+  if ! nvcc=$(find_nvcc); then
+    say "native rooms not built: no nvcc here (PyTorch references are used)"
+    return
+  fi
+  command -v c++ >/dev/null || command -v g++ >/dev/null ||
+    die "nvcc is here but no C++ compiler; on Debian or Ubuntu: sudo apt-get install build-essential"
+  install_once build install_build "$ROOT/requirements/build.txt"
+  say "building the native rooms with $nvcc"
+  (cd "$ROOT" && "$PY" setup.py -q build_ext --inplace) ||
+    die "the native rooms did not build (the compiler's message is above)"
+}
+
+# make_tiny_model: train the embedded default model; a complete one is kept.
+make_tiny_model() { "$PY" "$ROOT/scripts/make_tiny_model.py" || exit 1; }
+
+free_port() {
+  "$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+# is_healthy URL: does the server's /health answer 200? Proxies are passed by.
+is_healthy() {
+  "$PY" - "$1/health" <<'PYTHON' 2>/dev/null
+import sys
+import urllib.request
+
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+opener.open(sys.argv[1], timeout=5).close()
+PYTHON
+}
+
+# source_files PATTERN...: the project's own files with these names, NUL-separated.
+source_files() {
+  local names=(-false) pattern
+  for pattern in "$@"; do names+=(-o -name "$pattern"); done
+  (cd "$ROOT" && find . \( -path ./.git -o -path ./.venv -o -path ./build -o -path ./models \
+    -o -path ./results -o -path ./reports -o -name '.*_cache' \) -prune \
+    -o -type f \( "${names[@]}" \) -print0 | sort -z)
+}
+
+# use_tools TOOL...: prefer the tools of .venv; a missing one is one line.
+use_tools() {
+  local tool
+  export PATH="$VENV/bin:$PATH"
+  for tool in "$@"; do
+    command -v "$tool" >/dev/null ||
+      die "$tool not found: run scripts/test.sh once, or pip install -r requirements/test.txt"
+  done
+}

@@ -1,0 +1,48 @@
+# shellcheck shell=bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# What the run_<family>_server.sh scripts share: find the model directory, then become the server.
+# Source it and call serve_family; it needs no set-up step, only an environment that can run vLLM.
+
+set -euo pipefail
+
+# serve_family DIR_VARIABLE DEFAULT_NAME [server arguments]
+#
+# The model is the first that is set of $MODEL_DIR, the family's own variable, and
+# $MOSAIC_MODEL_ROOT/DEFAULT_NAME. Replaces the shell by the server, so signals reach it.
+serve_family() {
+  local variable=$1 default_name=$2
+  shift 2
+  local home=${MOSAIC_HOME:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}
+  local root=${MOSAIC_MODEL_ROOT:-$home/models}
+  local model=${MODEL_DIR:-${!variable:-$root/$default_name}}
+
+  if [ ! -d "$model" ]; then
+    printf 'error: no model directory %s; set MODEL_DIR or %s to it, or MOSAIC_MODEL_ROOT to the folder of %s\n' \
+      "$model" "$variable" "$default_name" >&2
+    exit 1
+  fi
+
+  local python=$home/.venv/bin/python
+  [ -x "$python" ] || python=python3
+
+  # Split as a shell would, so that a quoted JSON value stays one argument; nothing is evaluated.
+  local extra=()
+  if [ -n "${EXTRA_VLLM_ARGS:-}" ]; then
+    mapfile -d '' -t extra < <("$python" -c '
+import os, shlex
+for word in shlex.split(os.environ["EXTRA_VLLM_ARGS"]):
+    print(word, end="\0")')
+  fi
+
+  export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
+  export VLLM_ALLOW_LONG_MAX_MODEL_LEN=${VLLM_ALLOW_LONG_MAX_MODEL_LEN:-1}
+
+  exec "$python" -m vllm.entrypoints.api_server \
+    --model "$model" \
+    --host "${HOST:-127.0.0.1}" \
+    --port "${PORT:-8901}" \
+    --max-model-len "${MAX_MODEL_LEN:-204800}" \
+    --gpu-memory-utilization "${GPU_MEMORY_UTILIZATION:-0.92}" \
+    "${extra[@]}" "$@"
+}
