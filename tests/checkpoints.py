@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
     "gqa": Case(seed=11, overrides={"n_kv_heads": 2}),
     "padded_vocab": Case(seed=10, overrides={"embedding_size": 320}),
     "qkv_bias": Case(seed=12, overrides={"include_qkv_bias": True}),
-    "bias": Case(seed=4, overrides={"include_bias": True}),
+    "bias": Case(seed=21, overrides={"include_bias": True}),
     "tied": Case(seed=13, overrides={"weight_tying": True}),
     "qk_norm": Case(seed=13, overrides={"attention_layer_norm": True, "n_kv_heads": 2}),
     "scaled": Case(seed=15, overrides={"input_emb_norm": True, "scale_logits": True}),

@@ -292,11 +292,41 @@ def test_no_run_of_the_cases_has_a_near_tie(checkpoint: Callable[[str], Path]) -
     for name in PREDICTS_NO_MASK:
         model = LLaDAReference.from_checkpoint(checkpoint(name))
         for prompt in PROMPTS if name == "mha" else PROMPTS[-1:]:
-            runs = [threshold(model, prompt, threshold=value, **LONG_BLOCKS) for value in (0.6, 0.9)]
+            runs = [
+                threshold(model, prompt, threshold=value, **LONG_BLOCKS) for value in (0.6, 0.9)
+            ]
             runs.append(semi_ar(model, prompt, steps=16, **BLOCKS))
             for decoded in runs:
                 assert near_ties(decoded.trace) == [], name
                 assert MASK_ID not in decoded.ids, name
+
+
+def test_float32_and_float64_models_decode_the_same(checkpoint: Callable[[str], Path]) -> None:
+    """Without near-ties the tokens do not depend on rounding."""
+    for name in PREDICTS_NO_MASK:
+        narrow, wide = (
+            LLaDAReference.from_checkpoint(checkpoint(name), dtype)
+            for dtype in (torch.float32, torch.float64)
+        )
+        runs = [threshold(model, PROMPTS[-1], **LONG_BLOCKS) for model in (narrow, wide)]
+        assert runs[0].ids == runs[1].ids, name
+        assert runs[0].num_forwards == runs[1].num_forwards, name
+        sets = [[sorted(step.accepted) for step in run.trace] for run in runs]
+        assert sets[0] == sets[1], name
+
+
+def test_bfloat16_model_rotates_in_the_precision_of_the_config(tmp_path: Path) -> None:
+    """The released precision: near the float64 logits, and rope_full_precision matters."""
+    ids = torch.tensor([random_prompt(12)])
+    logits = {}
+    for full in (True, False):
+        folder = make_checkpoint(tmp_path / str(full), rope_full_precision=full)
+        narrow = LLaDAReference.from_checkpoint(folder, torch.bfloat16).logits(ids)
+        exact = LLaDAReference.from_checkpoint(folder, torch.float64).logits(ids)
+        assert narrow.dtype == torch.bfloat16
+        assert (narrow.double() - exact).abs().mean() < 0.05 * exact.abs().mean()
+        logits[full] = narrow
+    assert not torch.equal(logits[True], logits[False])
 
 
 def test_thresholds_need_different_numbers_of_forwards(

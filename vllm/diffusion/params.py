@@ -296,10 +296,10 @@ def _refuse_autoregressive_fields(sampling: Any) -> None:
             raise InvalidParameterError(name, value, meaning)
 
 
-def canonical(given: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[str, Any]:
     """Rename accepted spellings to canonical names and check each value on its own.
 
-    None counts as not given.
+    None counts as not given. `also_known` are names that the refusal of an unknown one lists too.
 
     Raises:
         InvalidParameterError: for an unknown name, a wrong type or range, or two spellings of
@@ -311,9 +311,8 @@ def canonical(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         name = CANONICAL.get(spelling)
         if name is None:
-            raise InvalidParameterError(
-                spelling, value, f"unknown parameter; known: {', '.join(sorted(CANONICAL))}"
-            )
+            known = ", ".join(sorted({*CANONICAL, *also_known}))
+            raise InvalidParameterError(spelling, value, f"unknown parameter; known: {known}")
         checked = check(BY_NAME[name], spelling, value)
         if name in result and result[name] != checked:
             raise InvalidParameterError(
@@ -359,8 +358,8 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidParameterError(spelling, value, "wanted a finite number")
     if spec.kind is int:
-        if value != int(value):
-            raise InvalidParameterError(spelling, value, "wanted a whole number")
+        if value != int(value) or abs(value) >= 2**63:
+            raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
         value = int(value)
     if spec.minimum is not None and value < spec.minimum:
         raise InvalidParameterError(spelling, value, f"wanted at least {spec.minimum:g}")

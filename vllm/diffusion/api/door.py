@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams, ServedModel
 
 _marked = threading.local()
+_installed: list[Door] = []  # the door of this process's newest diffusion engine
 
 
 class DiffusionParamsValidator(LogitsProcessor):  # type: ignore[misc]
@@ -74,4 +75,9 @@ def install(vllm_config: VllmConfig, platform: Any) -> None:
             door.decide(sampling_params, processed_inputs.get("prompt_token_ids") or [])
 
     platform.validate_request = validate_request
-    platform.diffusion_door = door
+    _installed[:] = [door]
+
+
+def current_door() -> Door | None:
+    """The door of this process's diffusion engine, if it has one."""
+    return next(iter(_installed), None)

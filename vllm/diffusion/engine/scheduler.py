@@ -257,7 +257,7 @@ class DiffusionScheduler(SchedulerInterface):  # type: ignore[misc]
         return {
             "steps": item.params.steps,
             "num_forwards": result.num_forwards,
-            "tokens_per_forward": round(result.num_committed / result.num_forwards, 3),
+            "num_committed": result.num_committed,
             "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
             "denoise_ms": round(1000 * ran, 3),
             "seed": item.params.seed,

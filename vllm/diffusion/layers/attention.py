@@ -8,24 +8,25 @@ key/value heads of this rank, hd head width.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from vllm.distributed import tensor_model_parallel_all_reduce
 
 from vllm.diffusion import ops
+from vllm.distributed import tensor_model_parallel_all_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
+    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
 # cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
 _CUDA_PRIORITY = [
@@ -84,7 +85,7 @@ def _values(v: Tensor, span: Span) -> Tensor:
 
 
 def _keys_are_adjacent(spans: Sequence[Span]) -> bool:
-    return all(a.kv_end == b.kv_start for a, b in zip(spans, spans[1:], strict=False))
+    return all(a.kv_end == b.kv_start for a, b in itertools.pairwise(spans))
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

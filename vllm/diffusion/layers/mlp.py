@@ -6,15 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.distributed import tensor_model_parallel_all_reduce
-
 from vllm.diffusion import ops
+from vllm.distributed import tensor_model_parallel_all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
     from vllm.diffusion.layers.norm import RMSNorm
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)

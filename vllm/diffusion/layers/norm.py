@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from vllm.diffusion import ops
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.utils import set_weight_attrs
-
-from vllm.diffusion import ops
 
 if TYPE_CHECKING:
     from torch import Tensor

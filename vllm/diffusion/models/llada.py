@@ -12,6 +12,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
+
+from vllm.diffusion import ops
+from vllm.diffusion.families import LLADA, Family
+from vllm.diffusion.layers.attention import SelfAttention, Span
+from vllm.diffusion.layers.mlp import GatedMLP
+from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
+from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.layers.rotary import Rotary, rotary_rows
+from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
+from vllm.diffusion.models.weights import Destination, load_checkpoint
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -24,24 +34,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import maybe_prefix
 
-from vllm.diffusion import ops
-from vllm.diffusion.families import LLADA, Family
-from vllm.diffusion.layers.attention import SelfAttention, Span
-from vllm.diffusion.layers.mlp import GatedMLP
-from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
-from vllm.diffusion.layers.parallel import keep_plain
-from vllm.diffusion.layers.rotary import Rotary, rotary_rows
-from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
-from vllm.diffusion.models.weights import Destination, load_checkpoint
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.quantization import QuantizationConfig
 
+    from vllm.config import VllmConfig
     from vllm.diffusion.models.configs import LLaDAConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 # Parts of the fused modules: checkpoint module -> (module, shard).
 _FUSED: dict[str, tuple[str, str | int]] = {

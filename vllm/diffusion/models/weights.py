@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
 from vllm.diffusion.errors import CheckpointError
 from vllm.diffusion.ops import is_plain
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only door to the native rooms: chooses kernel or reference per device."""
+"""The only door to the native rooms, and the products with upstream's matrices."""
 
 from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul
 from vllm.diffusion.ops.linear import is_plain, linear

@@ -1,23 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused element-wise ops of a layer."""
+"""The element-wise ops of a layer, each in one pass over its rows.
+
+The room runs its CUDA kernel where it is built, and its PyTorch reference elsewhere; which one is
+logged once per kind of device. Both round where the public modelling code of the models does.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = init_logger(__name__)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """weight * cast(x / rms(x)): statistics in fp32, cast back, and only then the gain.
+
+    Args:
+        x: [..., D], model dtype.
+        weight: [D], model dtype.
+        eps: added to the mean square.
+        out: the shape of x, written; None allocates.
+
+    Returns:
+        the shape of x: `out`, or a new tensor.
+    """
+    _log_choice(x.device.type)
     return fused_ops.rms_norm(x, weight, eps, out)
 
 
 def apply_rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-    fused_ops.rotary(q, k, cos, sin)
+    """Rotate queries and keys in place, half-split pairing; either may be absent.
+
+    Args:
+        q: [R, H, hd], model dtype.
+        k: [R, KV, hd], model dtype.
+        cos, sin: [R, rd], rd <= hd even; fp32 tables rotate in fp32 and cast back, tables in the
+            model dtype rotate in it. Channels from rd on stay as they are.
+    """
+    present = q if q is not None else k
+    if present is None:
+        return
+    no_heads = present[:, :0]
+    fused_ops.apply_rotary(
+        q if q is not None else no_heads, k if k is not None else no_heads, cos, sin
+    )
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    return fused_ops.silu_mul(gate_up)
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up.
+
+    Args:
+        gate_up: [R, 2M], the gate's columns first, model dtype.
+        out: [R, M], written; None allocates.
+
+    Returns:
+        [R, M]: `out`, or a new tensor.
+    """
+    return fused_ops.silu_mul(gate_up, out)
+
+
+@functools.cache
+def _log_choice(device_type: str) -> None:
+    compiled = device_type == "cuda" and fused_ops.is_built()
+    kind = "compiled CUDA kernels" if compiled else "PyTorch references"
+    logger.info("layer ops on %s: %s", device_type, kind)

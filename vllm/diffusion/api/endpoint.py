@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The overlay's HTTP routes, as an endpoint plugin of upstream's server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from vllm.diffusion.api.door import current_door
+from vllm.diffusion.api.generate import GenerateHandler, new_request_id
+from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.params import ChatParams
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from vllm.engine.protocol import EngineClient
+
+router = APIRouter()
+
+
+@router.post(
+    "/generate",
+    dependencies=[Depends(validate_json_request)],
+    response_model=GenerateResponse,
+    responses={
+        200: {"content": {"text/event-stream": {}}},
+        400: {"model": ErrorResponse},
+        404: {"model": ErrorResponse},
+        500: {"model": ErrorResponse},
+    },
+)
+@with_cancellation
+@load_aware_call
+async def generate(request: GenerateRequest, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """Denoise one or more canvases."""
+    handler: GenerateHandler | None = raw_request.app.state.diffusion_generate
+    if handler is None:
+        raise NotImplementedError("the served model is not a diffusion language model")
+    request_id = raw_request.headers.get("X-Request-Id") or new_request_id()
+    if request.stream:  # type: ignore[attr-defined]
+        choices = await handler.choices(request, request_id)
+        return StreamingResponse(
+            handler.stream(choices, request_id), media_type="text/event-stream"
+        )
+    answer = await handler.answer(request, request_id)
+    return JSONResponse(answer.model_dump(exclude_none=True))
+
+
+class DiffusionEndpoint:
+    """What upstream's server loads (its `EndpointPlugin` protocol)."""
+
+    name = "dllm_endpoints"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(router)
+
+    async def init_state(
+        self, engine_client: EngineClient | None, state: Any, args: Namespace
+    ) -> None:
+        door = current_door()
+        if engine_client is None or door is None:
+            state.diffusion_generate = None
+            return
+        state.diffusion_generate = GenerateHandler(
+            engine_client,
+            door,
+            args.served_model_name or [args.model],
+            ChatParams(
+                chat_template=load_chat_template(args.chat_template),
+                chat_template_content_format=args.chat_template_content_format,
+                chat_template_kwargs={"add_generation_prompt": True},
+            ),
+        )

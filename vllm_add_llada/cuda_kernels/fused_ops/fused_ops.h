@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace fused_ops {
+
+enum class DataType { kFloat32, kFloat16, kBFloat16 };
+
+// Rows of a tensor [outer, inner, columns] with unit column stride; strides in elements.
+struct Rows {
+  void* data;
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t inner_stride;
+};
+
+struct RmsNormParams {
+  Rows x;
+  Rows residual;       // data is null for the plain norm; else it becomes residual + x
+  const void* weight;  // [num_columns]
+  Rows out;            // may be x
+  DataType dtype;
+  int64_t num_rows;
+  int num_columns;
+  float eps;
+};
+
+struct RotaryParams {
+  Rows q;  // [num_tokens, num_q_heads, head_dim]: inner is the number of heads
+  Rows k;
+  const void* cos;  // [num_tokens, rotary_dim], fp32 or the dtype of q and k
+  const void* sin;
+  int64_t cos_stride;  // elements from one token to the next
+  int64_t sin_stride;
+  DataType dtype;
+  DataType table_dtype;
+  int64_t num_tokens;
+  int rotary_dim;  // even
+};
+
+struct SiluMulParams {
+  Rows gate;
+  Rows up;
+  Rows out;  // may be gate or up
+  DataType dtype;
+  int64_t num_rows;
+  int num_columns;
+};
+
+// Each enqueues its kernel on `stream` of the current device, and neither allocates nor
+// synchronises.
+cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream);
+cudaError_t launch_add_rms_norm(const RmsNormParams& params, cudaStream_t stream);
+cudaError_t launch_rotary(const RotaryParams& params, cudaStream_t stream);
+cudaError_t launch_silu_mul(const SiluMulParams& params, cudaStream_t stream);
+
+}  // namespace fused_ops
