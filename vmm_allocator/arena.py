@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._errors import NotBuiltError, VmmError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _native: ModuleType | None
 _reason = "vmm_allocator is not built: run `python setup.py build_ext --inplace`"
 try:
-    from . import _vmm_allocator as _native
+    _native = import_module("._vmm_allocator", __package__)
 except ModuleNotFoundError:
     _native = None
 except ImportError as error:
