@@ -25,6 +25,8 @@ STOP_IDS = frozenset({EOS_ID, EOT_ID})
 TOKEN_NOISE, REMASKING_SCORE = 0, 1  # purposes of the random numbers
 MAX_MODEL_LEN = 256
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
+# The canvas is short where the reference draws noise: its generator is plain Python.
+NOISY: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
 
 
 @dataclass(frozen=True)
@@ -183,3 +185,17 @@ def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
 
 def load_reference(folder: Path) -> LLaDAReference:
     return LLaDAReference.from_checkpoint(folder)
+
+
+def assert_parity(
+    engine: Engine, model: decode.LogitModel, prompt_length: int, asked: dict[str, Any]
+) -> None:
+    """A request of `asked` gives the reference's canvas with as many forwards."""
+    prompt, wanted = clear_case(model, prompt_length, **asked)
+    (answer,) = engine.ask(as_request(prompt, **asked))
+    step = None
+    if len(answer.token_ids) == len(wanted.ids):
+        step = decode.first_difference(answer.token_ids, wanted, prompt_length)
+    assert answer.token_ids == wanted.ids, f"first difference at forward {step}"
+    assert answer.num_forwards == wanted.num_forwards
+    assert answer.finish_reason == "length"

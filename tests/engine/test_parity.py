@@ -7,27 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkpoints import CASES
 from tests.engine.harness import (
     BLOCKS,
+    NOISY,
     STOP_IDS,
     as_request,
+    assert_parity,
     clear_case,
-    load_reference,
     reference,
-    running,
 )
-from tests.reference.decode import first_difference, truncate
+from tests.reference.decode import truncate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from tests.engine.harness import Engine
     from tests.reference.llada_model import LLaDAReference
-
-# The canvas is short where the reference draws noise: its generator is plain Python.
-NOISY: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one token a step": {"gen_length": 32, "block_length": 32, "steps": 32},
@@ -90,19 +83,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_parity(
-    engine: Engine, model: LLaDAReference, prompt_length: int, asked: dict[str, Any]
-) -> None:
-    prompt, wanted = clear_case(model, prompt_length, **asked)
-    (answer,) = engine.ask(as_request(prompt, **asked))
-    step = None
-    if len(answer.token_ids) == len(wanted.ids):
-        step = first_difference(answer.token_ids, wanted, prompt_length)
-    assert answer.token_ids == wanted.ids, f"first difference at forward {step}"
-    assert answer.num_forwards == wanted.num_forwards
-    assert answer.finish_reason == "length"
-
-
 @pytest.mark.parametrize("asked", SETTINGS.values(), ids=SETTINGS.keys())
 def test_every_parameter(engine: Engine, model: LLaDAReference, asked: dict[str, Any]) -> None:
     assert_parity(engine, model, 20, asked)
@@ -135,19 +115,6 @@ def test_the_settings_are_told_apart(model: LLaDAReference) -> None:
         if name in ("threshold 0.3", "threshold 0.6", "threshold 0.9", "threshold 0.98")
     }
     assert len(set(forwards.values())) >= 3, forwards
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("mha", "predicts_mask")])
-def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
-    folder = checkpoint(name)
-    model = load_reference(folder)
-    with running(folder) as engine:
-        assert_parity(engine, model, 20, BLOCKS)
-        assert_parity(engine, model, 7, {**BLOCKS, "cfg_scale": 0.7})
-        assert_parity(engine, model, 20, {**NOISY, "temperature": 0.8})
-        assert_parity(
-            engine, model, 13, {"gen_length": 32, "block_length": 16, "threshold": 0.7}
-        )
 
 
 def stopping_case(

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's tokens depend neither on its neighbours nor on how a step is cut into chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine.harness import (
+    BLOCKS,
+    Answer,
+    Ask,
+    as_request,
+    clear_case,
+    running,
+    sampling_params,
+    to_answer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+    from tests.reference.decode import Decoded
+    from tests.reference.llada_model import LLaDAReference
+
+SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
+# Prompt length and parameters of the requests that share their steps.
+MIXED: list[tuple[int, dict[str, Any]]] = [
+    (20, BLOCKS),
+    (5, {**BLOCKS, "steps": 32}),
+    (1, {"gen_length": 32, "block_length": 16, "threshold": 0.6}),
+    (33, {**BLOCKS, "cfg_scale": 1.0}),
+    (7, {**SHORT, "temperature": 1.0, "seed": 1}),
+    (77, {"gen_length": 64, "block_length": 32, "steps": 8}),
+    (12, {**SHORT, "remasking": "random", "seed": 2}),
+    (20, {**BLOCKS, "confidence_eos_eot_inf": True}),
+    (9, {**BLOCKS, "confidence_dtype": "float64"}),
+    (3, {"gen_length": 16, "block_length": 16, "threshold": 0.9, "cfg_scale": 0.5}),
+    (50, {**BLOCKS, "logits_eos_inf": True, "steps": 4}),
+]
+
+
+@pytest.fixture(scope="module")
+def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Decoded]]:
+    cases = [(clear_case(model, length, **asked), asked) for length, asked in MIXED]
+    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
+    return asks, [decoded for (_, decoded), _ in cases]
+
+
+def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Decoded]) -> None:
+    found = [(a.token_ids, a.num_forwards, a.finish_reason) for a in answers]
+    assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
+
+
+def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The requests of every step from now on."""
+    steps: list[list[str]] = []
+    step = engine.runner.step
+
+    def recorded(req_ids: list[str]) -> Any:
+        steps.append(list(req_ids))
+        return step(req_ids)
+
+    monkeypatch.setattr(engine.runner, "step", recorded)
+    return steps
+
+
+def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> list[Answer]:
+    """Send a request every few steps while the others run."""
+    upstream = engine.llm.llm_engine
+    waiting = list(enumerate(asks))
+    answers: dict[str, Answer] = {}
+    count = 0
+    while waiting or upstream.has_unfinished_requests():
+        if waiting and count % steps_between == 0:
+            index, ask = waiting.pop(0)
+            upstream.add_request(
+                str(index), {"prompt_token_ids": ask.prompt}, sampling_params(ask)
+            )
+        for output in upstream.step():
+            if output.finished:
+                answers[output.request_id] = to_answer(output)
+        count += 1
+    return [answers[str(index)] for index in range(len(asks))]
+
+
+def test_a_mixed_batch_equals_each_alone(
+    engine: Engine,
+    mixed: tuple[list[Ask], list[Decoded]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asks, wanted = mixed
+    assert_decoded([engine.ask(ask)[0] for ask in asks], wanted)
+    steps = record_steps(engine, monkeypatch)
+    assert_decoded(engine.ask(*asks), wanted)
+    assert len(steps[0]) == len(asks)  # they did share steps
+    assert len(steps) == max(w.num_forwards for w in wanted)
+    assert_decoded(engine.ask(*reversed(asks)), wanted[::-1])
+    assert engine.is_idle()
+
+
+def test_requests_join_and_leave_at_any_step(
+    engine: Engine,
+    mixed: tuple[list[Ask], list[Decoded]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asks, wanted = mixed
+    steps = record_steps(engine, monkeypatch)
+    assert_decoded(run_staggered(engine, asks, steps_between=3), wanted)
+    assert len({len(step) for step in steps}) > 2
+    assert engine.is_idle()
+
+
+def test_force_single_batch_shares_no_step(
+    engine: Engine,
+    mixed: tuple[list[Ask], list[Decoded]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asks, wanted = mixed
+    alone = Ask(asks[2].prompt, {**asks[2].extra, "force_single_batch": True})
+    steps = record_steps(engine, monkeypatch)
+    assert_decoded(
+        engine.ask(asks[0], alone, asks[1]), [wanted[0], wanted[2], wanted[1]]
+    )
+    (lone,) = {
+        req_id for step in steps for req_id in step if steps.count([req_id]) == len(
+            [s for s in steps if req_id in s]
+        ) == wanted[2].num_forwards
+    }
+    assert all(step == [lone] for step in steps if lone in step)
+
+
+def test_an_abort_in_the_middle_leaves_the_others_alone(
+    engine: Engine, mixed: tuple[list[Ask], list[Decoded]]
+) -> None:
+    asks, wanted = mixed
+    upstream = engine.llm.llm_engine
+    ids = [
+        upstream.add_request(str(i), {"prompt_token_ids": a.prompt}, sampling_params(a))
+        for i, a in enumerate(asks[:3])
+    ]
+    for _ in range(4):
+        upstream.step()
+    assert len(engine.runner.canvases) == 3
+    upstream.abort_request([ids[1]], internal=True)
+    answers = {}
+    while upstream.has_unfinished_requests():
+        for output in upstream.step():
+            if output.finished:
+                answers[output.request_id] = to_answer(output)
+        assert len(engine.runner.canvases) <= 2 or upstream.has_unfinished_requests()
+    assert_decoded([answers["0"], answers["2"]], [wanted[0], wanted[2]])
+    assert "1" not in answers
+    assert engine.is_idle()
+
+
+def test_aborting_the_last_request_empties_the_engine(
+    engine: Engine, mixed: tuple[list[Ask], list[Decoded]]
+) -> None:
+    ask = mixed[0][0]
+    upstream = engine.llm.llm_engine
+    req_id = upstream.add_request("lone", {"prompt_token_ids": ask.prompt}, sampling_params(ask))
+    upstream.step()
+    upstream.abort_request([req_id], internal=True)
+    assert not upstream.has_unfinished_requests()
+    assert engine.is_idle()
+
+
+@pytest.mark.parametrize("keep_queries", [False, True])
+def test_chunked_steps_give_the_same_tokens(
+    engine: Engine,
+    mixed: tuple[list[Ask], list[Decoded]],
+    monkeypatch: pytest.MonkeyPatch,
+    keep_queries: bool,
+) -> None:
+    """Chunk sizes that divide nothing, so that chunks cross sequences and requests."""
+    from vllm.diffusion.memory import Plan
+
+    plan = Plan(
+        keep_queries=keep_queries,
+        keys_values_rows=7,
+        attend_rows=5,
+        feed_forward_rows=3,
+        logits_rows=2,
+    )
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda num_rows: plan)
+    asks, wanted = mixed
+    asks, wanted = asks[:5], wanted[:5]
+    assert_decoded(engine.ask(*asks), wanted)
+
+
+def test_answers_grow_by_finished_prefixes(engine: Engine, model: LLaDAReference) -> None:
+    """What was sent once never changes, and it is the canvas before its first masked position."""
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    upstream = engine.llm.llm_engine
+    upstream.add_request(
+        "growing", {"prompt_token_ids": prompt}, sampling_params(as_request(prompt, **BLOCKS))
+    )
+    lengths = []
+    while upstream.has_unfinished_requests():
+        for output in upstream.step():
+            tokens = list(output.outputs[0].token_ids)
+            assert tokens == wanted.ids[: len(tokens)]
+            lengths.append(len(tokens))
+    assert lengths == sorted(set(lengths))
+    assert len(lengths) >= 4  # at least one output per block
+    assert lengths[-1] == 32

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: with little room requests wait, and their tokens stay the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.harness import BLOCKS, as_request, clear_case, running
+from tests.engine.test_batching import assert_decoded, record_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from tests.reference.llada_model import LLaDAReference
+
+REQUESTS: list[tuple[int, dict[str, Any]]] = [
+    (20, BLOCKS),
+    (5, {**BLOCKS, "cfg_scale": 1.0}),
+    (1, {"gen_length": 32, "block_length": 16, "threshold": 0.6}),
+    (224, {"gen_length": 32, "block_length": 32, "steps": 4}),
+    (12, {"gen_length": 16, "block_length": 8, "steps": 8}),
+]
+
+
+def test_one_request_at_a_time(
+    checkpoint: Callable[[str], Path], model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
+    asks = [
+        as_request(prompt, **asked)
+        for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+    ]
+    with running(checkpoint("mha"), max_num_seqs=1) as engine:
+        steps = record_steps(engine, monkeypatch)
+        assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+    assert {len(step) for step in steps} == {1}
+    order = list(dict.fromkeys(step[0] for step in steps))
+    assert order == sorted(order)  # first come, first served; upstream's ids ascend
+    assert len(steps) == sum(decoded.num_forwards for _, decoded in cases)
+
+
+def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
+    checkpoint: Callable[[str], Path], model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = 128
+    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
+    asks = [
+        as_request(prompt, **asked)
+        for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+    ]
+    rows_of_steps: list[tuple[int, int]] = []
+    with running(checkpoint("mha"), max_num_batched_tokens=budget, max_num_seqs=8) as engine:
+        plan = engine.runner.planner.plan
+
+        def recorded(num_rows: int) -> Any:
+            rows_of_steps.append((len(steps[-1]), num_rows))
+            return plan(num_rows)
+
+        steps = record_steps(engine, monkeypatch)
+        monkeypatch.setattr(engine.runner.planner, "plan", recorded)
+        assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+    assert all(rows <= budget for requests, rows in rows_of_steps if requests > 1)
+    assert any(requests > 1 for requests, _ in rows_of_steps)
+    assert (1, 256) in rows_of_steps  # the long one, alone, above the budget
