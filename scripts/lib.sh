@@ -104,15 +104,13 @@ setup() {
   build_native_rooms
 }
 
+# find_nvcc: where setup.py finds it: CUDA_HOME when set, else PATH, else /usr/local/cuda.
 find_nvcc() {
-  local nvcc
-  for nvcc in ${CUDA_HOME:+"$CUDA_HOME/bin/nvcc"} nvcc /usr/local/cuda/bin/nvcc; do
-    if command -v "$nvcc" >/dev/null 2>&1; then
-      command -v "$nvcc"
-      return
-    fi
-  done
-  return 1
+  if [ -n "${CUDA_HOME:-}" ]; then
+    command -v "$CUDA_HOME/bin/nvcc"
+  else
+    command -v nvcc || command -v /usr/local/cuda/bin/nvcc
+  fi
 }
 
 # build_native_rooms: compile what changed; without nvcc the PyTorch references serve.

@@ -27,12 +27,15 @@ serve_family() {
   [ -x "$python" ] || python=python3
 
   # Split as a shell would, so that a quoted JSON value stays one argument; nothing is evaluated.
-  local extra=()
+  local words extra=()
   if [ -n "${EXTRA_VLLM_ARGS:-}" ]; then
-    mapfile -d '' -t extra < <("$python" -c '
-import os, shlex
-for word in shlex.split(os.environ["EXTRA_VLLM_ARGS"]):
-    print(word, end="\0")')
+    words=$("$python" -c '
+import os, shlex, sys
+try:
+    print("\n".join(shlex.split(os.environ["EXTRA_VLLM_ARGS"])))
+except ValueError as error:
+    sys.exit(f"error: EXTRA_VLLM_ARGS: {error}")')
+    mapfile -t extra <<<"$words"
   fi
 
   export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of every test run: the environment of in-process engines, and which tests can run here.
+
+Tests marked `gpu`, `multi_gpu` or `model` skip themselves where what they need is missing. With
+`--require-gpu` they do not, and a run in which no GPU test ran fails: a job on a GPU machine must
+not pass by skipping everything.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before anything imports vllm, which reads most of them once.
+for _name, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: starts in under a second
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+GPU_MARKERS = ("gpu", "multi_gpu")
+MODEL_VARIABLES = ("MODEL_DIR", "LLADA_MODEL_DIR", "MOSAIC_MODEL_ROOT")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="do not skip GPU tests, and fail when none ran",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GpuTestCounter(required=config.getoption("--require-gpu")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_gpu_tests = not config.getoption("--require-gpu")
+    num_gpus: int | None = None  # torch is asked only when some test needs the answer
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        if "model" in markers and not any(os.environ.get(name) for name in MODEL_VARIABLES):
+            item.add_marker(pytest.mark.skip(reason=f"needs one of {', '.join(MODEL_VARIABLES)}"))
+        if not skip_gpu_tests or markers.isdisjoint(GPU_MARKERS):
+            continue
+        if num_gpus is None:
+            num_gpus = count_gpus()
+        wanted = 2 if "multi_gpu" in markers else 1
+        if num_gpus < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s)"))
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+class GpuTestCounter:
+    """Counts the GPU tests that passed or failed."""
+
+    def __init__(self, *, required: bool) -> None:
+        self.required = required
+        self.num_run = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_gpu_test = any(name in report.keywords for name in GPU_MARKERS)
+        if is_gpu_test and report.when == "call" and not report.skipped:
+            self.num_run += 1
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.required and self.num_run == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.required and self.num_run == 0:
+            terminalreporter.write_line("--require-gpu: no GPU test ran", red=True)

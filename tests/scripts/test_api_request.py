@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/test_api_request.py against a real HTTP server that records what it is asked."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_api_request.py"
+ANSWER = {"id": "x", "text": ["Paris"], "finish_reason": ["stop"]}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every POST with `status` and `answer` after `delay_s`; keeps the bodies."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.status, self.answer, self.delay_s = 200, json.dumps(ANSWER), 0.0
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append((self.path, body))
+        time.sleep(self.server.delay_s)
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.answer.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def request_once(server: Server) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*arguments: str, host: str = server.url) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(SCRIPT), "--host", host, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            # A proxy that nobody listens on: a server on this machine must be reached without it.
+            env={"http_proxy": "http://127.0.0.1:9", "PATH": "/usr/bin"},
+        )
+
+    return run
+
+
+def test_sends_the_documented_body(server: Server, request_once: Callable[..., Any]) -> None:
+    done = request_once(
+        *("--model-family", "llada", "--steps", "8", "--gen-length", "32"),
+        *("--block-length", "16", "--prompt", "What is 2 plus 2?"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == ANSWER
+    assert server.bodies == [
+        (
+            "/generate",
+            {
+                "prompt": "What is 2 plus 2?",
+                "apply_chat_template": True,
+                "steps": 8,
+                "gen_length": 32,
+                "block_length": 16,
+                "temperature": 0.0,
+                "cfg_scale": 0.0,
+                "remasking": "low_confidence",
+                "mask_id": 126336,
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize(("given", "sent"), [("none", None), ("7", 7), ("family", 126336)])
+def test_mask_id(
+    server: Server, request_once: Callable[..., Any], given: str, sent: int | None
+) -> None:
+    assert request_once("--mask-id", given).returncode == 0
+    assert server.bodies[0][1].get("mask_id") == sent
+
+
+def test_raw_sends_no_chat_template(server: Server, request_once: Callable[..., Any]) -> None:
+    assert request_once("--raw", "--prompt", "<s>x").returncode == 0
+    assert server.bodies[0][1]["prompt"] == "<s>x"
+    assert "apply_chat_template" not in server.bodies[0][1]
+
+
+def test_absent_server_is_one_line(request_once: Callable[..., Any]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        done = request_once(host=f"http://127.0.0.1:{unused.getsockname()[1]}")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (
+            '{"error": {"message": "mask_id: given 126336; allowed 511", "param": "mask_id"}}',
+            "refused the request (400): mask_id: given 126336; allowed 511",
+        ),
+        ('{"error": {"message": "too long", "param": "prompt"}}', "(400): prompt: too long"),
+        ("<html>\n bad\n</html>", "(400): <html> bad </html>"),
+        ("", "(400): no message"),
+    ],
+)
+def test_refusal_is_one_line(
+    server: Server, request_once: Callable[..., Any], answer: str, wanted: str
+) -> None:
+    server.status, server.answer = 400, answer
+    done = request_once()
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert wanted in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_timeout_is_one_line(server: Server, request_once: Callable[..., Any]) -> None:
+    server.delay_s = 30.0
+    done = request_once("--timeout", "0.2")
+    assert done.returncode == 1
+    assert "did not answer within 0.2 s" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("--model-family", "gpt"), ("--mask-id", "x")])
+def test_wrong_arguments_exit_2(request_once: Callable[..., Any], arguments: tuple[str]) -> None:
+    assert request_once(*arguments).returncode == 2
+    assert request_once(host="127.0.0.1:8901").returncode == 2

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell scripts: what they run and what they say, in a copy of the scripts folder.
+
+A recorder stands where the virtual environment's Python would, so nothing is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+WITH_HELP = ("quickstart.sh", "test.sh", "check", "lint", "clean", "run_llada_server.sh")
+
+# Prints its arguments and the variables that matter, one per line.
+RECORDER = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word"; done
+printf 'PYTHONPATH=%s\\nLONG=%s\\n' "$PYTHONPATH" "$VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A repository that has only the scripts."""
+    home = tmp_path / "home"
+    shutil.copytree(SCRIPTS, home / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    return home
+
+
+def run(
+    script: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], **(env or {})},
+    )
+
+
+def add_recorder(home: Path, text: str = RECORDER) -> None:
+    """Put the recorder at .venv/bin/python, behind a real interpreter for `python -c`."""
+    python = home / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(text.replace("\n", f'\n[ "$1" = -c ] && exec {sys.executable} "$@"\n', 1))
+    python.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", WITH_HELP)
+def test_help(home: Path, name: str) -> None:
+    done = run(home / "scripts" / name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: scripts/{name}" in done.stdout
+    assert "SPDX" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "lint", "clean", "check"])
+def test_unknown_argument_is_one_line(home: Path, name: str) -> None:
+    done = run(home / "scripts" / name, "--surely-not")
+    assert done.returncode != 0
+    assert "--surely-not" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+class TestServer:
+    """scripts/run_llada_server.sh."""
+
+    def serve(
+        self, home: Path, *arguments: str, **env: str
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        done = run(home / "scripts" / "run_llada_server.sh", *arguments, env=env)
+        return done, done.stdout.splitlines()
+
+    def test_defaults(self, home: Path) -> None:
+        add_recorder(home)
+        model = home / "models" / "llada-8b-instruct"
+        model.mkdir(parents=True)
+        done, words = self.serve(home)
+        assert done.returncode == 0, done.stderr
+        assert words == [
+            *("-m", "vllm.entrypoints.api_server", "--model", str(model)),
+            *("--host", "127.0.0.1", "--port", "8901", "--max-model-len", "204800"),
+            *("--gpu-memory-utilization", "0.92", f"PYTHONPATH={home}", "LONG=1"),
+        ]
+
+    def test_variables_and_arguments(self, home: Path) -> None:
+        add_recorder(home)
+        (home / "m").mkdir()
+        done, words = self.serve(
+            home,
+            "--seed",
+            "1",
+            MODEL_DIR=str(home / "m"),
+            HOST="0.0.0.0",
+            PORT="1",
+            MAX_MODEL_LEN="64",
+            GPU_MEMORY_UTILIZATION="0.5",
+            VLLM_ALLOW_LONG_MAX_MODEL_LEN="0",
+            PYTHONPATH="/mine",
+            EXTRA_VLLM_ARGS="--dtype float32 --additional-config '{\"dllm\": {\"a\": 1}}' --x '*'",
+        )
+        assert done.returncode == 0, done.stderr
+        assert words[4:] == [
+            *("--host", "0.0.0.0", "--port", "1", "--max-model-len", "64"),
+            *("--gpu-memory-utilization", "0.5", "--dtype", "float32"),
+            *("--additional-config", '{"dllm": {"a": 1}}', "--x", "*", "--seed", "1"),
+            *(f"PYTHONPATH={home}:/mine", "LONG=0"),
+        ]
+
+    def test_precedence_of_the_model_directory(self, home: Path) -> None:
+        add_recorder(home)
+        for name in ("direct", "family", "root/llada-8b-instruct"):
+            (home / name).mkdir(parents=True)
+        env = {
+            "MOSAIC_MODEL_ROOT": str(home / "root"),
+            "LLADA_MODEL_DIR": str(home / "family"),
+            "MODEL_DIR": str(home / "direct"),
+        }
+        for wanted in ("direct", "family", "root/llada-8b-instruct"):
+            _, words = self.serve(home, **env)
+            assert words[3] == str(home / wanted)
+            env.popitem()
+
+    def test_mosaic_home_names_the_repository(self, home: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other"
+        (other / "models" / "llada-8b-instruct").mkdir(parents=True)
+        add_recorder(other)
+        _, words = self.serve(home, MOSAIC_HOME=str(other))
+        assert words[3] == str(other / "models" / "llada-8b-instruct")
+        assert f"PYTHONPATH={other}" in words
+
+    def test_missing_directory_names_the_variables(self, home: Path) -> None:
+        done, _ = self.serve(home, LLADA_MODEL_DIR=str(home / "none"))
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        for word in (str(home / "none"), "MODEL_DIR", "LLADA_MODEL_DIR", "MOSAIC_MODEL_ROOT"):
+            assert word in done.stderr
+
+    def test_unbalanced_quote_stops_the_start(self, home: Path) -> None:
+        add_recorder(home)
+        done, words = self.serve(home, MODEL_DIR=str(home), EXTRA_VLLM_ARGS="--x 'open")
+        assert done.returncode == 1
+        assert words == []
+        assert "EXTRA_VLLM_ARGS" in done.stderr
+
+    def test_signals_reach_the_server(self, home: Path) -> None:
+        add_recorder(home, "#!/bin/sh\necho ready\nexec sleep 60\n")
+        process = subprocess.Popen(
+            [str(home / "scripts" / "run_llada_server.sh")],
+            env={"PATH": os.environ["PATH"], "MODEL_DIR": str(home)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.terminate()
+            assert process.wait(timeout=30) == -signal.SIGTERM
+
+
+class TestClean:
+    """scripts/clean."""
+
+    PRODUCTS = (
+        "build/native/x.o",
+        "flash_sample/_C.cpython-311-x86_64-linux-gnu.so",
+        "results/quickstart/server.log",
+        "vllm/diffusion/__pycache__/a.cpython-311.pyc",
+        ".mypy_cache/x",
+    )
+    KEPT = (
+        ".venv/bin/__pycache__/a.pyc",
+        "models/llada-tiny/model.safetensors",
+        "vllm/diffusion/models/llada.py",
+        "scripts/lib.sh",
+    )
+
+    @pytest.fixture
+    def filled(self, home: Path) -> Path:
+        for name in self.PRODUCTS + self.KEPT:
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).touch()
+        return home
+
+    def present(self, home: Path) -> set[str]:
+        return {name for name in self.PRODUCTS + self.KEPT if (home / name).exists()}
+
+    def test_leaves_code_models_and_venv(self, filled: Path) -> None:
+        assert run(filled / "scripts" / "clean").returncode == 0
+        assert self.present(filled) == set(self.KEPT)
+        again = run(filled / "scripts" / "clean")
+        assert (again.returncode, again.stderr) == (0, "==> nothing to remove\n")
+
+    def test_dry_run_removes_nothing(self, filled: Path) -> None:
+        done = run(filled / "scripts" / "clean", "--all", "--dry-run")
+        assert {"build", ".venv", "models"} <= set(done.stdout.splitlines())
+        assert self.present(filled) == set(self.PRODUCTS + self.KEPT)
+
+    @pytest.mark.parametrize(
+        ("option", "gone"),
+        [("--venv", KEPT[:1]), ("--models", KEPT[1:2]), ("--all", KEPT[:2])],
+    )
+    def test_options(self, filled: Path, option: str, gone: tuple[str, ...]) -> None:
+        assert run(filled / "scripts" / "clean", option).returncode == 0
+        assert self.present(filled) == set(self.KEPT) - set(gone)
+
+
+class TestSetup:
+    """scripts/lib.sh: one line for what a machine lacks."""
+
+    def setup(self, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        driver = home / "driver"
+        driver.write_text("#!/bin/bash\nsource scripts/lib.sh\nsetup\n")
+        driver.chmod(0o755)
+        return subprocess.run(
+            ["/bin/bash", str(driver)],
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PATH": os.environ["PATH"], **env},
+        )
+
+    def path_with(self, home: Path, **programs: str) -> str:
+        """A PATH on which only the shell's helpers and the given programs are found."""
+        folder = home / "bin"
+        folder.mkdir()
+        for name in ("bash", "cat", "dirname", "grep", "sha256sum", "sh"):
+            (folder / name).symlink_to(shutil.which(name) or name)
+        for name, text in programs.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        return str(folder)
+
+    def test_no_python(self, home: Path) -> None:
+        done = self.setup(home, PATH=self.path_with(home))
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "Python 3.11" in done.stderr
+        assert "apt-get install python3" in done.stderr
+
+    def test_python_without_venv(self, home: Path) -> None:
+        """An interpreter of the right version that cannot import ensurepip."""
+        python3 = (
+            f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+        )
+        done = self.setup(home, PATH=self.path_with(home, python3=python3))
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "apt-get install python3-venv" in done.stderr
+
+    def test_unknown_device(self, home: Path) -> None:
+        add_recorder(home)
+        done = self.setup(home, MOSAIC_DEVICE="tpu")
+        assert done.returncode == 1
+        assert done.stderr == "error: MOSAIC_DEVICE: given 'tpu'; wanted cpu or cuda\n"
+
+    def test_installs_once_per_content_of_the_requirement_files(self, home: Path) -> None:
+        """The recorder, standing for pip, tells what was installed; the second run does nothing."""
+        requirements = home / "requirements"
+        requirements.mkdir()
+        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\n")
+        log = home / "pip.log"
+        add_recorder(home, f'#!/bin/sh\necho "$@" >>{log}\n')
+        env = {"PATH": self.path_with(home), "MOSAIC_DEVICE": "cpu", "CUDA_HOME": "/nowhere"}
+
+        def installs() -> list[str]:
+            log.write_text("")
+            assert self.setup(home, **env).returncode == 0
+            return [line for line in log.read_text().splitlines() if " install " in line]
+
+        first = installs()
+        assert any("torch==2.13.0" in line for line in first)
+        assert any("--no-deps" in line for line in first)
+        assert installs() == []
+        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\nx==1\n")
+        assert any("--no-deps" in line for line in installs())

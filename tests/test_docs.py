@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents name only what exists: paths of the repository, and the scripts' options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+
+# Made by running something: named in the documents, not in the repository.
+GENERATED = (".venv", "models/llada-tiny", "models", "results", "build")
+
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"^\.?[\w-][\w.-]*(/[\w.-]+)*/?$")
+
+
+def is_path(word: str) -> bool:
+    """Does a word of code name a file or folder of this repository?"""
+    if not PATH.match(word) or word.rstrip("/") in GENERATED:
+        return False
+    top = word.split("/")[0]
+    return ("/" in word and (ROOT / top).exists()) or Path(word).suffix in (".py", ".md", ".toml")
+
+
+def named_paths(text: str) -> set[str]:
+    """Paths in inline code, in links and in the commands of fenced blocks."""
+    prose = FENCE.sub("", text)
+    words = [word for span in CODE.findall(prose) for word in span.split()]
+    words += [word for block in FENCE.findall(text) for word in block.split()]
+    paths = {word.rstrip(".,;:") for word in words if is_path(word.rstrip(".,;:"))}
+    return paths | {link for link in LINK.findall(prose) if "://" not in link}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_named_path_exists(document: str) -> None:
+    file = ROOT / document
+    paths = named_paths(file.read_text(encoding="utf-8"))
+    assert paths, f"{document} names no path: the test does not see them"
+    folders = (ROOT, file.parent)
+    missing = sorted(p for p in paths if not any((folder / p).exists() for folder in folders))
+    assert not missing, f"{document} names {missing}"
+
+
+def test_the_test_sees_missing_paths() -> None:
+    text = "See `scripts/nowhere.sh`, [this](docs/none.md) and\n```bash\nscripts/absent --x\n```\n"
+    assert named_paths(text) == {"scripts/nowhere.sh", "docs/none.md", "scripts/absent"}
+
+
+def test_readme_documents_every_variable_of_the_server_script() -> None:
+    script = (ROOT / "scripts" / "run_llada_server.sh").read_text(encoding="utf-8")
+    header = script.split("\ncase", 1)[0]
+    variables = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", header))
+    assert len(variables) >= 8
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not {name for name in variables if name not in readme}
