@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -14,7 +15,7 @@ from .reference import Partial
 
 _native: ModuleType | None
 try:
-    from . import _flash_sample as _native
+    _native = import_module("._flash_sample", __package__)
 except ModuleNotFoundError:
     _native = None
 except ImportError as error:

@@ -262,17 +262,15 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
     own = {
         "temperature": sampling.temperature,
         "seed": sampling.seed,
-        "max_tokens": sampling.max_tokens,
         "ignore_eos": sampling.ignore_eos,
         "min_tokens": sampling.min_tokens,
     }
-    if "gen_length" in given and sampling.max_tokens == OFFLINE_MAX_TOKENS:
-        own["max_tokens"] = None  # upstream's default beside an explicit canvas: no cut wanted
     for name, value in own.items():
         if value is not None:
             given.setdefault(name, value)
-    if sampling.stop_token_ids:
-        given["stop_token_ids"] = tuple(sampling.stop_token_ids)
+    if "max_tokens" not in given:
+        given["upstream_max_tokens"] = sampling.max_tokens
+    given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
     return given
 
 
@@ -355,7 +353,7 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
                 spelling, value, f"wanted one of: {', '.join(spec.choices)}"
             )
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise InvalidParameterError(spelling, value, "wanted a finite number")
     if spec.kind is int:
         if value != int(value) or abs(value) >= 2**63:
@@ -364,6 +362,13 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
     if spec.minimum is not None and value < spec.minimum:
         raise InvalidParameterError(spelling, value, f"wanted at least {spec.minimum:g}")
     return spec.kind(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of float
+        return False
 
 
 def server_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,8 +400,9 @@ def resolve(
     """Decide every parameter of a request.
 
     Args:
-        given: values under canonical names, as `canonical` or `from_sampling_params` return them,
-            plus optionally `stop_token_ids`.
+        given: values under canonical names, as `canonical` or `from_sampling_params` return them.
+            The latter adds `stop_token_ids`, and `upstream_max_tokens`: a limit that upstream may
+            have filled in itself.
         model: the served model.
         prompt_token_ids: the prompt.
         default_steps: denoise steps of a request that gives none, brought to the nearest multiple
@@ -407,6 +413,7 @@ def resolve(
     """
     request = dict(given)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model)
     _refuse_unused(request, algorithm)
 
@@ -421,7 +428,7 @@ def resolve(
     allow_infill = request.get("allow_infill", False)
     _check_prompt(prompt_token_ids, model, allow_infill)
 
-    canvas, max_tokens = _canvas(request, model, len(prompt_token_ids))
+    canvas, max_tokens = _canvas(request, upstream_max_tokens, model, len(prompt_token_ids))
     steps = request.get("steps")
     block_length = _block_length(
         request.get("block_length"), model.defaults.get("block_length"), canvas, steps
@@ -499,22 +506,26 @@ def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool)
 
 
 def _canvas(
-    request: Mapping[str, Any], model: ServedModel, prompt_length: int
+    request: Mapping[str, Any],
+    upstream_max_tokens: int | None,
+    model: ServedModel,
+    prompt_length: int,
 ) -> tuple[int, int]:
     """Length of the canvas and of the longest answer."""
     room = model.max_model_len - prompt_length
     canvas = request.get("gen_length")
+    block_length = request.get("block_length")
     max_tokens = request.get("max_tokens")
-    if canvas is None and max_tokens == room:
-        max_tokens = None  # upstream writes "no limit given" as all the room that is left
+    if max_tokens is None and not _filled_in(upstream_max_tokens, canvas, room, model):
+        max_tokens = upstream_max_tokens
     if canvas is None and max_tokens is None:
         if model.default_max_tokens is None:
-            canvas = min(DEFAULT_CANVAS, max(room, 1))
+            canvas = _whole_blocks_within(min(DEFAULT_CANVAS, max(room, 1)), block_length)
         else:
             max_tokens = min(model.default_max_tokens, max(room, 1))
     if canvas is None:
-        canvas = _round_up(max_tokens, request.get("block_length"))
-        if canvas > room >= max_tokens:
+        canvas = _round_up(max_tokens, block_length)
+        if canvas > room >= max_tokens and max_tokens % (block_length or 1) == 0:
             canvas = max_tokens
     if max_tokens is not None and max_tokens > canvas:
         raise InvalidParameterError(
@@ -529,6 +540,25 @@ def _canvas(
             f"max_model_len {model.max_model_len}",
         )
     return canvas, canvas if max_tokens is None else max_tokens
+
+
+def _filled_in(
+    max_tokens: int | None, canvas: int | None, room: int, model: ServedModel
+) -> bool:
+    """Whether upstream's limit stands for "no limit given".
+
+    Upstream writes all the room that is left. Beside an explicit canvas its defaults, of
+    SamplingParams and of generation_config.json, are no wish to cut the answer either.
+    """
+    if max_tokens is None or max_tokens == room:
+        return True
+    return canvas is not None and max_tokens in (OFFLINE_MAX_TOKENS, model.default_max_tokens)
+
+
+def _whole_blocks_within(length: int, block_length: int | None) -> int:
+    if block_length is None:
+        return length
+    return max(1, length // block_length) * block_length
 
 
 def _round_up(max_tokens: int, block_length: int | None) -> int:

@@ -36,6 +36,16 @@ class DiffusionParamsValidator(LogitsProcessor):  # type: ignore[misc]
         _marked.params = sampling_params
 
 
+class RequestRefused(VLLMValidationError):  # type: ignore[misc]
+    """HTTP 400; the message names the field already, so nothing is appended to it."""
+
+    def __init__(self, error: InvalidParameterError) -> None:
+        super().__init__(str(error), parameter=error.field)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Door:
     """Decides requests for one engine configuration."""
 
@@ -51,7 +61,11 @@ class Door:
         return self._model
 
     def decide(self, sampling_params: Any, prompt_token_ids: list[int]) -> DiffusionParams:
-        """The request's parameters, or VLLMValidationError (HTTP 400) naming the field."""
+        """The request's parameters.
+
+        Raises:
+            RequestRefused: naming the field, the given and the wanted value.
+        """
         try:
             return params.resolve(
                 params.from_sampling_params(sampling_params),
@@ -60,7 +74,7 @@ class Door:
                 default_steps=envs.default_steps(),
             )
         except InvalidParameterError as error:
-            raise VLLMValidationError(str(error), parameter=error.field) from None
+            raise RequestRefused(error) from None
 
 
 def install(vllm_config: VllmConfig, platform: Any) -> None:

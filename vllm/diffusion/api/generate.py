@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.door import RequestRefused
 from vllm.diffusion.api.protocol import (
     DiffusionReport,
     GenerateChunk,
@@ -19,7 +20,7 @@ from vllm.diffusion.api.protocol import (
     split_prompt,
 )
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.exceptions import GenerationError, VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMNotFoundError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
@@ -67,7 +68,7 @@ class GenerateHandler:
         """Everything that can be refused is refused here, before anything is sent.
 
         Raises:
-            VLLMValidationError: HTTP 400, naming the field.
+            RequestRefused: HTTP 400, naming the field.
             VLLMNotFoundError: HTTP 404, for a model that is not served.
         """
         if body.model is not None and body.model not in self._model_names:
@@ -78,7 +79,7 @@ class GenerateHandler:
             fields = diffusion_fields(body)
             inputs = await self._render(body)
         except InvalidParameterError as error:
-            raise VLLMValidationError(str(error), parameter=error.field) from None
+            raise RequestRefused(error) from None
         found = []
         for engine_input in inputs:
             for i in range(body.n):

@@ -60,10 +60,7 @@ class AllHeadsRMSNorm(RMSNorm):
         set_weight_attrs(self.weight, {"weight_loader": self._load_gains})
 
     def _load_gains(self, param: nn.Parameter, gains: Tensor) -> None:
-        """Copy this rank's part of the gains of all heads."""
-        if gains.shape != (self.full_width,):
-            wanted = (self.full_width,)
-            raise ValueError(f"norm gains: wanted shape {wanted}, given {tuple(gains.shape)}")
+        """Copy this rank's part of the gains [all heads * hd]."""
         start = get_tensor_model_parallel_rank() // self.num_replicas * param.shape[0]
         param.data.copy_(gains[start : start + param.shape[0]])
 

@@ -246,20 +246,39 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):  # type: ignore[misc]
     def _destinations(self) -> dict[str, Destination]:
         """Each module path of a checkpoint, and where its tensors go."""
         root, config = "model.transformer", self.config
+        vocabulary, shapes = (config.embedding_size, config.d_model), _block_shapes(config)
         destinations = {
-            f"{root}.{name}": Destination(f"{root}.{name}") for name in ("wte", "ln_f", "ff_out")
+            f"{root}.wte": Destination(f"{root}.wte", vocabulary),
+            f"{root}.ln_f": Destination(f"{root}.ln_f", (config.d_model,)),
+            f"{root}.ff_out": Destination(f"{root}.ff_out", vocabulary),
         }
-        norms = ["attn_norm", "ff_norm"]
-        if config.attention_layer_norm:
-            norms += ["q_norm", "k_norm"]
         for index in range(config.n_layers):
             block = f"{root}.blocks.{index}"
             source = block
             if config.block_group_size > 1:
                 group, member = divmod(index, config.block_group_size)
                 source = f"{root}.block_groups.{group}.{member}"
-            for name in (*norms, "attn_out", "ff_out"):
-                destinations[f"{source}.{name}"] = Destination(f"{block}.{name}")
-            for name, (fused, shard) in _FUSED.items():
-                destinations[f"{source}.{name}"] = Destination(f"{block}.{fused}", shard)
+            for name, shape in shapes.items():
+                module, shard = _FUSED.get(name, (name, None))
+                destinations[f"{source}.{name}"] = Destination(f"{block}.{module}", shape, shard)
         return destinations
+
+
+def _block_shapes(config: LLaDAConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of the weight of each module of a checkpoint's layer."""
+    width, inner = config.d_model, config.mlp_hidden_size
+    kv_width = config.n_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (width,),
+        "q_proj": (width, width),
+        "k_proj": (kv_width, width),
+        "v_proj": (kv_width, width),
+        "attn_out": (width, width),
+        "ff_norm": (width,),
+        "ff_proj": (inner, width),
+        "up_proj": (inner, width),
+        "ff_out": (width, inner),
+    }
+    if config.attention_layer_norm:
+        shapes |= {"q_norm": (width,), "k_norm": (kv_width,)}
+    return shapes

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.diffusion.errors import CheckpointError
 from vllm.diffusion.ops import is_plain
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Set
+    from collections.abc import Callable, Iterable, Mapping, Set
 
     from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ class Destination(NamedTuple):
     """Where the tensors of one checkpoint module go."""
 
     module: str  # path of the model's module
+    shape: tuple[int, ...]  # of the checkpoint's unquantised weight: [out, in], or [width]
     shard: str | int | None = None  # which part of a fused module, as its weight loader names it
 
 
@@ -42,8 +44,9 @@ def load_checkpoint(
         names of the model's parameters that were loaded.
 
     Raises:
-        CheckpointError: tensors that belong to no parameter, or parameters (parts of fused ones
-            included) for which no tensor came; the message names them.
+        CheckpointError: tensors that belong to no parameter, parameters (parts of fused ones
+            included) for which no tensor came, or a tensor of another shape; the message names
+            them.
     """
     parameters = dict(model.named_parameters())
     loaded: set[str] = set()
@@ -58,7 +61,11 @@ def load_checkpoint(
         if destination is None or target not in parameters:
             unknown.append(name)
             continue
-        _load(name, parameters[target], tensor, destination.shard)
+        if not _is_quantised(model.get_submodule(destination.module)):
+            _check_shape(
+                name, tensor, destination.shape if kind == "weight" else destination.shape[:1]
+            )
+        _load(parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
     missing = _missing(model, destinations, seen)
@@ -70,18 +77,24 @@ def load_checkpoint(
     return loaded
 
 
-def _load(name: str, parameter: nn.Parameter, tensor: Tensor, shard: str | int | None) -> None:
-    loader = getattr(parameter, "weight_loader", default_weight_loader)
-    try:
-        if shard is None:
-            loader(parameter, tensor)
-        else:
-            loader(parameter, tensor, shard)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        # upstream's loaders check shapes by assertions without a name
+def _load(parameter: nn.Parameter, tensor: Tensor, shard: str | int | None) -> None:
+    loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
+    if shard is None:
+        loader(parameter, tensor)
+    else:
+        loader(parameter, tensor, shard)
+
+
+def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+    """Upstream's loaders cut their part out of a tensor, and would take it of a larger one too."""
+    if tuple(tensor.shape) != wanted:
         raise CheckpointError(
-            f"{name}: shape {tuple(tensor.shape)} does not fit config.json ({error})"
-        ) from error
+            f"{name}: given shape {list(tensor.shape)}; config.json wants {list(wanted)}"
+        )
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(module, LinearBase | VocabParallelEmbedding) and not is_plain(module)
 
 
 def _missing(
@@ -95,7 +108,7 @@ def _missing(
     missing: list[str] = []
     for path, destination in destinations.items():
         module = model.get_submodule(destination.module)
-        if isinstance(module, LinearBase) and not is_plain(module):
+        if _is_quantised(module):
             if path not in seen_paths:
                 missing.append(f"{path}.*")
             continue

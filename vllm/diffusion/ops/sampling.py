@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import torch
+
 from flash_sample import low_confidence
 from flash_sample.philox import uniform
-
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,

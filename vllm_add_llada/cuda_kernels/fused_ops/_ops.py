@@ -2,6 +2,7 @@
 """The public operations: check the arguments, then launch the kernel or run the reference."""
 
 import warnings
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from . import reference
 
 _native: ModuleType | None
 try:
-    from . import _fused_ops as _native
+    _native = import_module("._fused_ops", __package__)
 except ModuleNotFoundError:
     _native = None
 except ImportError as error:

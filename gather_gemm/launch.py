@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch choices of the gather-GEMM, as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Tile of one program and the resources it runs with."""
+
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_config(num_rows: int, element_bytes: int) -> LaunchConfig:
+    """Tile for a number of gathered rows of 2-byte or 4-byte elements.
+
+    Few rows read the weight once and are bound by it: narrow tiles, so that many programs share the
+    reading. Many rows are bound by arithmetic: wide tiles, so that operands are used again. The
+    pipeline's stages hold at most 96 KiB, which every target has.
+    """
+    depth = 128 // element_bytes
+    if num_rows <= 16:
+        return LaunchConfig(16, 64, 2 * depth, num_warps=4, num_stages=4)
+    if num_rows <= 32:
+        return LaunchConfig(32, 64, 2 * depth, num_warps=4, num_stages=4)
+    if num_rows <= 64:
+        return LaunchConfig(64, 128, depth, num_warps=4, num_stages=4)
+    return LaunchConfig(128, 128, depth, num_warps=8, num_stages=3)

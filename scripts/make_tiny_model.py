@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a tiny model on a few facts and writes it as a checkpoint of a released model family.
+
+    scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
+    scripts/make_tiny_model.py --check       only verify an existing one
+
+Runs on the CPU in less than two minutes on two cores. A directory that is complete and was made
+by these sources, package versions, family and seed is kept as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiny_model.cache import foreign_files, read_manifest, recipe, write_manifest
+from tiny_model.family import FAMILY_NAMES, load_family
+from tiny_model.settings import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SCRIPTS = Path(__file__).resolve().parent
+REPOSITORY = SCRIPTS.parent
+SOURCES = (Path(__file__).resolve(), *(SCRIPTS / "tiny_model").glob("*.py"))
+MAX_SEED = 2**63 - 1
+
+
+class TinyModelError(Exception):
+    """The model cannot be made or is not good; the message is one line for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    try:
+        validate(options)
+        output = options.output or REPOSITORY / "models" / f"{options.family}-tiny"
+        if options.check:
+            check(output.resolve(), options.family)
+        else:
+            make(output.resolve(), options.family, options.seed, force=options.force)
+    except PackageNotFoundError as error:
+        return fail(f"package {error.name} is not installed in {sys.prefix}")
+    except (TinyModelError, OSError) as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return fail("interrupted; nothing was written")
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        description="Train a tiny diffusion language model on a few facts."
+    )
+    families = ", ".join(FAMILY_NAMES)
+    parser.add_argument("--family", default="llada", help=f"model family: {families}")
+    parser.add_argument(
+        "--output", type=Path, help="checkpoint directory (default: models/FAMILY-tiny)"
+    )
+    parser.add_argument("--force", action="store_true", help="train even if it exists already")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and draws")
+    parser.add_argument("--check", action="store_true", help="only verify an existing model")
+    return parser.parse_args(arguments)
+
+
+def validate(options: argparse.Namespace) -> None:
+    """Raises TinyModelError for values that argparse lets through."""
+    if options.family not in FAMILY_NAMES:
+        raise TinyModelError(f"--family: wanted {' or '.join(FAMILY_NAMES)}, got {options.family}")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise TinyModelError(f"--seed: wanted 0 to {MAX_SEED}, got {options.seed}")
+
+
+def make(
+    output: Path, family_name: str, seed: int, *, force: bool = False, plan: Plan | None = None
+) -> None:
+    """Makes the model at `output` unless it is there already.
+
+    Raises TinyModelError if it does not reach the plan's required share of right answers, or if
+    `output` holds files that are not a tiny model's; then `output` stays as it was.
+    """
+    plan = plan or Plan()
+    wanted = recipe(SOURCES, family_name, seed, plan)
+    with work_directory(output) as draft:
+        manifest = read_manifest(output)
+        if manifest and manifest["recipe"] == wanted and not force:
+            say(f"{output} is complete: {summary(manifest['results'][0])}")
+            return
+        refuse_foreign(output)
+        started = time.monotonic()
+
+        # Imported late: the answer above needs no torch.
+        from tiny_model.making import verify, write_checkpoint
+
+        family = load_family(family_name)
+        write_checkpoint(draft, family, plan.training, seed)
+        results = verify(draft, family, plan)
+        report(results)
+        require(results, plan)
+        write_manifest(draft, wanted, results)
+        replace(draft, output)
+        size_mb = sum(path.stat().st_size for path in output.iterdir()) / 1e6
+        say(f"made {output} ({size_mb:.1f} MB) in {time.monotonic() - started:.0f} s")
+
+
+def check(output: Path, family_name: str, plan: Plan | None = None) -> None:
+    """Verifies the model at `output`; raises TinyModelError if it is incomplete or not good."""
+    plan = plan or Plan()
+    if read_manifest(output) is None:
+        raise TinyModelError(f"{output} is missing, incomplete or changed: run without --check")
+
+    from tiny_model.making import verify
+
+    results = verify(output, load_family(family_name), plan)
+    report(results)
+    require(results, plan)
+
+
+@contextmanager
+def work_directory(output: Path) -> Iterator[Path]:
+    """A fresh directory beside `output`, gone afterwards unless it was moved.
+
+    Only one process at a time is inside for the same `output`: a second one waits and then finds
+    the first one's model. Leavings of killed processes are removed.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with (output.parent / f".{output.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prefix = f".{output.name}.draft-"
+        for leaving in output.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leaving)
+        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
+        try:
+            draft.chmod(0o755)
+            yield draft
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def refuse_foreign(output: Path) -> None:
+    """Raises TinyModelError rather than let other people's files be replaced."""
+    if output.exists() and not output.is_dir():
+        raise TinyModelError(f"--output: wanted a directory, got the file {output}")
+    if foreign := foreign_files(output):
+        raise TinyModelError(f"--output: {output} holds files not made here: {', '.join(foreign)}")
+
+
+def replace(draft: Path, output: Path) -> None:
+    """Moves the finished `draft` to `output`; whatever is there moves away whole, then goes."""
+    if output.exists():
+        old = draft.with_name(draft.name + "-old")
+        output.rename(old)
+        draft.rename(output)
+        shutil.rmtree(old)
+    else:
+        draft.rename(output)
+
+
+def report(results: Sequence[dict[str, Any]]) -> None:
+    """Prints one line a verification."""
+    for result in results:
+        say(summary(result))
+
+
+def require(results: Sequence[dict[str, Any]], plan: Plan) -> None:
+    """Raises TinyModelError if the first verification is below the required share."""
+    first = results[0]
+    if first["right"] < plan.required_share * first["total"]:
+        raise TinyModelError(f"not good enough: {summary(first)}, {plan.required_share:.0%} wanted")
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One verification in words."""
+    share = result["right"] / result["total"]
+    return (
+        f"{result['right']} of {result['total']} answers right ({share:.1%}) at canvas"
+        f" {result['canvas']}, {result['steps']} steps, block {result['block_length']}"
+    )
+
+
+def say(line: str) -> None:
+    """Prints one line of the command's result."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def fail(message: str) -> int:
+    """Prints the one line that says what is wrong; returns the exit status."""
+    sys.stderr.write(f"make_tiny_model: {message}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint directories: JSON files and safetensors shards with their index."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes `content` as the released checkpoints do: two spaces, sorted keys, final newline."""
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_weights(directory: Path, tensors: Mapping[str, Tensor], num_shards: int = 2) -> None:
+    """Writes `tensors` in their order as `num_shards` safetensors files of about equal bytes."""
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    shards: list[dict[str, Tensor]] = [{} for _ in range(num_shards)]
+    written_bytes = 0
+    for name, tensor in tensors.items():
+        shards[written_bytes * num_shards // total_bytes][name] = tensor.contiguous()
+        written_bytes += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        save_file(shard, directory / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file_name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    write_json(directory / INDEX_NAME, index)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Contents of config.json."""
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def load_weights(directory: Path, network: nn.Module) -> None:
+    """Loads all shards named by the index into `network`; raises RuntimeError if names differ."""
+    index = json.loads((directory / INDEX_NAME).read_text(encoding="utf-8"))
+    tensors: dict[str, Tensor] = {}
+    for file_name in sorted(set(index["weight_map"].values())):
+        tensors |= load_file(directory / file_name)
+    network.load_state_dict(tensors)

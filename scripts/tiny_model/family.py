@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model family must provide to be trained on the facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+_MODULES = {"llada": "tiny_model.llada"}
+FAMILY_NAMES = tuple(_MODULES)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token strings of a family; ids follow those of the ordinary tokens, in this order."""
+
+    bos: str
+    eos: str  # also fills the canvas behind an answer
+    mask: str
+    eot: str  # ends an answer
+    others: tuple[str, ...] = ()
+
+    def in_order(self) -> tuple[str, ...]:
+        """All strings in the order of their ids."""
+        return (self.bos, self.eos, self.mask, *self.others, self.eot)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids that a checkpoint's configuration and the training need."""
+
+    vocab_size: int
+    bos: int
+    eos: int
+    mask: int
+    eot: int
+
+
+class Network(Protocol):
+    """A trainable module whose `state_dict` bears the tensor names of the released checkpoints.
+
+    Row i of its results always speaks of token i: a family that reads position i from row i-1
+    shifts its hidden states itself.
+    """
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] -> logits [..., embedding_size] fp32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its tokens, files and network."""
+
+    name: str
+    special_tokens: SpecialTokens
+    chat_template: str  # Jinja
+    config: Callable[[TokenIds], dict[str, Any]]  # -> contents of config.json
+    network: Callable[[dict[str, Any]], nn.Module]  # config.json -> a module that is a Network
+
+
+def load_family(name: str) -> Family:
+    """The family called `name` (one of FAMILY_NAMES); imports torch."""
+    return cast("Family", import_module(_MODULES[name]).FAMILY)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizer files of a tiny model: byte-level BPE whose merges are learnt from the facts.
+
+The alphabet holds all 256 bytes, so any text round-trips; a word of the facts is one token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tiny_model.checkpoint import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from tiny_model.family import SpecialTokens
+
+# Runs of line feeds, words and numbers with their leading space, punctuation, other white space.
+_PIECES = Regex(r"\n+| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s")
+# More than the facts can use: merging goes on until every word is one token.
+_MAX_VOCAB_SIZE = 16384
+
+
+def train_tokenizer(texts: Iterable[str], special_tokens: SpecialTokens) -> Tokenizer:
+    """A byte-level BPE tokenizer with `special_tokens` behind the ordinary tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_PIECES, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_MAX_VOCAB_SIZE,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(list(special_tokens.in_order()))
+    return tokenizer
+
+
+def write_tokenizer(
+    directory: Path, tokenizer: Tokenizer, special_tokens: SpecialTokens, chat_template: str
+) -> None:
+    """Writes the three files that `AutoTokenizer.from_pretrained` reads."""
+    roles = {
+        "bos_token": special_tokens.bos,
+        "eos_token": special_tokens.eos,
+        "mask_token": special_tokens.mask,
+        "pad_token": special_tokens.eos,
+    }
+    settings: dict[str, Any] = {
+        **roles,
+        "additional_special_tokens": [
+            token for token in special_tokens.in_order() if token not in roles.values()
+        ],
+        "chat_template": chat_template,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 4096,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", settings)
+    write_json(directory / "special_tokens_map.json", roles)
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `directory` exactly as users get it."""
+    from transformers import AutoTokenizer
+
+    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    """Token ids of one user message with the generation prompt."""
+    messages = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return cast("list[int]", ids)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Share of the facts that a written checkpoint answers right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, cast
+
+import torch
+from tqdm import tqdm
+
+from tiny_model.checkpoint import load_weights, read_config
+from tiny_model.decoding import denoise
+from tiny_model.tokenizer import chat_prompt, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from tiny_model.facts import Fact
+    from tiny_model.family import Family, Network
+    from tiny_model.settings import DecodingSetting
+
+
+class Verifier:
+    """A checkpoint read back from disk, ready to answer."""
+
+    def __init__(self, directory: Path, family: Family) -> None:
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(directory)
+        config = read_config(directory)
+        network = family.network(config)
+        load_weights(directory, network)
+        self._network = cast("Network", network.eval())
+        self._mask_id: int = config["mask_token_id"]
+        self._end_ids = {
+            config["eos_token_id"],
+            self._tokenizer.convert_tokens_to_ids(family.special_tokens.eot),
+        }
+
+    def wrong_answers(
+        self, facts: Sequence[Fact], setting: DecodingSetting
+    ) -> list[tuple[Fact, str]]:
+        """The facts answered wrongly, each with the text given instead."""
+        answers = self._answers([fact.question for fact in facts], setting)
+        return [
+            (fact, given)
+            for fact, given in zip(facts, answers, strict=True)
+            if given != fact.answer
+        ]
+
+    def _answers(self, questions: Sequence[str], setting: DecodingSetting) -> list[str]:
+        prompts = [chat_prompt(self._tokenizer, question) for question in questions]
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            by_length[len(prompt)].append(index)
+        answers = [""] * len(questions)
+        with tqdm(
+            total=setting.steps * len(by_length), desc=f"verify canvas {setting.canvas}"
+        ) as bar:
+            for length, indices in by_length.items():
+                rows = torch.tensor([prompts[index] for index in indices])
+                for rows in denoise(self._network, rows, self._mask_id, setting):
+                    bar.update()
+                for index, row in zip(indices, rows, strict=True):
+                    answers[index] = self._text(row[length:])
+        return answers
+
+    def _text(self, canvas: Tensor) -> str:
+        """Text of the tokens before the first end token, as a server returns it."""
+        ids: list[int] = canvas.tolist()
+        end = next((i for i, token in enumerate(ids) if token in self._end_ids), len(ids))
+        return cast("str", self._tokenizer.decode(ids[:end], skip_special_tokens=True))

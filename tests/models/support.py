@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models through upstream's loader in this process, and their logits in several ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+    model_parallel_is_initialized,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+
+from vllm.diffusion.layers.attention import Span
+from vllm.diffusion.models.base import DiffusionModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
+
+
+def engine_config(path: Path, dtype: str = "float32", **engine_args: Any) -> VllmConfig:
+    """The configuration that a server of this checkpoint would have."""
+    args = EngineArgs(
+        model=str(path), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, **engine_args
+    )
+    return args.create_engine_config()
+
+
+def join_world(config: VllmConfig, init_file: Path, rank: int = 0, size: int = 1) -> None:
+    """Be rank `rank` of `size` tensor-parallel processes that meet over a file."""
+    if model_parallel_is_initialized():
+        return
+    with set_current_vllm_config(config):
+        init_distributed_environment(size, rank, f"file://{init_file}", rank, "gloo")
+        ensure_model_parallel_initialized(size, 1)
+
+
+def load(config: VllmConfig) -> DiffusionModel:
+    """Build the model and fill it, as a worker does."""
+    # upstream's loader empties the cache of an accelerator, and fails where there is none
+    no_cache = mock.patch.object(torch.accelerator, "empty_cache", lambda: None)
+    with set_current_vllm_config(config), no_cache:
+        model = get_model(vllm_config=config)
+    assert isinstance(model, DiffusionModel)
+    return model
+
+
+@torch.no_grad()
+def logits(model: DiffusionModel, ids: Tensor) -> Tensor:
+    """This rank's logits [T, columns] of one sequence, by the whole forward."""
+    return model.compute_logits(model(ids, torch.arange(len(ids))))
+
+
+@torch.no_grad()
+def staged_logits(
+    model: DiffusionModel,
+    sequences: Sequence[Tensor],
+    *,
+    rows: int | None = None,
+    keep_queries: bool = True,
+) -> list[Tensor]:
+    """Logits of packed sequences, every stage in chunks of `rows` rows (all at once for None)."""
+    lengths = [len(ids) for ids in sequences]
+    ids = torch.cat(list(sequences))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    total = len(ids)
+    chunks = list(_chunks(total, rows or total))
+    x = model.embed(ids, torch.empty(total, model.hidden_size, dtype=model.dtype))
+    rotary = model.rotary(positions)
+    k = x.new_empty(total, model.num_kv_heads, model.head_dim)
+    v = torch.empty_like(k)
+    q = x.new_empty(total, model.num_heads, model.head_dim) if keep_queries else None
+    for layer in model.layers:
+        for start, end in chunks:
+            part = slice(start, end)
+            queries = None if q is None else q[part]
+            layer.keys_values(x[part], rotary.rows(start, end), k[part], v[part], queries)
+        for start, end in chunks:
+            part = slice(start, end)
+            queries = None if q is None else q[part]
+            spans = _spans(lengths, start, end)
+            layer.attend(x[part], rotary.rows(start, end), k, v, spans, queries)
+        for start, end in chunks:
+            layer.feed_forward(x[start:end])
+    parts = [model.compute_logits(model.final_norm(x[start:end])) for start, end in chunks]
+    return list(torch.cat(parts).split(lengths))
+
+
+def assert_same_logits(given: Tensor, wanted: Tensor) -> None:
+    """Equal up to REL_TOLERANCE of the largest logit, and with the same best token."""
+    assert given.shape == wanted.shape
+    difference = (given - wanted).abs().max() / wanted.abs().max()
+    assert difference <= REL_TOLERANCE, f"relative difference {difference:.2e}"
+    assert torch.equal(given.argmax(dim=-1), wanted.argmax(dim=-1))
+
+
+def _chunks(total: int, rows: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + rows, total)) for start in range(0, total, rows))
+
+
+def _spans(lengths: Sequence[int], start: int, end: int) -> list[Span]:
+    spans, first = [], 0
+    for length in lengths:
+        low, high = max(first, start), min(first + length, end)
+        if low < high:
+            spans.append(Span(low - start, high - start, first, first + length))
+        first += length
+    return spans

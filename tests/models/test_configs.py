@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of LLaDA: names, defaults and refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from tests.checkpoints import llada_config
+from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.diffusion.models.configs import CONFIG_CLASSES, LLaDAConfig
+
+# The sizes and options of the public GSAI-ML/LLaDA-8B-Instruct.
+RELEASED = llada_config(
+    d_model=4096,
+    embedding_size=126464,
+    vocab_size=126464,
+    eos_token_id=126081,
+    pad_token_id=126081,
+    mask_token_id=126336,
+    max_sequence_length=4096,
+    mlp_hidden_size=12288,
+    n_heads=32,
+    n_kv_heads=32,
+    n_layers=32,
+    torch_dtype="bfloat16",
+)
+
+
+def make(**overrides: Any) -> LLaDAConfig:
+    config = LLaDAConfig.from_dict({**RELEASED, **overrides})
+    assert isinstance(config, LLaDAConfig)
+    return config
+
+
+def make_without(*keys: str, **overrides: Any) -> LLaDAConfig:
+    values = {key: value for key, value in {**RELEASED, **overrides}.items() if key not in keys}
+    config = LLaDAConfig.from_dict(values)
+    assert isinstance(config, LLaDAConfig)
+    return config
+
+
+def test_released_config_under_both_names() -> None:
+    config = make()
+    assert (config.d_model, config.hidden_size) == (4096, 4096)
+    assert (config.n_heads, config.num_attention_heads) == (32, 32)
+    assert (config.n_kv_heads, config.num_key_value_heads) == (32, 32)
+    assert (config.n_layers, config.num_hidden_layers) == (32, 32)
+    assert (config.mlp_hidden_size, config.intermediate_size) == (12288, 12288)
+    assert (config.max_sequence_length, config.max_position_embeddings) == (4096, 4096)
+    assert (config.weight_tying, config.tie_word_embeddings) == (False, False)
+    assert config.hidden_act == "silu"
+    assert config.head_dim == 128
+    assert config.dtype == torch.bfloat16
+    assert (config.eos_token_id, config.mask_token_id) == (126081, 126336)
+
+
+def test_upstream_reads_the_shapes_it_wants() -> None:
+    config = make(n_kv_heads=8)
+    shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
+    assert shape.hidden_size == 4096
+    assert shape.total_num_hidden_layers == 32
+    assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == (32, 8)
+    assert shape.head_size == 128
+    assert shape.vocab_size == 126464
+    assert shape.num_experts == 0
+    assert shape.derived_max_model_len_and_key[0] == 4096
+
+
+def test_upstream_does_not_take_it_for_its_own_kind_of_diffusion() -> None:
+    assert not hasattr(make(), "canvas_length")
+
+
+def test_hugging_face_names_alone() -> None:
+    config = make_without(
+        *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size"),
+        *("max_sequence_length", "weight_tying", "activation_type"),
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+    )
+    assert (config.d_model, config.n_heads, config.n_kv_heads, config.n_layers) == (64, 4, 2, 3)
+    assert (config.mlp_hidden_size, config.max_sequence_length) == (96, 512)
+    assert config.weight_tying is True
+
+
+def test_llada_names_come_first() -> None:
+    assert make(hidden_size=1, num_hidden_layers=1).d_model == 4096
+
+
+def test_nulls_follow_other_keys() -> None:
+    config = make(n_kv_heads=None, mlp_hidden_size=None, mlp_ratio=3, embedding_size=None)
+    assert config.n_kv_heads == 32
+    assert config.mlp_hidden_size == 3 * 4096
+    assert config.embedding_size == 126464
+    assert make(n_kv_heads=None, multi_query_attention=True).n_kv_heads == 1
+    assert make(n_kv_heads=None, multi_query_attention=False).n_kv_heads == 32
+
+
+def test_absent_keys_take_the_public_defaults() -> None:
+    config = make_without("rope_theta", "rms_norm_eps", "scale_logits", "include_bias")
+    assert config.rope_theta == 10000.0
+    assert config.rms_norm_eps == 1e-5
+    assert config.scale_logits is False
+    assert config.include_bias is False
+
+
+def test_copies_and_round_trips() -> None:
+    config = make(n_kv_heads=8)
+    assert LLaDAConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "key", ["rope", "block_type", "layer_norm_type", "weight_tying", "activation_type"]
+)
+def test_keys_without_a_safe_default_are_required(key: str) -> None:
+    with pytest.raises(ModelConfigError, match=key) as refused:
+        make_without(key)
+    assert (refused.value.key, refused.value.given) == (key, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("block_type", "sequential", {}),
+        ("activation_type", "swiglu", {}),
+        ("layer_norm_type", "default", {}),
+        ("layer_norm_with_affine", False, {}),
+        ("attention_layer_norm_with_affine", False, {"attention_layer_norm": True}),
+        ("rope", False, {}),
+        ("alibi", True, {}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}, {}),
+        ("clip_qkv", 8.0, {}),
+        ("bias_for_layer_norm", True, {}),
+        ("bias_for_layer_norm", None, {"include_bias": True}),  # null follows include_bias
+        ("n_kv_heads", 8, {"multi_query_attention": True}),
+        ("n_kv_heads", 8, {"multi_query_attention": False}),
+        ("n_kv_heads", 5, {}),
+        ("n_heads", 33, {}),
+        ("n_heads", 4096, {}),  # heads of one channel cannot be rotated
+        ("block_group_size", 5, {}),
+        ("embedding_size", 126463, {}),
+        ("mask_token_id", 126464, {}),
+        ("mask_token_id", None, {}),
+        ("d_model", "4096", {}),
+        ("n_layers", 0, {}),
+        ("n_layers", True, {}),
+        ("max_sequence_length", -1, {}),
+        ("mlp_hidden_size", 1.5, {}),
+        ("rope_theta", 0, {}),
+        ("rms_norm_eps", "1e-5", {}),
+    ],
+)
+def test_refusals_name_key_given_and_wanted(key: str, value: Any, others: dict[str, Any]) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        make(**{key: value, **others})
+    assert refused.value.key == key
+    assert refused.value.given == value
+    assert refused.value.wanted
+    assert key in str(refused.value)
+
+
+@pytest.mark.parametrize("architecture", ["SomethingElseLM", "LlamaForCausalLM"])
+def test_unknown_architectures_are_refused(architecture: str) -> None:
+    with pytest.raises(ModelConfigError, match="LLaDAModelLM") as refused:
+        make(architectures=[architecture])
+    assert refused.value.key == "architectures"
+
+
+def test_every_registered_architecture_has_a_configuration_class() -> None:
+    for architecture, family in BY_ARCHITECTURE.items():
+        for model_type in family.model_types:
+            assert CONFIG_CLASSES[model_type].model_type == model_type
+        if family.name == "llada":
+            assert make(architectures=[architecture]).architectures == [architecture]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that do not fit their configuration."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import CASES, llada_config, random_weights
+from tests.models.conftest import OUR_CASES
+from vllm.diffusion.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from vllm.diffusion.models.base import DiffusionModel
+
+BLOCK = "model.transformer.blocks.1"
+HEAD = "model.transformer.ff_out"
+
+
+@pytest.fixture(scope="module")
+def scratch_model(
+    load_model: Callable[..., Any], case_path: Callable[[str], Path]
+) -> Callable[[str], DiffusionModel]:
+    """Models of this module alone, for loading leaves them changed."""
+    return functools.cache(lambda name: load_model(case_path(name), load_format="dummy"))
+
+
+def weights_of(name: str) -> dict[str, Tensor]:
+    overrides = CASES[name].overrides if name in CASES else OUR_CASES[name]
+    return random_weights(llada_config(**overrides), seed=40)
+
+
+@pytest.mark.parametrize("name", ["mha", "tied", "all_biases", "qk_norm", "grouped"])
+def test_all_tensors_in_any_order(
+    name: str, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    model = scratch_model(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    loaded = model.load_weights(reversed(weights_of(name).items()))
+    assert loaded == {key for key, _ in model.named_parameters()}
+    assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "model.transformer.wte.weight",
+        "model.transformer.ln_f.weight",
+        f"{HEAD}.weight",
+        f"{HEAD}.bias",
+        f"{BLOCK}.attn_norm.weight",
+        f"{BLOCK}.k_proj.weight",  # a part of a fused matrix
+        f"{BLOCK}.v_proj.bias",
+        f"{BLOCK}.up_proj.weight",
+        f"{BLOCK}.ff_out.weight",  # the same last name as the head
+    ],
+)
+def test_missing_tensors_are_named(
+    missing: str, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    weights = weights_of("all_biases")
+    del weights[missing]
+    with pytest.raises(CheckpointError, match="missing") as refused:
+        scratch_model("all_biases").load_weights(weights.items())
+    assert missing in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        f"{BLOCK}.q_proj.bias",
+        f"{BLOCK}.q_norm.weight",
+        f"{BLOCK}.att_proj.weight",
+        "model.transformer.wpe.weight",
+        "model.transformer.blocks.3.ff_out.weight",
+        "model.transformer.block_groups.0.0.ff_out.weight",
+        "lm_head.weight",
+    ],
+)
+def test_unknown_tensors_are_named(
+    unknown: str, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    weights = {**weights_of("mha"), unknown: torch.zeros(64)}
+    with pytest.raises(CheckpointError, match="not part of the model") as refused:
+        scratch_model("mha").load_weights(weights.items())
+    assert unknown in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.transformer.wte.weight",
+        "model.transformer.ln_f.weight",
+        f"{BLOCK}.q_proj.weight",
+        f"{BLOCK}.up_proj.weight",
+        f"{BLOCK}.ff_out.weight",
+        f"{BLOCK}.k_norm.weight",
+    ],
+)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_wrong_shapes_are_named(
+    name: str, change: int, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    weights = weights_of("qk_norm")
+    shape = list(weights[name].shape)
+    shape[0] += change
+    weights[name] = torch.zeros(shape)
+    with pytest.raises(CheckpointError, match="shape") as refused:
+        scratch_model("qk_norm").load_weights(weights.items())
+    assert name in str(refused.value)
+
+
+def test_a_tied_model_skips_a_head_that_is_there(
+    scratch_model: Callable[[str], DiffusionModel],
+) -> None:
+    model = scratch_model("tied")
+    weights = weights_of("tied")
+    weights[f"{HEAD}.weight"] = torch.full_like(weights["model.transformer.wte.weight"], 7.0)
+    model.load_weights(weights.items())
+    head = model.get_submodule(HEAD)
+    assert torch.equal(head.weight, weights["model.transformer.wte.weight"])
