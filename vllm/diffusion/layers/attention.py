@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,13 +91,10 @@ def _keys_are_adjacent(spans: Sequence[Span]) -> bool:
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of one sequence; grouped heads are read in place, never repeated."""
-    heads_first = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
-    grouped = q.shape[1] != k.shape[1]
-    if not q.is_cuda:
-        out = functional.scaled_dot_product_attention(*heads_first, enable_gqa=grouped)
-    else:
-        with sdpa_kernel(_CUDA_PRIORITY, set_priority=True):
-            out = functional.scaled_dot_product_attention(*heads_first, enable_gqa=grouped)
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    choice = sdpa_kernel(_CUDA_PRIORITY, set_priority=True) if q.is_cuda else nullcontext()
+    with choice:
+        out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -204,7 +202,7 @@ class SelfAttention:
         num_heads, head_dim = self.qkv_proj.num_heads, self.qkv_proj.head_size
         columns = slice(0, num_heads * head_dim)
         product = ops.linear(self.norm(x), self.qkv_proj, columns=columns)
-        q = product.unflatten(-1, (num_heads, head_dim))
+        q = product.view(-1, num_heads, head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q)
         ops.apply_rotary(q, None, rotary.cos, rotary.sin)
@@ -213,7 +211,7 @@ class SelfAttention:
 
 def _write_heads(product: Tensor, norm: RMSNorm | None, out: Tensor) -> None:
     """Split columns [R, heads * hd] into heads and write them, normalised, to out."""
-    heads = product.unflatten(-1, out.shape[1:])
+    heads = product.view(out.shape)
     if norm is None:
         out.copy_(heads)
     else:
