@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong inside the engine ends requests, never the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.engine.harness import Engine
+    from tests.reference.llada_model import LLaDAReference
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
+
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    select = SemiAutoregressive.select_in_block
+
+    def fail_in_third_block(self: Any, candidates: Any) -> Any:
+        if self.block == 2:
+            raise RuntimeError("the rule broke")
+        return select(self, candidates)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SemiAutoregressive, "select_in_block", fail_in_third_block)
+        (answer,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert answer.finish_reason == "error"
+    assert answer.token_ids == wanted.ids[: len(answer.token_ids)]
+    assert len(answer.token_ids) == 16
+    assert "the rule broke" in answer.report["error"]
+    assert engine.is_idle()
+    (again,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert again.token_ids == wanted.ids
+
+
+def test_a_request_that_passed_the_door_unseen_is_refused_by_the_scheduler(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    with monkeypatch.context() as open_door:
+        open_door.setattr(current_platform, "validate_request", lambda inputs, params: None)
+        bad, good = engine.ask(
+            as_request(random_prompt(20), gen_length=32, steps=3, block_length=8),
+            as_request(prompt, **BLOCKS),
+        )
+    assert bad.finish_reason == "error"
+    assert bad.token_ids == []
+    assert bad.report["error"].startswith("steps: given 3; ")
+    assert good.token_ids == wanted.ids
+    assert engine.is_idle()
+
+
+def test_paused_requests_go_on_where_they_were(engine: Engine, model: LLaDAReference) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    upstream = engine.llm.llm_engine
+    upstream.add_request(
+        "paused", {"prompt_token_ids": prompt}, sampling_params(as_request(prompt, **BLOCKS))
+    )
+    upstream.step()
+    (canvas,) = engine.runner.canvases.values()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    upstream.step()
+    upstream.step()
+    assert canvas.num_forwards == 1
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    outputs = []
+    while upstream.has_unfinished_requests():
+        outputs += upstream.step()
+    assert list(outputs[-1].outputs[0].token_ids) == wanted.ids
+    assert canvas.num_forwards == wanted.num_forwards
