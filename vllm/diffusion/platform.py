@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import envs
+from vllm.diffusion.errors import ServerConfigError
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 if TYPE_CHECKING:
@@ -123,6 +124,15 @@ class DiffusionCudaPlatform(_EagerPlatform):
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        capability = cls.get_device_capability()
+        if dtype == torch.bfloat16 and capability is not None and capability.major < 8:
+            raise ServerConfigError(
+                f"dtype: given bfloat16; wanted float16 or float32 on a GPU of compute capability "
+                f"{capability.as_version_str()}"
+            )
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:
