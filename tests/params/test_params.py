@@ -1,0 +1,695 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of a request: spellings, defaults, lengths, ids, and what a refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.diffusion import envs, params
+from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
+from vllm.diffusion.families import LLADA
+from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+
+MASK, EOS, EOT = 251, 250, 249
+MODEL = ServedModel(
+    family=LLADA,
+    ids=SpecialIds(mask=MASK, eos=EOS, eot=EOT, stop=frozenset({EOS, EOT})),
+    max_model_len=4096,
+    vocab_size=256,
+)
+PROMPT = [1] * 20
+
+
+def model(**changes: Any) -> ServedModel:
+    return dataclasses.replace(MODEL, **changes)
+
+
+def resolve(
+    served: ServedModel = MODEL,
+    prompt: list[int] = PROMPT,
+    default_steps: int | None = None,
+    **asked: Any,
+) -> DiffusionParams:
+    return params.resolve(params.canonical(asked), served, prompt, default_steps=default_steps)
+
+
+def refusal(
+    served: ServedModel = MODEL, prompt: list[int] = PROMPT, **asked: Any
+) -> InvalidParameterError:
+    with pytest.raises(InvalidParameterError) as error:
+        resolve(served, prompt, **asked)
+    assert str(error.value).startswith(f"{error.value.field}: given ")
+    assert error.value.wanted in str(error.value)
+    return error.value
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "value"),
+    [
+        ("output_length", "gen_length", 64),
+        ("max_new_tokens", "max_tokens", 64),
+        ("num_denoising_steps", "steps", 32),
+        ("block_size", "block_length", 16),
+        ("sub_block_size", "block_length", 16),
+    ],
+)
+def test_other_spellings(spelling: str, name: str, value: int) -> None:
+    assert getattr(resolve(**{spelling: value}), name) == value
+    assert resolve(**{spelling: value}) == resolve(**{name: value})
+    assert resolve(**{spelling: value, name: value}) == resolve(**{name: value})
+    error = refusal(**{name: value, spelling: 2 * value})
+    assert error.field == spelling
+    assert error.given == 2 * value
+    assert name in error.wanted
+    assert str(value) in error.wanted
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    error = refusal(gen_lenght=32)
+    assert (error.field, error.given) == ("gen_lenght", 32)
+    for field in params.FIELDS:
+        assert field.name in error.wanted
+        for alias in field.aliases:
+            assert alias in error.wanted
+
+
+def test_none_counts_as_not_given() -> None:
+    everything = {spelling: None for spelling in params.CANONICAL}
+    assert resolve(**everything) == resolve()
+
+
+@pytest.mark.parametrize(
+    ("given", "algorithm", "remasking"),
+    [
+        ("semi_ar", "semi_ar", "low_confidence"),
+        ("SemiAr", "semi_ar", "low_confidence"),
+        ("LowConfidence", "semi_ar", "low_confidence"),
+        ("low_confidence", "semi_ar", "low_confidence"),
+        ("random", "semi_ar", "random"),
+        ("Random", "semi_ar", "random"),
+        ("threshold", "threshold", "low_confidence"),
+        ("Threshold", "threshold", "low_confidence"),
+    ],
+)
+def test_spellings_of_an_algorithm(given: str, algorithm: str, remasking: str) -> None:
+    decided = resolve(algorithm=given)
+    assert (decided.algorithm, decided.remasking) == (algorithm, remasking)
+
+
+def test_a_remasking_as_algorithm_must_not_contradict_the_remasking() -> None:
+    assert resolve(algorithm="random", remasking="random").remasking == "random"
+    error = refusal(algorithm="LowConfidence", remasking="random")
+    assert (error.field, error.given) == ("remasking", "random")
+    assert "low_confidence" in error.wanted
+
+
+def test_a_threshold_chooses_its_algorithm() -> None:
+    decided = resolve(threshold=0.7)
+    assert (decided.algorithm, decided.threshold) == ("threshold", 0.7)
+    assert resolve(algorithm="threshold").threshold == 0.9
+    error = refusal(algorithm="semi_ar", threshold=0.7)
+    assert (error.field, error.given) == ("threshold", 0.7)
+    assert "threshold" in error.wanted
+    assert "semi_ar" in error.wanted
+
+
+def test_remasking_is_harmless_beside_any_algorithm() -> None:
+    for algorithm in params.ALGORITHMS:
+        for remasking in params.REMASKING:
+            decided = resolve(algorithm=algorithm, remasking=remasking)
+            assert (decided.algorithm, decided.remasking) == (algorithm, remasking)
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, Any]] = [
+    ("algorithm", "best"),
+    ("algorithm", 3),
+    ("remasking", "entropy"),
+    ("cache", "prefix"),
+    ("confidence_dtype", "int8"),
+    ("gen_length", 0),
+    ("gen_length", -8),
+    ("gen_length", 3.5),
+    ("gen_length", "32"),
+    ("gen_length", True),
+    ("gen_length", [32]),
+    ("max_tokens", 0),
+    ("steps", 0),
+    ("steps", -1),
+    ("block_length", 0),
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("temperature", "hot"),
+    ("temperature", 10**400),
+    ("cfg_scale", -1),
+    ("cfg_scale", float("nan")),
+    ("threshold", "high"),
+    ("seed", 1.5),
+    ("seed", 10**400),
+    ("seed", 2**64),
+    ("mask_id", 5),
+    ("min_tokens", 3),
+    ("ignore_eos", "yes"),
+    ("ignore_eos", 2),
+    ("logits_eos_inf", []),
+    ("confidence_eos_eot_inf", {}),
+    ("allow_infill", "true"),
+    ("force_single_batch", 0.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), WRONG, ids=[f"{i}-{n}" for i, (n, _) in enumerate(WRONG)]
+)
+def test_wrong_values_name_the_field_and_the_value(name: str, value: Any) -> None:
+    error = refusal(**{name: value})
+    assert error.field == name
+    assert repr(error.given)[:20] in str(error)
+    assert len(str(error)) < 400
+
+
+def test_a_refusal_names_the_spelling_that_was_used() -> None:
+    assert refusal(num_denoising_steps=-3).field == "num_denoising_steps"
+    assert refusal(output_length=0).field == "output_length"
+
+
+def test_refusals_cross_processes() -> None:
+    error = refusal(steps=-3)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.field, copy.given, copy.wanted) == (error.field, error.given, error.wanted)
+    assert str(copy) == str(error)
+
+
+def test_numbers_may_come_as_json_writes_them() -> None:
+    """Whole floats are whole numbers, and 0 and 1 are false and true."""
+    decided = resolve(gen_length=64.0, steps=8.0, ignore_eos=1, logits_eos_inf=0, temperature=1)
+    assert (decided.gen_length, decided.steps, decided.ignore_eos) == (64, 8, True)
+    assert decided.logits_eos_inf is False
+    assert isinstance(decided.gen_length, int)
+    assert isinstance(decided.temperature, float)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, -1])
+def test_seeds_have_64_bits(seed: int) -> None:
+    assert resolve(seed=seed).seed == seed % 2**64
+
+
+def test_a_missing_seed_stays_open_until_it_is_drawn() -> None:
+    decided = resolve()
+    assert decided.seed is None
+    assert decided.with_seed(7).seed == 7
+    assert dataclasses.replace(decided.with_seed(7), seed=None) == decided
+
+
+# ---- defaults ----------------------------------------------------------------------------------
+
+
+def test_defaults_without_any_field() -> None:
+    assert resolve() == DiffusionParams(
+        algorithm="semi_ar",
+        remasking="low_confidence",
+        cache="none",
+        gen_length=128,
+        max_tokens=128,
+        steps=128,
+        block_length=32,
+        temperature=0.0,
+        cfg_scale=0.0,
+        threshold=0.9,
+        logits_eos_inf=False,
+        confidence_eos_eot_inf=False,
+        confidence_dtype="float32",
+        ignore_eos=False,
+        allow_infill=False,
+        force_single_batch=False,
+        seed=None,
+        mask_id=MASK,
+        eos_id=EOS,
+        eot_id=EOT,
+        stop_ids=frozenset({EOS, EOT}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "canvas", "block"),
+    [(1, 32, 32), (31, 32, 32), (32, 32, 32), (33, 64, 32), (100, 128, 32), (500, 512, 32)],
+)
+def test_max_tokens_rounds_up_to_whole_default_blocks(
+    max_tokens: int, canvas: int, block: int
+) -> None:
+    decided = resolve(max_tokens=max_tokens)
+    assert (decided.gen_length, decided.max_tokens) == (canvas, max_tokens)
+    assert (decided.block_length, decided.steps) == (block, canvas)
+
+
+@pytest.mark.parametrize(
+    ("room", "canvas", "block"), [(1, 1, 1), (31, 31, 31), (32, 32, 32), (96, 96, 32), (127, 127, 127)]
+)
+def test_the_default_canvas_is_clipped_to_the_room(room: int, canvas: int, block: int) -> None:
+    decided = resolve(model(max_model_len=20 + room))
+    assert (decided.gen_length, decided.max_tokens) == (canvas, canvas)
+    assert (decided.block_length, decided.steps) == (block, canvas)
+
+
+def test_a_rounded_canvas_falls_back_to_max_tokens_where_there_is_no_room() -> None:
+    decided = resolve(model(max_model_len=130), max_tokens=100)
+    assert (decided.gen_length, decided.max_tokens, decided.block_length) == (100, 100, 100)
+
+
+def test_a_limit_of_all_the_room_is_no_limit() -> None:
+    """Upstream writes "no max_tokens" as everything that is left of the context."""
+    assert resolve(max_tokens=4096 - 20) == resolve()
+    decided = resolve(gen_length=32, max_tokens=4096 - 20)
+    assert (decided.gen_length, decided.max_tokens) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "block"),
+    [
+        ({"gen_length": 64}, 32),
+        ({"gen_length": 48}, 48),
+        ({"gen_length": 21}, 21),
+        ({"gen_length": 128, "steps": 8}, 32),
+        ({"gen_length": 128, "steps": 6}, 128),
+        ({"gen_length": 128, "steps": 1}, 128),
+        ({"gen_length": 128, "threshold": 0.5}, 32),
+    ],
+)
+def test_default_block_length(asked: dict[str, Any], block: int) -> None:
+    assert resolve(**asked).block_length == block
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked", "steps"),
+    [
+        (64, {"gen_length": 128}, 64),
+        (65, {"gen_length": 128}, 64),
+        (67, {"gen_length": 128}, 68),
+        (66, {"gen_length": 128}, 68),
+        (1, {"gen_length": 128}, 4),
+        (1000, {"gen_length": 64}, 1000),
+        (10, {"gen_length": 30}, 10),
+        (10, {"gen_length": 128, "steps": 16}, 16),
+    ],
+)
+def test_server_wide_steps_come_to_the_nearest_multiple(
+    wanted: int, asked: dict[str, Any], steps: int
+) -> None:
+    assert resolve(default_steps=wanted, **asked).steps == steps
+
+
+def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLLM_DIFFUSION_STEPS", raising=False)
+    assert envs.default_steps() is None
+    monkeypatch.setenv("DLLM_DIFFUSION_STEPS", "48")
+    assert envs.default_steps() == 48
+    for wrong in ("0", "-3", "many", "1.5"):
+        monkeypatch.setenv("DLLM_DIFFUSION_STEPS", wrong)
+        with pytest.raises(ServerConfigError, match=f"DLLM_DIFFUSION_STEPS.*{wrong}"):
+            envs.default_steps()
+
+
+def test_threshold_has_no_bound_unless_steps_are_given() -> None:
+    assert resolve(algorithm="threshold", gen_length=64).steps is None
+    decided = resolve(algorithm="threshold", gen_length=64, block_length=32, steps=3)
+    assert decided.steps == 3
+    error = refusal(algorithm="threshold", gen_length=64, block_length=32, steps=1)
+    assert (error.field, error.given) == ("steps", 1)
+    assert "2" in error.wanted
+
+
+# ---- lengths -----------------------------------------------------------------------------------
+
+
+def test_explicit_lengths_are_taken_literally() -> None:
+    decided = resolve(gen_length=30, block_length=10, steps=9, max_tokens=17)
+    assert (decided.gen_length, decided.block_length, decided.steps) == (30, 10, 9)
+    assert decided.max_tokens == 17
+    assert decided.num_blocks == 3
+
+
+def test_a_block_length_that_divides_nothing_is_refused_with_those_that_would() -> None:
+    error = refusal(gen_length=64, block_length=24)
+    assert (error.field, error.given) == ("block_length", 24)
+    assert "64" in error.wanted
+    for divisor in (16, 32):
+        assert str(divisor) in error.wanted
+    for block_length in (16, 32):
+        assert resolve(gen_length=64, block_length=block_length).block_length == block_length
+
+
+def test_steps_that_divide_nothing_are_refused_with_those_that_would() -> None:
+    error = refusal(gen_length=64, block_length=16, steps=10)
+    assert (error.field, error.given) == ("steps", 10)
+    assert "(4)" in error.wanted
+    assert "8 or 12" in error.wanted
+    for steps in (8, 12):
+        assert resolve(gen_length=64, block_length=16, steps=steps).steps == steps
+
+
+def test_more_steps_than_tokens_are_accepted() -> None:
+    assert resolve(gen_length=16, block_length=8, steps=64).steps == 64
+
+
+def test_max_tokens_beyond_the_canvas_is_refused() -> None:
+    assert resolve(gen_length=32, max_tokens=32).max_tokens == 32
+    error = refusal(gen_length=32, max_tokens=33)
+    assert (error.field, error.given) == ("max_tokens", 33)
+    assert "32" in error.wanted
+
+
+def test_the_context_limit_is_refused_with_its_three_numbers() -> None:
+    served = model(max_model_len=100)
+    assert resolve(served, gen_length=80).gen_length == 80
+    for asked in ({"gen_length": 81}, {"max_tokens": 90}):
+        error = refusal(served, **asked)
+        assert error.field in asked
+        assert error.given == asked[error.field]
+        assert "20" in error.wanted
+        assert "100" in error.wanted
+    assert "81" in refusal(served, gen_length=81).wanted
+    full = refusal(served, [1] * 100)
+    assert "100" in full.wanted
+
+
+# ---- ids ---------------------------------------------------------------------------------------
+
+
+def test_the_mask_id_may_only_be_the_models() -> None:
+    assert resolve(mask_id=MASK).mask_id == MASK
+    error = refusal(mask_id=126336)
+    assert (error.field, error.given) == ("mask_id", 126336)
+    assert str(MASK) in error.wanted
+
+
+def test_a_mask_in_the_prompt_needs_allow_infill() -> None:
+    error = refusal(prompt=[1, MASK, 2])
+    assert (error.field, error.given) == ("prompt", MASK)
+    assert "allow_infill" in error.wanted
+    assert resolve(prompt=[1, MASK, 2], allow_infill=True).allow_infill is True
+
+
+@pytest.mark.parametrize(("prompt", "given"), [([], []), ([1, 256], 256), ([-1, 3], -1)])
+def test_prompts_that_are_no_tokens(prompt: list[int], given: Any) -> None:
+    error = refusal(prompt=prompt)
+    assert (error.field, error.given) == ("prompt", given)
+
+
+def test_stop_ids() -> None:
+    def stop_ids(**asked: Any) -> frozenset[int]:
+        return params.resolve(asked, MODEL, PROMPT).stop_ids
+
+    assert stop_ids() == {EOS, EOT}
+    assert stop_ids(stop_token_ids=(7, 9)) == {EOS, EOT, 7, 9}
+    assert stop_ids(stop_token_ids=(7,), ignore_eos=True) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("ids", "option"),
+    [
+        (SpecialIds(MASK, None, EOT, frozenset({EOT})), "logits_eos_inf"),
+        (SpecialIds(MASK, None, EOT, frozenset({EOT})), "confidence_eos_eot_inf"),
+        (SpecialIds(MASK, EOS, None, frozenset({EOS})), "confidence_eos_eot_inf"),
+    ],
+)
+def test_options_that_need_an_id_the_checkpoint_has_not(ids: SpecialIds, option: str) -> None:
+    error = refusal(model(ids=ids), **{option: True})
+    assert (error.field, error.given) == (option, True)
+    assert resolve(model(ids=ids), **{option: False}).eot_id == ids.eot
+
+
+# ---- server-wide defaults ----------------------------------------------------------------------
+
+
+def served_with(**defaults: Any) -> ServedModel:
+    return model(defaults=params.server_defaults(defaults))
+
+
+def test_server_wide_defaults_and_requests_own_values() -> None:
+    served = served_with(
+        algorithm="Threshold",
+        threshold=0.5,
+        sub_block_size=16,
+        confidence_dtype="float64",
+        cfg_scale=0.5,
+        remasking="random",
+        force_single_batch=True,
+    )
+    decided = resolve(served)
+    assert decided.algorithm == "threshold"
+    assert decided.threshold == 0.5
+    assert decided.block_length == 16
+    assert decided.confidence_dtype == "float64"
+    assert decided.cfg_scale == 0.5
+    assert decided.remasking == "random"
+    assert decided.force_single_batch is True
+    own = resolve(
+        served,
+        threshold=0.8,
+        block_length=64,
+        confidence_dtype="float32",
+        cfg_scale=0,
+        remasking="low_confidence",
+        force_single_batch=False,
+    )
+    assert (own.threshold, own.block_length, own.confidence_dtype) == (0.8, 64, "float32")
+    assert (own.cfg_scale, own.remasking, own.force_single_batch) == (0, "low_confidence", False)
+    assert resolve(served, algorithm="semi_ar").algorithm == "semi_ar"
+
+
+def test_server_wide_block_length_and_steps_bend_to_the_canvas() -> None:
+    served = served_with(block_length=48, steps=50)
+    assert resolve(served, gen_length=96).block_length == 48
+    assert resolve(served, gen_length=96).steps == 50
+    assert resolve(served, gen_length=64).block_length == 64
+    assert resolve(served_with(steps=50), gen_length=128).steps == 52
+    assert resolve(served_with(steps=50), default_steps=99, gen_length=128).steps == 52
+
+
+def test_generation_config_limits_the_default_canvas() -> None:
+    decided = resolve(model(default_max_tokens=100))
+    assert (decided.gen_length, decided.max_tokens) == (128, 100)
+    assert resolve(model(default_max_tokens=100), gen_length=64).max_tokens == 64
+    assert resolve(model(default_max_tokens=100), max_tokens=20).max_tokens == 20
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"treshold": 0.5}, {"threshold": "high"}, {"algorithm": "guess"}, {"prompt": "x"}],
+)
+def test_unknown_or_wrong_server_settings_stop_the_start(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ServerConfigError, match=name) as error:
+        params.server_defaults(settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gen_length", "seed", "mask_id", "ignore_eos", "temperature"])
+def test_what_belongs_to_a_request_is_no_server_setting(name: str) -> None:
+    with pytest.raises(ServerConfigError, match=f"{name} belongs to a request"):
+        params.server_defaults({name: 1})
+
+
+# ---- SamplingParams ----------------------------------------------------------------------------
+
+
+def sampled(**fields: Any) -> DiffusionParams:
+    from vllm import SamplingParams
+
+    asked = params.from_sampling_params(SamplingParams(**fields))
+    return params.resolve(asked, MODEL, PROMPT)
+
+
+def test_sampling_params_as_they_stand() -> None:
+    decided = sampled(temperature=1.0, max_tokens=100)
+    assert (decided.temperature, decided.gen_length, decided.max_tokens) == (1.0, 128, 100)
+    assert sampled().max_tokens == 16  # upstream's default, a limit like any other
+    assert sampled().gen_length == 32
+
+
+def test_extra_args_carry_the_diffusion_parameters_and_win() -> None:
+    decided = sampled(
+        temperature=1.0,
+        seed=5,
+        extra_args={"gen_length": 64, "steps": 16, "temperature": 0.5, "kv_transfer_params": {}},
+    )
+    assert (decided.gen_length, decided.max_tokens, decided.steps) == (64, 64, 16)
+    assert (decided.temperature, decided.seed) == (0.5, 5)
+
+
+def test_max_tokens_beside_a_canvas() -> None:
+    assert sampled(extra_args={"gen_length": 64}).max_tokens == 64
+    assert sampled(max_tokens=20, extra_args={"gen_length": 64}).max_tokens == 20
+    assert sampled(max_tokens=None, extra_args={"gen_length": 64}).max_tokens == 64
+    assert sampled(extra_args={"gen_length": 64, "max_tokens": 16}).max_tokens == 16
+    with pytest.raises(InvalidParameterError, match=r"max_tokens: given 65.*64"):
+        sampled(max_tokens=65, extra_args={"gen_length": 64})
+
+
+def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
+    assert sampled(stop_token_ids=[7]).stop_ids == {EOS, EOT, 7}
+    assert sampled(stop_token_ids=[7], ignore_eos=True).stop_ids == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_p", 0.5),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {5: 1.0}),
+        ("bad_words", ["x"]),
+        ("allowed_token_ids", [1]),
+        ("logprobs", 1),
+        ("prompt_logprobs", 1),
+        ("min_tokens", 2),
+    ],
+)
+def test_fields_that_act_on_autoregressive_models_only(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=f"^{field}: given ") as error:
+        sampled(temperature=1.0, **{field: value})
+    assert error.value.field == field
+
+
+def test_values_without_effect_are_accepted() -> None:
+    decided = sampled(
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        presence_penalty=0.0,
+        repetition_penalty=1.0,
+        min_tokens=0,
+    )
+    assert decided == sampled()
+    # At temperature 0 upstream itself drops them.
+    assert sampled(temperature=0.0, top_p=0.5).temperature == 0.0
+
+
+# ---- properties --------------------------------------------------------------------------------
+
+BLOCK_LENGTHS = st.integers(1, 96)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt_length=st.integers(1, 400),
+    max_tokens=st.none() | st.integers(1, 500),
+    steps=st.none() | st.integers(1, 300),
+    algorithm=st.none() | st.sampled_from(params.ALGORITHMS),
+    server_block=st.none() | BLOCK_LENGTHS,
+    server_steps=st.none() | st.integers(1, 300),
+    max_model_len=st.integers(2, 600),
+)
+def test_defaults_always_work(
+    prompt_length: int,
+    max_tokens: int | None,
+    steps: int | None,
+    algorithm: str | None,
+    server_block: int | None,
+    server_steps: int | None,
+    max_model_len: int,
+) -> None:
+    """Whatever is left out is chosen so that the request runs, if the prompt leaves room at all."""
+    room = max_model_len - prompt_length
+    defaults = {"block_length": server_block, "steps": server_steps}
+    served = model(
+        max_model_len=max_model_len,
+        defaults=params.server_defaults(defaults),
+    )
+    asked = {"max_tokens": max_tokens, "steps": steps, "algorithm": algorithm}
+    if room < max(1, max_tokens or 1):
+        refusal(served, [1] * prompt_length, **asked)
+        return
+    decided = resolve(served, [1] * prompt_length, **asked)
+    assert 1 <= decided.max_tokens <= decided.gen_length <= room
+    assert decided.gen_length % decided.block_length == 0
+    if max_tokens is not None and max_tokens != room:
+        assert decided.max_tokens == max_tokens
+        assert decided.gen_length < max_tokens + 32
+    if steps is not None:
+        assert decided.steps == steps
+    if decided.algorithm == "semi_ar":
+        assert decided.steps is not None
+        assert decided.steps % decided.num_blocks == 0
+        assert decided.steps >= decided.num_blocks
+
+
+@settings(max_examples=200, deadline=None)
+@given(max_tokens=st.integers(1, 400), block_length=BLOCK_LENGTHS)
+def test_a_given_block_length_shapes_a_canvas_that_was_not_given(
+    max_tokens: int, block_length: int
+) -> None:
+    for asked in ({"max_tokens": max_tokens}, {}):
+        decided = resolve(block_length=block_length, **asked)
+        assert decided.block_length == block_length
+        assert decided.gen_length % block_length == 0
+        assert decided.gen_length >= decided.max_tokens
+        if asked:
+            assert decided.max_tokens == max_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_blocks=st.integers(1, 20), block_length=BLOCK_LENGTHS, per_block=st.integers(1, 40))
+def test_lengths_that_divide_are_never_changed(
+    num_blocks: int, block_length: int, per_block: int
+) -> None:
+    decided = resolve(
+        gen_length=num_blocks * block_length,
+        block_length=block_length,
+        steps=num_blocks * per_block,
+    )
+    assert decided.num_blocks == num_blocks
+    assert decided.block_length == block_length
+    assert decided.steps == num_blocks * per_block
+
+
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(1, 200)
+    | st.just(10**400)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["semi_ar", "threshold", "random", "float64", "none"])
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text(max_size=2), st.integers(), max_size=1)
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    asked=st.dictionaries(st.sampled_from(sorted(params.CANONICAL)), VALUES, max_size=6),
+    prompt=st.lists(st.integers(-2, 260), max_size=4),
+)
+def test_resolve_decides_or_refuses_and_nothing_else(
+    asked: dict[str, Any], prompt: list[int]
+) -> None:
+    try:
+        decided = resolve(prompt=prompt, **asked)
+    except InvalidParameterError as error:
+        assert error.field in {*asked, *params.BY_NAME, "prompt"}
+        return
+    assert decided.gen_length % decided.block_length == 0
+    assert len(prompt) + decided.gen_length <= MODEL.max_model_len
+
+
+def test_every_field_is_documented_once() -> None:
+    rows = list(params.documented_fields())
+    assert [row[0] for row in rows] == [field.name for field in params.FIELDS]
+    assert all(doc and default for _, _, default, doc in rows)
+    assert len(params.CANONICAL) == sum(1 + len(f.aliases) for f in params.FIELDS)
