@@ -267,13 +267,6 @@ def test_a_rounded_canvas_falls_back_to_max_tokens_where_there_is_no_room() -> N
     assert (decided.gen_length, decided.max_tokens, decided.block_length) == (100, 100, 100)
 
 
-def test_a_limit_of_all_the_room_is_no_limit() -> None:
-    """Upstream writes "no max_tokens" as everything that is left of the context."""
-    assert resolve(max_tokens=4096 - 20) == resolve()
-    decided = resolve(gen_length=32, max_tokens=4096 - 20)
-    assert (decided.gen_length, decided.max_tokens) == (32, 32)
-
-
 @pytest.mark.parametrize(
     ("asked", "block"),
     [
@@ -537,6 +530,14 @@ def test_max_tokens_beside_a_canvas() -> None:
         sampled(max_tokens=65, extra_args={"gen_length": 64})
 
 
+def test_a_limit_that_upstream_filled_in_is_no_limit() -> None:
+    """Upstream writes "no max_tokens" as everything that is left of the context."""
+    room = MODEL.max_model_len - len(PROMPT)
+    assert sampled(max_tokens=room).gen_length == sampled(max_tokens=room).max_tokens == 128
+    assert sampled(max_tokens=room, extra_args={"gen_length": 64}).max_tokens == 64
+    assert resolve(max_tokens=room).max_tokens == room  # a request's own word is literal
+
+
 def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
     assert sampled(stop_token_ids=[7]).stop_ids == {EOS, EOT, 7}
     assert sampled(stop_token_ids=[7], ignore_eos=True).stop_ids == frozenset()
@@ -617,7 +618,7 @@ def test_defaults_always_work(
     decided = resolve(served, [1] * prompt_length, **asked)
     assert 1 <= decided.max_tokens <= decided.gen_length <= room
     assert decided.gen_length % decided.block_length == 0
-    if max_tokens is not None and max_tokens != room:
+    if max_tokens is not None:
         assert decided.max_tokens == max_tokens
         assert decided.gen_length < max_tokens + 32
     if steps is not None:
