@@ -43,12 +43,13 @@ def write_checkpoint(
     tokenizer = train_tokenizer([*texts, *_TEMPLATE_TEXTS], special_tokens)
     write_tokenizer(directory, tokenizer, special_tokens, family.chat_template)
 
+    token_id = tokenizer.get_vocab()
     tokens = TokenIds(
-        vocab_size=tokenizer.get_vocab_size(),
-        bos=tokenizer.token_to_id(special_tokens.bos),
-        eos=tokenizer.token_to_id(special_tokens.eos),
-        mask=tokenizer.token_to_id(special_tokens.mask),
-        eot=tokenizer.token_to_id(special_tokens.eot),
+        vocab_size=len(token_id),
+        bos=token_id[special_tokens.bos],
+        eos=token_id[special_tokens.eos],
+        mask=token_id[special_tokens.mask],
+        eot=token_id[special_tokens.eot],
     )
     config = family.config(tokens)
     network = family.network(config)

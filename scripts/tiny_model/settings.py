@@ -18,7 +18,7 @@ class Phase:
 class TrainingSettings:
     """The facts are learnt on short canvases, which are cheap; longer ones follow quickly then."""
 
-    phases: tuple[Phase, ...] = (Phase(180, (12,)), Phase(180, (32, 32, 64, 128)))
+    phases: tuple[Phase, ...] = (Phase(160, (12,)), Phase(110, (32, 32, 64, 128)))
     tokens_per_batch: int = 4800  # 96 rows at canvas 32
     peak_learning_rate: float = 3e-3
     weight_decay: float = 0.1

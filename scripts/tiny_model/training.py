@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
-from tqdm import trange
+from tqdm import trange  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,7 +134,7 @@ def train(
         logits = model.logits(model.hidden(batch.noised)[batch.masked])
         loss = F.cross_entropy(logits, batch.clean[batch.masked])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_gradient_norm)
         optimizer.step()
         learning_rate.step()

@@ -356,7 +356,7 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise InvalidParameterError(spelling, value, "wanted a finite number")
     if spec.kind is int:
-        if value != int(value) or abs(value) >= 2**63:
+        if value != int(value) or not -(2**63) <= value < 2**64:
             raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
         value = int(value)
     if spec.minimum is not None and value < spec.minimum:

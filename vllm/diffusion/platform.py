@@ -94,7 +94,8 @@ class DiffusionCpuPlatform(_EagerPlatform):
 class DiffusionCudaPlatform(_EagerPlatform):
     """A CUDA machine without upstream's compiled kernels."""
 
-    _enum = PlatformEnum.CUDA
+    # Not CUDA: upstream would then ask its compiled kernels, which are missing here, what they can.
+    _enum = PlatformEnum.OOT
     device_name = "cuda"
     device_type = "cuda"
     dispatch_key = "CUDA"

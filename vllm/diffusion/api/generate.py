@@ -20,6 +20,7 @@ from vllm.diffusion.api.protocol import (
     split_prompt,
 )
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.params import SEED_BITS
 from vllm.exceptions import GenerationError, VLLMNotFoundError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -157,7 +158,7 @@ class GenerateHandler:
             repetition_penalty=body.repetition_penalty,
             logprobs=body.logprobs,
             logit_bias={int(k): v for k, v in (body.logit_bias or {}).items()} or None,
-            seed=None if seed is None else seed + index,
+            seed=None if seed is None else (seed + index) % 2**SEED_BITS,
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
