@@ -148,10 +148,12 @@ class GenerateHandler:
     @staticmethod
     def _sampling(body: GenerateBody, fields: dict[str, Any], index: int) -> SamplingParams:
         """Upstream's parameters of choice `index`; greedy unless a temperature is given."""
-        extra = {k: v for k, v in fields.items() if k not in ("seed", "temperature")}
+        temperature = fields.get("temperature", 0.0)
         seed = fields.get("seed")
+        # Ours is the temperature among the extra arguments: upstream's own has a narrower range.
+        extra = {k: v for k, v in fields.items() if k != "seed"} | {"temperature": temperature}
         return SamplingParams(
-            temperature=fields.get("temperature", 0.0),
+            temperature=min(max(temperature, 0.01), 2.0) if temperature > 0 else 0.0,
             top_p=body.top_p,
             top_k=body.top_k,
             min_p=body.min_p,

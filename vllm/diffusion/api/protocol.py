@@ -104,6 +104,11 @@ def check_body(body: GenerateBody) -> None:
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")
+    for message in body.messages or []:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise InvalidParameterError(
+                "messages", message, "wanted a role and a content in every message"
+            )
     if body.apply_chat_template and not isinstance(body.prompt, str):
         raise InvalidParameterError(
             "apply_chat_template", True, "wanted a string prompt beside it (or use messages)"
