@@ -199,3 +199,10 @@ def assert_parity(
     assert answer.token_ids == wanted.ids, f"first difference at forward {step}"
     assert answer.num_forwards == wanted.num_forwards
     assert answer.finish_reason == "length"
+
+
+def refusal_error() -> type[Exception]:
+    """What upstream turns into a 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError

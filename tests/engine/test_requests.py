@@ -15,6 +15,7 @@ from tests.engine.harness import (
     as_request,
     clear_case,
     reference,
+    refusal_error,
 )
 
 if TYPE_CHECKING:
@@ -202,13 +203,6 @@ def test_infill_fills_the_prompt_too(engine: Engine, model: LLaDAReference) -> N
 
 # ---- refusals ----------------------------------------------------------------------------------
 
-
-
-def refusal_error() -> type[Exception]:
-    """What upstream turns into a 400."""
-    from vllm.exceptions import VLLMValidationError
-
-    return VLLMValidationError
 
 
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [

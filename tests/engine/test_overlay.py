@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The overlay adds our models to upstream and takes nothing from the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import llada_config, make_checkpoint
+
+OURS = "register_dllm_models"
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def engine_config(folder: Path, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, max_model_len=64, **arguments
+    ).create_engine_config()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+# ---- which plugins are allowed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, "", "foreign", OURS, f"foreign,{OURS}"])
+def test_our_plugins_are_always_on_the_allow_list(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    import vllm
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", given)
+    vllm._allow_our_plugins()
+    names = os.environ["VLLM_PLUGINS"].split(",")
+    assert OURS in names
+    assert len(names) == len(set(names))
+    assert ("foreign" in names) == ("foreign" in (given or ""))
+    if not given:
+        # Nothing that works without the variable is shut out by it.
+        assert "lora_filesystem_resolver" in names
+    if given == OURS:
+        assert "lora_filesystem_resolver" not in names
+    before = os.environ["VLLM_PLUGINS"]
+    vllm._allow_our_plugins()  # as in a child process
+    assert os.environ["VLLM_PLUGINS"] == before
+
+
+CHECK = """
+import vllm, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.platforms import current_platform
+from vllm.model_executor.models import ModelRegistry
+assert "LLaDAModelLM" in ModelRegistry.get_supported_archs()
+assert type(current_platform).__module__.startswith("vllm."), current_platform
+import vllm.entrypoints.openai.api_server, vllm.entrypoints
+print(type(current_platform).__name__)
+"""
+
+
+@pytest.mark.parametrize("plugins", [None, "foreign"])
+def test_a_fresh_process_knows_our_models(plugins: str | None) -> None:
+    environment = {name: v for name, v in os.environ.items() if name != "VLLM_PLUGINS"}
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- other models ------------------------------------------------------------------------------
+
+
+def test_versions_are_upstreams() -> None:
+    import importlib.metadata
+
+    import vllm
+    from vllm._version import __version__
+
+    assert vllm.__version__ == __version__ == importlib.metadata.version("vllm")
+
+
+def test_an_autoregressive_model_keeps_upstreams_classes(llama: Path) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    config = engine_config(llama)
+    assert config.model_config.architecture == "LlamaForCausalLM"
+    assert "diffusion" not in str(config.parallel_config.worker_cls)
+    assert issubclass(config.scheduler_config.get_scheduler_cls(), Scheduler)
+    assert not config.model_config.logits_processors
+    assert "temperature" not in config.model_config.override_generation_config
+
+
+def test_no_module_of_upstream_is_shadowed() -> None:
+    """Besides the two hinges, no file of ours bears the name of one of upstream's."""
+    import vllm
+
+    ours, upstream = (Path(path) for path in vllm.__path__[:2])
+    same = {
+        str(file.relative_to(ours))
+        for file in ours.rglob("*.py")
+        if (upstream / file.relative_to(ours)).exists()
+    }
+    assert same == {"__init__.py", str(Path("entrypoints", "__init__.py"))}
+
+
+# ---- our models --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+def test_our_models_get_our_classes(tmp_path: Path, trust_remote_code: bool) -> None:
+    """Also where the checkpoint names remote code that would be trusted."""
+    from vllm.diffusion.config import SCHEDULER, VALIDATOR, WORKER
+    from vllm.diffusion.models.configs import CONFIG_CLASSES
+
+    folder = make_checkpoint(
+        tmp_path,
+        auto_map={
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+        },
+    )
+    bomb = "raise AssertionError('remote code was run')\n"
+    (folder / "configuration_llada.py").write_text(bomb)
+    (folder / "modeling_llada.py").write_text(bomb)
+    config = engine_config(folder, trust_remote_code=trust_remote_code)
+    assert type(config.model_config.hf_config) is CONFIG_CLASSES["llada"]
+    assert config.parallel_config.worker_cls == WORKER
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert config.model_config.logits_processors == [VALIDATOR]
+    assert config.scheduler_config.async_scheduling is False
+    assert config.cache_config.enable_prefix_caching is False
+
+
+def test_the_alias_of_the_architecture(tmp_path: Path) -> None:
+    from vllm.diffusion.config import WORKER
+
+    (tmp_path / "config.json").write_text(
+        json.dumps(llada_config(architectures=["LLaDAForDiffusionLM"]))
+    )
+    assert engine_config(tmp_path).parallel_config.worker_cls == WORKER
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"additional_config": {"dllm": {"treshold": 0.5}}}, "treshold"),
+        ({"additional_config": {"dllm": [1]}}, "dllm"),
+        ({"additional_config": {"dllm": {"threshold": "high"}}}, "threshold"),
+    ],
+)
+def test_settings_that_cannot_work_stop_the_start(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llada_config()))
+    with pytest.raises(Exception, match=message) as error:
+        engine_config(tmp_path, **arguments)
+    assert message in str(error.value)
+
+
+def test_server_wide_defaults_reach_the_served_model(tmp_path: Path) -> None:
+    from vllm.diffusion.config import served_model
+
+    folder = make_checkpoint(tmp_path)
+    config = engine_config(
+        folder, additional_config={"dllm": {"algorithm": "Threshold", "block_size": 16}}
+    )
+    served = served_model(config)
+    assert served.defaults == {"algorithm": "threshold", "block_length": 16}
+    assert served.max_model_len == 64

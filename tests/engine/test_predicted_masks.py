@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that proposes the mask token: requests end, and no mask is ever returned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.harness import BLOCKS, Engine, as_request, load_reference, reference, running
+from tests.reference.decode import near_ties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.reference.llada_model import LLaDAReference
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(checkpoint("predicts_mask")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> LLaDAReference:
+    return load_reference(checkpoint("predicts_mask"))
+
+
+def other_tokens(model: LLaDAReference, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best token but the mask of every position, and its probability among the others."""
+    logits = model.logits(row[None])[0]
+    logits[:, MASK_ID] = -torch.inf
+    probability, token = torch.softmax(logits, dim=1).max(dim=1)
+    return token, probability
+
+
+def test_what_the_quotas_leave_is_filled_in_one_more_forward(
+    engine: Engine, model: LLaDAReference
+) -> None:
+    num_checked = 0
+    for seed in range(40):
+        prompt = random_prompt(20, seed)
+        wanted = reference(model, prompt, **BLOCKS)
+        if MASK_ID not in wanted.ids or near_ties(wanted.trace):
+            continue
+        row = torch.tensor(prompt + wanted.ids)
+        filled = torch.where(row == MASK_ID, other_tokens(model, row)[0], row)
+        (answer,) = engine.ask(as_request(prompt, **BLOCKS))
+        assert answer.token_ids == filled[20:].tolist()
+        assert answer.num_forwards == wanted.num_forwards + 1
+        num_checked += 1
+        if num_checked == 3:
+            return
+    raise AssertionError(f"only {num_checked} of 40 prompts leave masks without near-ties")
+
+
+def threshold_loop(
+    model: LLaDAReference, prompt: list[int], length: int, limit: float
+) -> tuple[list[int], int, int]:
+    """One block; a forward that changes nothing is followed by one without the mask.
+
+    Returns the canvas, the number of forwards and how many of them forbade the mask.
+    """
+    row = torch.tensor(prompt + [MASK_ID] * length)
+    num_forwards = num_forbidden = 0
+    forbid = False
+    while (row == MASK_ID).any():
+        if forbid:
+            token, probability = other_tokens(model, row)
+        else:
+            probability, token = torch.softmax(model.logits(row[None])[0], dim=1).max(dim=1)
+        score = probability.masked_fill(row != MASK_ID, -1.0)
+        accepted = score >= limit
+        accepted[score.argmax()] = True
+        num_forwards += 1
+        num_forbidden += forbid
+        forbid = bool((token[accepted] == MASK_ID).all())
+        row = torch.where(accepted, token, row)
+    return row[len(prompt) :].tolist(), num_forwards, num_forbidden
+
+
+def test_a_threshold_goes_on_without_the_mask(engine: Engine, model: LLaDAReference) -> None:
+    asked: dict[str, Any] = {"gen_length": 16, "block_length": 16, "threshold": 0.9}
+    num_forbidden = 0
+    for seed in range(8):
+        prompt = random_prompt(20, seed)
+        canvas, num_forwards, forbidden = threshold_loop(model, prompt, 16, 0.9)
+        (answer,) = engine.ask(as_request(prompt, **asked))
+        assert (answer.token_ids, answer.num_forwards) == (canvas, num_forwards), seed
+        num_forbidden += forbidden
+    assert num_forbidden > 0  # the case was met
+
+
+def test_no_mask_is_ever_returned(engine: Engine) -> None:
+    """Whatever is asked for, a whole batch of it."""
+    settings: list[dict[str, Any]] = [
+        {"gen_length": 32, "block_length": 4, "steps": 8},
+        {"gen_length": 32, "block_length": 32, "steps": 1},
+        {"gen_length": 32, "block_length": 8, "threshold": 0.3},
+        {"gen_length": 32, "block_length": 8, "threshold": 0.99, "steps": 6},
+        {"gen_length": 32, "block_length": 8, "steps": 8, "cfg_scale": 2.0},
+        {"gen_length": 16, "block_length": 8, "steps": 8, "temperature": 3.0},
+        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "random"},
+    ]
+    asks = [
+        as_request(random_prompt(20, seed), seed=seed, **asked)
+        for asked in settings
+        for seed in range(3)
+    ]
+    for ask, answer in zip(asks, engine.ask(*asks), strict=True):
+        assert len(answer.token_ids) == ask.extra["gen_length"]
+        assert MASK_ID not in answer.token_ids
+    assert engine.is_idle()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks on the CPU (gloo) decode what one process decodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.engine.harness import (
+    BLOCKS,
+    NOISY,
+    Ask,
+    as_request,
+    clear_case,
+    load_reference,
+    refusal_error,
+    running,
+)
+from tests.engine.test_batching import assert_decoded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REQUESTS: list[tuple[int, dict[str, Any]]] = [
+    (20, BLOCKS),
+    (7, {**BLOCKS, "cfg_scale": 1.0}),
+    (12, {"gen_length": 32, "block_length": 16, "threshold": 0.6}),
+    (20, {**NOISY, "temperature": 0.8}),
+    (5, {**NOISY, "remasking": "random"}),
+    (9, {**BLOCKS, "confidence_eos_eot_inf": True}),
+    (33, {**BLOCKS, "logits_eos_inf": True, "confidence_dtype": "float64"}),
+]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
+    """Heads, vocabulary and noise are split; in a batch, after a refusal, and alone.
+
+    300 logit columns are no multiple of what upstream pads to, so the second rank has columns
+    that no token may come from.
+    """
+    folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
+    model = load_reference(folder)
+    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
+    asks = [
+        as_request(prompt, **asked)
+        for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+    ]
+    wanted = [decoded for _, decoded in cases]
+    with running(folder, tensor_parallel_size=2) as engine:
+        assert_decoded(engine.ask(*asks), wanted)
+        with pytest.raises(refusal_error(), match="gen_length"):
+            engine.ask(Ask(asks[0].prompt, {"gen_length": 300}))
+        assert_decoded(engine.ask(asks[3]), wanted[3:4])

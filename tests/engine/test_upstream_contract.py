@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the overlay takes for granted in upstream. A failure here means: upstream has moved."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Engine
+
+
+def test_the_scheduler_implements_the_whole_interface() -> None:
+    from vllm.diffusion.engine.scheduler import DiffusionScheduler
+    from vllm.v1.core.sched.interface import SchedulerInterface
+
+    assert issubclass(DiffusionScheduler, SchedulerInterface)
+    assert not inspect.isabstract(DiffusionScheduler)
+    assert {
+        "add_request",
+        "finish_requests",
+        "get_grammar_bitmask",
+        "get_num_unfinished_requests",
+        "get_request_counts",
+        "has_finished_requests",
+        "make_stats",
+        "pause_state",
+        "reset_encoder_cache",
+        "reset_prefix_cache",
+        "schedule",
+        "set_pause_state",
+        "shutdown",
+        "update_draft_token_ids",
+        "update_draft_token_ids_in_output",
+        "update_from_output",
+    } <= set(SchedulerInterface.__abstractmethods__)
+    assert_same_parameters(SchedulerInterface, DiffusionScheduler)
+
+
+def test_the_worker_overrides_what_upstream_calls() -> None:
+    from vllm.diffusion.engine.worker import DiffusionWorker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    assert issubclass(DiffusionWorker, WorkerBase)
+    for name in (
+        "compile_or_warm_up_model",
+        "execute_model",
+        "get_kv_cache_spec",
+        "get_model",
+        "get_supported_kv_cache_layouts",
+        "init_device",
+        "load_model",
+        "synchronize_device",
+    ):
+        assert name in vars(DiffusionWorker)
+        assert callable(getattr(WorkerBase, name)), name
+    assert_same_parameters(WorkerBase, DiffusionWorker)
+
+
+def assert_same_parameters(upstream: type, ours: type) -> None:
+    """An override takes at least the parameters that upstream's callers may pass."""
+    for name, function in vars(ours).items():
+        wanted = inspect.getattr_static(upstream, name, None)
+        if name.startswith("__") or not inspect.isfunction(wanted):
+            continue
+        given = set(inspect.signature(function).parameters)
+        missing = set(inspect.signature(wanted).parameters) - given
+        assert not missing, f"{ours.__name__}.{name} lacks {missing}"
+
+
+def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:
+    from vllm.diffusion.engine.scheduler import DiffusionScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    upstream = set(inspect.signature(Scheduler.__init__).parameters)
+    assert upstream <= set(inspect.signature(DiffusionScheduler.__init__).parameters)
+
+
+def test_a_request_passes_the_validator_before_the_platform(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door relies on this order, on one thread, with one SamplingParams object."""
+    from vllm.diffusion.api.door import DiffusionParamsValidator
+    from vllm.platforms import current_platform
+
+    calls: list[tuple[str, int]] = []
+    mark = DiffusionParamsValidator.validate_params.__func__
+    check = current_platform.validate_request
+
+    def marked(cls: type, sampling_params: Any) -> None:
+        calls.append(("validator", id(sampling_params)))
+        mark(cls, sampling_params)
+
+    def checked(processed_inputs: Any, sampling_params: Any) -> None:
+        calls.append(("platform", id(sampling_params)))
+        check(processed_inputs, sampling_params)
+
+    monkeypatch.setattr(DiffusionParamsValidator, "validate_params", classmethod(marked))
+    monkeypatch.setattr(current_platform, "validate_request", checked)
+    engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 1}))
+    assert [name for name, _ in calls] == ["validator", "platform"]
+    assert calls[0][1] == calls[1][1]
+
+
+def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import CachedRequestData
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import Request, RequestStatus
+
+    for name in ("append_output_token_ids", "get_finished_reason", "take_prefill_stats"):
+        assert callable(getattr(Request, name))
+    assert RequestStatus.FINISHED_ERROR > RequestStatus.FINISHED_STOPPED
+    assert {"kv_transfer_params", "new_token_ids", "finish_reason", "stop_reason"} <= set(
+        EngineCoreOutput.__struct_fields__
+    )
+    assert {"outputs", "finished_requests", "scheduler_stats"} <= set(
+        EngineCoreOutputs.__struct_fields__
+    )
+    assert CachedRequestData.make_empty() is not None
+    assert SamplingParams().max_tokens == 16  # a limit that nobody asked for
+
+
+def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
+    """The line that benchmarks read."""
+    import logging
+
+    from vllm.diffusion.engine import model_runner
+
+    class Lines(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__(logging.DEBUG)
+            self.found: list[tuple[int, str]] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.found.append((record.levelno, record.getMessage()))
+
+    lines, logger = Lines(), model_runner.logger
+    level = logger.level
+    logger.addHandler(lines)
+    logger.setLevel(logging.DEBUG)
+    try:
+        engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True}))
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)
+    steps = [text for _, text in lines.found if text.startswith("execute_diffusion_once time = ")]
+    assert len(steps) == 2
+    assert all(" ms, requests = 1, rows = 13" in text for text in steps)
+    assert ", sampled = 8" in steps[0]
+
+
+def test_the_overlay_imports_in_a_fresh_process_without_warnings() -> None:
+    """As a user starts it; warnings of ours are errors."""
+    code = (
+        "import warnings; warnings.filterwarnings('error', module='vllm.diffusion');"
+        "warnings.filterwarnings('error', module='flash_sample');"
+        "import vllm; from vllm.diffusion.engine import model_runner, worker, scheduler;"
+        "import importlib.metadata as m; assert vllm.__version__ == m.version('vllm');"
+        "from vllm import LLM, SamplingParams"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
