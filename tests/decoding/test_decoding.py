@@ -73,9 +73,7 @@ class Row:
         self.tokens[found.positions[chosen]] = found.tokens[chosen]
         self.committed.append(sorted(found.positions[chosen].tolist()))
 
-    def run(
-        self, propose: Callable[[int, bool], tuple[int, float]], limit: int = 10_000
-    ) -> int:
+    def run(self, propose: Callable[[int, bool], tuple[int, float]], limit: int = 10_000) -> int:
         """Forwards until nothing is left; `propose(position, forbid_mask)` is the model."""
         for count in itertools.count():
             positions = self.eligible()
@@ -84,9 +82,7 @@ class Row:
             assert positions, "a forward without an eligible position commits nothing"
             assert count < limit, "the rule does not come to an end"
             proposals = [propose(position, self.rule.forbid_mask) for position in positions]
-            self.commit(
-                candidates(positions, [s for _, s in proposals], [t for t, _ in proposals])
-            )
+            self.commit(candidates(positions, [s for _, s in proposals], [t for t, _ in proposals]))
         raise AssertionError
 
 

@@ -100,7 +100,10 @@ class Engine:
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[Engine]:
     """An engine that is gone, process groups and all, when the block ends."""
-    name, before = "VLLM_ENABLE_V1_MULTIPROCESSING", os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    name, before = (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING"),
+    )
     os.environ[name] = "0"
     torch.set_num_threads(1)  # many threads on tiny matrices only wait for each other
     engine = Engine(folder, **settings)

@@ -75,9 +75,7 @@ def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> li
     while waiting or upstream.has_unfinished_requests():
         if waiting and count % steps_between == 0:
             index, ask = waiting.pop(0)
-            upstream.add_request(
-                str(index), {"prompt_token_ids": ask.prompt}, sampling_params(ask)
-            )
+            upstream.add_request(str(index), {"prompt_token_ids": ask.prompt}, sampling_params(ask))
         for output in upstream.step():
             if output.finished:
                 answers[output.request_id] = to_answer(output)

@@ -23,6 +23,4 @@ def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
         assert_parity(engine, model, 20, BLOCKS)
         assert_parity(engine, model, 7, {**BLOCKS, "cfg_scale": 0.7})
         assert_parity(engine, model, 20, {**NOISY, "temperature": 0.8})
-        assert_parity(
-            engine, model, 13, {"gen_length": 32, "block_length": 16, "threshold": 0.7}
-        )
+        assert_parity(engine, model, 13, {"gen_length": 32, "block_length": 16, "threshold": 0.7})

@@ -30,8 +30,7 @@ def test_one_request_at_a_time(
 ) -> None:
     cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
     asks = [
-        as_request(prompt, **asked)
-        for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
     ]
     with running(checkpoint("mha"), max_num_seqs=1) as engine:
         steps = record_steps(engine, monkeypatch)
@@ -48,8 +47,7 @@ def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
     budget = 128
     cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
     asks = [
-        as_request(prompt, **asked)
-        for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
     ]
     rows_of_steps: list[tuple[int, int]] = []
     with running(checkpoint("mha"), max_num_batched_tokens=budget, max_num_seqs=8) as engine:

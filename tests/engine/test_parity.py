@@ -117,9 +117,7 @@ def test_the_settings_are_told_apart(model: LLaDAReference) -> None:
     assert len(set(forwards.values())) >= 3, forwards
 
 
-def stopping_case(
-    model: LLaDAReference, **asked: Any
-) -> tuple[list[int], list[int], int]:
+def stopping_case(model: LLaDAReference, **asked: Any) -> tuple[list[int], list[int], int]:
     """A prompt whose canvas holds a stop id in a middle block; the canvas; the stop's place."""
     for first_seed in range(400):
         prompt, decoded = clear_case(model, 20, first_seed, **asked)

@@ -204,7 +204,6 @@ def test_infill_fills_the_prompt_too(engine: Engine, model: LLaDAReference) -> N
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("gen_lenght", {"gen_lenght": 32}, {}, ["32"]),
     ("steps", {"gen_length": 32, "block_length": 8, "steps": 6}, {}, ["6", "4", "8"]),
@@ -261,9 +260,7 @@ def test_prompts_that_cannot_be(engine: Engine, prompt: list[int]) -> None:
     assert engine.scheduler.get_num_unfinished_requests() == 0
 
 
-def test_a_refusal_among_good_requests_hurts_nobody(
-    engine: Engine, model: LLaDAReference
-) -> None:
+def test_a_refusal_among_good_requests_hurts_nobody(engine: Engine, model: LLaDAReference) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     good = as_request(prompt, **BLOCKS)
     with pytest.raises(refusal_error(), match="gen_length"):

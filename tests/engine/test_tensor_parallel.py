@@ -45,8 +45,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     model = load_reference(folder)
     cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
     asks = [
-        as_request(prompt, **asked)
-        for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
     ]
     wanted = [decoded for _, decoded in cases]
     with running(folder, tensor_parallel_size=2) as engine:

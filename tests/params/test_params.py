@@ -254,7 +254,8 @@ def test_max_tokens_rounds_up_to_whole_default_blocks(
 
 
 @pytest.mark.parametrize(
-    ("room", "canvas", "block"), [(1, 1, 1), (31, 31, 31), (32, 32, 32), (96, 96, 32), (127, 127, 127)]
+    ("room", "canvas", "block"),
+    [(1, 1, 1), (31, 31, 31), (32, 32, 32), (96, 96, 32), (127, 127, 127)],
 )
 def test_the_default_canvas_is_clipped_to_the_room(room: int, canvas: int, block: int) -> None:
     decided = resolve(model(max_model_len=20 + room))
