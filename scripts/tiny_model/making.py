@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiny_model.family import Family
     from tiny_model.settings import Plan, TrainingSettings
 
-# Matrices of this size gain nothing from more threads.
+# Keeps small matrices from being spread over dozens of cores.
 _MAX_THREADS = 4
 # Words of the chat template that must be single tokens, too.
 _TEMPLATE_TEXTS = ("\n\n", "system", "user", "assistant")

@@ -4,8 +4,8 @@
 Objective: LLaDA's supervised fine-tuning (Nie et al. 2025, arXiv:2502.09992, section 2.3): prompts
 stay visible, every canvas position is masked with one probability t ~ U(0, 1) per row, and the
 network predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt
-too. The cross-entropy is averaged over the masked positions instead of weighted by 1/t: at this
-size the weighted loss is noisier and learns no better.
+too. The cross-entropy is averaged over the masked positions instead of weighted by 1/t, so that
+rows with few masks do not dominate.
 """
 
 from __future__ import annotations

@@ -57,6 +57,31 @@ def test_attention_equals_its_definition(spans: list[Span], num_kv_heads: int) -
     torch.testing.assert_close(attention(q, k, v, spans).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(0, 300, 0, 300)],  # one sequence: cuDNN or flash attention in bf16
+        [Span(0, 100, 0, 100), Span(100, 101, 100, 101), Span(101, 300, 101, 300)],  # packed
+        [Span(0, 30, 100, 200), Span(30, 60, 200, 300)],  # a chunk, keys from row 100 on
+        [Span(0, 30, 200, 300), Span(30, 60, 0, 100)],  # one by one
+    ],
+)
+def test_attention_on_cuda_equals_attention_on_cpu(
+    spans: list[Span], num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(spans[-1].q_end, 4, 64, generator=generator).to(dtype)
+    k, v = torch.randn(2, 300, num_kv_heads, 64, generator=generator).to(dtype)
+    wanted = attention(q.double(), k.double(), v.double(), spans)
+    given = attention(q.cuda(), k.cuda(), v.cuda(), spans)
+    assert given.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # bf16: a few units in the last place
+    torch.testing.assert_close(given.cpu().double(), wanted, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     "spans",
     [

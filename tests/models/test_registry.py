@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
+from vllm.model_executor.models import ModelRegistry
 
 from vllm.diffusion.families import BY_ARCHITECTURE
 from vllm.diffusion.plugin import register
-from vllm.model_executor.models import ModelRegistry
 
 
 @pytest.mark.parametrize("architecture", sorted(BY_ARCHITECTURE))

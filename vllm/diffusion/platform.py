@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class _EagerPlatform(Platform):  # type: ignore[misc]
+class _EagerPlatform(Platform):
     """No kernels of upstream's, no compiler."""
 
     simple_compile_backend = "eager"
@@ -43,8 +43,7 @@ class _EagerPlatform(Platform):  # type: ignore[misc]
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         return (
-            "vllm.distributed.device_communicators.base_device_communicator."
-            "DeviceCommunicatorBase"
+            "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
         )
 
 

@@ -8,6 +8,7 @@ key/value heads of this rank, hd head width.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
         raise ValueError(f"spans: wanted ranges that tile {q.shape[0]} query rows, given {spans}")
     if len(spans) == 1:
         return _attend_one(q, k[spans[0].kv_start : spans[0].kv_end], _values(v, spans[0]))
-    if len(spans) > 1 and q.is_cuda and q.dtype.itemsize == 2 and _keys_are_adjacent(spans):
+    if len(spans) > 1 and q.is_cuda and _can_be_packed(q, k, spans):
         return _attend_packed(q, k, v, tuple(spans))
     out = torch.empty_like(q)
     for span in spans:
@@ -85,8 +86,20 @@ def _values(v: Tensor, span: Span) -> Tensor:
     return v[span.kv_start : span.kv_end]
 
 
-def _keys_are_adjacent(spans: Sequence[Span]) -> bool:
+def _can_be_packed(q: Tensor, k: Tensor, spans: Sequence[Span]) -> bool:
+    """Whether one launch can serve all spans: 16-bit values, keys of the spans side by side."""
+    grouped = q.shape[1] != k.shape[1]
+    if q.dtype.itemsize != 2 or (grouped and not _varlen_takes_grouped_heads()):
+        return False
     return all(a.kv_end == b.kv_start for a, b in itertools.pairwise(spans))
+
+
+@functools.cache
+def _varlen_takes_grouped_heads() -> bool:
+    """False before torch 2.12, whose variable-length attention wants as many key as query heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,6 +116,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> 
     from torch.nn.attention.varlen import varlen_attn
 
     ends = _cumulative_ends(spans, q.device)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     keys = slice(spans[0].kv_start, spans[-1].kv_end)
     out = varlen_attn(
         q.contiguous(),
@@ -112,7 +126,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> 
         ends.keys,
         max(span.q_end - span.q_start for span in spans),
         max(span.kv_end - span.kv_start for span in spans),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )
     assert isinstance(out, torch.Tensor)
     return out
