@@ -69,7 +69,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         raise ModelConfigError(
             "architectures", config.architectures, f"wanted one of {sorted(BY_ARCHITECTURE)}"
         )
-    generation = model.try_get_generation_config()
+    generation = model.try_get_generation_config() | model.override_generation_config
     return ServedModel(
         family=family,
         ids=_special_ids(model, generation, family.end_of_turn_tokens),
