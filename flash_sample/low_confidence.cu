@@ -188,7 +188,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarpSize)
   sum = warp_sum(sum);
   if (lane != 0) return;
 
-  if (column == INT_MAX) column = 0;  // a row of NaN
+  // A row of NaN: no column equals the maximum, or only those beyond the end of its last segment.
+  if (column >= params.num_columns) column = 0;
   params.column[row] = column;
   if (params.sum_exp != nullptr) {
     params.maximum[row] = maximum;

@@ -5,8 +5,9 @@
     scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
     scripts/make_tiny_model.py --check       only verify an existing one
 
-Runs on the CPU in less than two minutes on two cores. A directory that is complete and was made
-by these sources, package versions, family and seed is kept as it is.
+The model answers single questions, with or without the chat template; it was taught no system
+messages and no second turns. It is trained on the CPU, whatever the machine has. A directory that
+is complete and was made by these sources, package versions, family and seed is kept as it is.
 """
 
 from __future__ import annotations

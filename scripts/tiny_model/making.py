@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiny_model.family import Family
     from tiny_model.settings import Plan, TrainingSettings
 
-# Matrices of this size gain nothing from more threads.
+# Keeps small matrices from being spread over dozens of cores.
 _MAX_THREADS = 4
 # Words of the chat template that must be single tokens, too.
 _TEMPLATE_TEXTS = ("\n\n", "system", "user", "assistant")
@@ -43,12 +43,13 @@ def write_checkpoint(
     tokenizer = train_tokenizer([*texts, *_TEMPLATE_TEXTS], special_tokens)
     write_tokenizer(directory, tokenizer, special_tokens, family.chat_template)
 
+    token_id = tokenizer.get_vocab()
     tokens = TokenIds(
-        vocab_size=tokenizer.get_vocab_size(),
-        bos=tokenizer.token_to_id(special_tokens.bos),
-        eos=tokenizer.token_to_id(special_tokens.eos),
-        mask=tokenizer.token_to_id(special_tokens.mask),
-        eot=tokenizer.token_to_id(special_tokens.eot),
+        vocab_size=len(token_id),
+        bos=token_id[special_tokens.bos],
+        eos=token_id[special_tokens.eos],
+        mask=token_id[special_tokens.mask],
+        eot=token_id[special_tokens.eot],
     )
     config = family.config(tokens)
     network = family.network(config)

@@ -18,7 +18,7 @@ class Phase:
 class TrainingSettings:
     """The facts are learnt on short canvases, which are cheap; longer ones follow quickly then."""
 
-    phases: tuple[Phase, ...] = (Phase(180, (12,)), Phase(180, (32, 32, 64, 128)))
+    phases: tuple[Phase, ...] = (Phase(170, (12,)), Phase(120, (32, 32, 64, 128)))
     tokens_per_batch: int = 4800  # 96 rows at canvas 32
     peak_learning_rate: float = 3e-3
     weight_decay: float = 0.1
@@ -45,7 +45,7 @@ class Plan:
     # take fewer steps to save time, which is harder for the model, not easier.
     verifications: tuple[DecodingSetting, ...] = (
         DecodingSetting(canvas=32, steps=32),
-        DecodingSetting(canvas=64, steps=32),
-        DecodingSetting(canvas=128, steps=32),
+        DecodingSetting(canvas=64, steps=16),
+        DecodingSetting(canvas=128, steps=16),
     )
     required_share: float = 0.95

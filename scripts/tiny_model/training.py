@@ -4,8 +4,8 @@
 Objective: LLaDA's supervised fine-tuning (Nie et al. 2025, arXiv:2502.09992, section 2.3): prompts
 stay visible, every canvas position is masked with one probability t ~ U(0, 1) per row, and the
 network predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt
-too. The cross-entropy is averaged over the masked positions instead of weighted by 1/t: at this
-size the weighted loss is noisier and learns no better.
+too. The cross-entropy is averaged over the masked positions instead of weighted by 1/t, so that
+rows with few masks do not dominate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
-from tqdm import trange
+from tqdm import trange  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,7 +134,7 @@ def train(
         logits = model.logits(model.hidden(batch.noised)[batch.masked])
         loss = F.cross_entropy(logits, batch.clean[batch.masked])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_gradient_norm)
         optimizer.step()
         learning_rate.step()

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, cast
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tiny_model.checkpoint import load_weights, read_config
 from tiny_model.decoding import denoise
@@ -57,14 +57,14 @@ class Verifier:
         for index, prompt in enumerate(prompts):
             by_length[len(prompt)].append(index)
         answers = [""] * len(questions)
-        with tqdm(
-            total=setting.steps * len(by_length), desc=f"verify canvas {setting.canvas}"
-        ) as bar:
+        num_forwards = setting.steps * len(by_length)
+        with tqdm(total=num_forwards, desc=f"verify canvas {setting.canvas}") as progress:
             for length, indices in by_length.items():
                 rows = torch.tensor([prompts[index] for index in indices])
-                for rows in denoise(self._network, rows, self._mask_id, setting):
-                    bar.update()
-                for index, row in zip(indices, rows, strict=True):
+                filled = denoise(
+                    self._network, rows, self._mask_id, setting, lambda _: progress.update()
+                )
+                for index, row in zip(indices, filled, strict=True):
                     answers[index] = self._text(row[length:])
         return answers
 

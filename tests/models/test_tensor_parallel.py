@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,7 @@ IDS = torch.arange(3, 250, 13)
 def run_rank(rank: int, folder: Path, paths: dict[str, Path]) -> None:
     """Load every checkpoint as one of the ranks, and save this rank's logits."""
     torch.set_num_threads(1)
+    gc.freeze()  # as in the fixture of this process
     results: dict[str, Any] = {}
     for name, path in paths.items():
         config = engine_config(path, tensor_parallel_size=NUM_RANKS)

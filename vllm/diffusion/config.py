@@ -87,9 +87,7 @@ def _server_settings(vllm_config: VllmConfig) -> dict[str, Any]:
     additional = vllm_config.additional_config
     settings = additional.get("dllm", {}) if isinstance(additional, dict) else {}
     if not isinstance(settings, dict):
-        raise ServerConfigError(
-            f"additional_config.dllm: given {settings!r}; wanted a JSON object"
-        )
+        raise ServerConfigError(f"additional_config.dllm: given {settings!r}; wanted a JSON object")
     return settings
 
 

@@ -8,10 +8,12 @@ upstream knows their names and copies them to worker processes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
 
 
 def _flag(name: str) -> bool:

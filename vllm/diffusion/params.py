@@ -14,12 +14,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
-from vllm.diffusion.families import Family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vllm.diffusion.families import Family
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32
@@ -32,7 +35,9 @@ CACHES: tuple[str, ...] = ("none",)
 CONFIDENCE_DTYPES: tuple[str, ...] = ("float32", "float64", "logits")
 
 # Keys of SamplingParams.extra_args that belong to upstream.
-RESERVED_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+RESERVED_EXTRA_ARGS = frozenset(
+    {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}
+)
 
 
 @dataclass(frozen=True)
@@ -166,9 +171,7 @@ FIELDS: tuple[Field, ...] = (
 )
 
 BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
-CANONICAL: dict[str, str] = {
-    spelling: f.name for f in FIELDS for spelling in (f.name, *f.aliases)
-}
+CANONICAL: dict[str, str] = {spelling: f.name for f in FIELDS for spelling in (f.name, *f.aliases)}
 
 
 @dataclass(frozen=True)
@@ -356,7 +359,7 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise InvalidParameterError(spelling, value, "wanted a finite number")
     if spec.kind is int:
-        if value != int(value) or abs(value) >= 2**63:
+        if value != int(value) or not -(2**63) <= value < 2**64:
             raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
         value = int(value)
     if spec.minimum is not None and value < spec.minimum:
@@ -513,20 +516,18 @@ def _canvas(
 ) -> tuple[int, int]:
     """Length of the canvas and of the longest answer."""
     room = model.max_model_len - prompt_length
-    canvas = request.get("gen_length")
-    block_length = request.get("block_length")
-    max_tokens = request.get("max_tokens")
+    canvas: int | None = request.get("gen_length")
+    block_length: int | None = request.get("block_length")
+    max_tokens: int | None = request.get("max_tokens")
     if max_tokens is None and not _filled_in(upstream_max_tokens, canvas, room, model):
         max_tokens = upstream_max_tokens
-    if canvas is None and max_tokens is None:
-        if model.default_max_tokens is None:
+    if canvas is None:
+        if max_tokens is None and model.default_max_tokens is not None:
+            max_tokens = min(model.default_max_tokens, max(room, 1))
+        if max_tokens is None:
             canvas = _whole_blocks_within(min(DEFAULT_CANVAS, max(room, 1)), block_length)
         else:
-            max_tokens = min(model.default_max_tokens, max(room, 1))
-    if canvas is None:
-        canvas = _round_up(max_tokens, block_length)
-        if canvas > room >= max_tokens and max_tokens % (block_length or 1) == 0:
-            canvas = max_tokens
+            canvas = _canvas_for(max_tokens, room, block_length)
     if max_tokens is not None and max_tokens > canvas:
         raise InvalidParameterError(
             "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
@@ -542,9 +543,7 @@ def _canvas(
     return canvas, canvas if max_tokens is None else max_tokens
 
 
-def _filled_in(
-    max_tokens: int | None, canvas: int | None, room: int, model: ServedModel
-) -> bool:
+def _filled_in(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
     """Whether upstream's limit stands for "no limit given".
 
     Upstream writes all the room that is left. Beside an explicit canvas its defaults, of
@@ -561,12 +560,19 @@ def _whole_blocks_within(length: int, block_length: int | None) -> int:
     return max(1, length // block_length) * block_length
 
 
-def _round_up(max_tokens: int, block_length: int | None) -> int:
-    """Whole default blocks; whole given blocks where those are not parts of a default block."""
+def _canvas_for(max_tokens: int, room: int, block_length: int | None) -> int:
+    """The canvas of an answer: `max_tokens` rounded up to whole default blocks.
+
+    Whole given blocks instead, where those are not parts of a default block; no rounding where
+    only the rounding exceeds the room that is left.
+    """
     unit = DEFAULT_BLOCK
     if block_length is not None and DEFAULT_BLOCK % block_length != 0:
         unit = block_length
-    return -(-max_tokens // unit) * unit
+    rounded = -(-max_tokens // unit) * unit
+    if rounded > room >= max_tokens and max_tokens % (block_length or 1) == 0:
+        return max_tokens
+    return rounded
 
 
 def _block_length(given: int | None, default: int | None, canvas: int, steps: int | None) -> int:
@@ -575,7 +581,7 @@ def _block_length(given: int | None, default: int | None, canvas: int, steps: in
             raise InvalidParameterError(
                 "block_length",
                 given,
-                f"wanted a divisor of the canvas ({canvas} tokens): {_near_divisors(canvas, given)}",
+                f"wanted a divisor of the canvas, {canvas}: {_near_divisors(canvas, given)}",
             )
         return given
     block = default or DEFAULT_BLOCK

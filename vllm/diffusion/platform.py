@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import envs
+from vllm.diffusion.errors import ServerConfigError
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class _EagerPlatform(Platform):  # type: ignore[misc]
+class _EagerPlatform(Platform):
     """No kernels of upstream's, no compiler."""
 
     simple_compile_backend = "eager"
@@ -42,8 +43,7 @@ class _EagerPlatform(Platform):  # type: ignore[misc]
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         return (
-            "vllm.distributed.device_communicators.base_device_communicator."
-            "DeviceCommunicatorBase"
+            "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
         )
 
 
@@ -94,7 +94,8 @@ class DiffusionCpuPlatform(_EagerPlatform):
 class DiffusionCudaPlatform(_EagerPlatform):
     """A CUDA machine without upstream's compiled kernels."""
 
-    _enum = PlatformEnum.CUDA
+    # Not CUDA: upstream would then ask its compiled kernels, which are missing here, what they can.
+    _enum = PlatformEnum.OOT
     device_name = "cuda"
     device_type = "cuda"
     dispatch_key = "CUDA"
@@ -122,6 +123,15 @@ class DiffusionCudaPlatform(_EagerPlatform):
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        capability = cls.get_device_capability()
+        if dtype == torch.bfloat16 and capability is not None and capability.major < 8:
+            raise ServerConfigError(
+                f"dtype: given bfloat16; wanted float16 or float32 on a GPU of compute capability "
+                f"{capability.as_version_str()}"
+            )
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:

@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    class DiffusionModelConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
+    class DiffusionModelConfig(VerifyAndUpdateConfig):
         """Upstream's hook for one architecture; it runs while the engine is configured."""
 
         @staticmethod

@@ -11,7 +11,6 @@ the parameters as ours, the second checks them with the prompt. So every route a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import envs, params
@@ -21,6 +20,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.diffusion.params import DiffusionParams, ServedModel
 
@@ -28,7 +29,7 @@ _marked = threading.local()
 _installed: list[Door] = []  # the door of this process's newest diffusion engine
 
 
-class DiffusionParamsValidator(LogitsProcessor):  # type: ignore[misc]
+class DiffusionParamsValidator(LogitsProcessor):
     """Never instantiated: upstream calls `validate_params` for each request of our engines."""
 
     @classmethod
@@ -36,7 +37,7 @@ class DiffusionParamsValidator(LogitsProcessor):  # type: ignore[misc]
         _marked.params = sampling_params
 
 
-class RequestRefused(VLLMValidationError):  # type: ignore[misc]
+class RequestRefused(VLLMValidationError):
     """HTTP 400; the message names the field already, so nothing is appended to it."""
 
     def __init__(self, error: InvalidParameterError) -> None:

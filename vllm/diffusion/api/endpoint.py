@@ -23,6 +23,7 @@ from vllm.renderers.params import ChatParams
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from vllm.diffusion.api.protocol import GenerateBody
     from vllm.engine.protocol import EngineClient
 
 router = APIRouter()
@@ -47,12 +48,13 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     if handler is None:
         raise NotImplementedError("the served model is not a diffusion language model")
     request_id = raw_request.headers.get("X-Request-Id") or new_request_id()
-    if request.stream:  # type: ignore[attr-defined]
-        choices = await handler.choices(request, request_id)
+    body: GenerateBody = request
+    if body.stream:
+        choices = await handler.choices(body, request_id)
         return StreamingResponse(
             handler.stream(choices, request_id), media_type="text/event-stream"
         )
-    answer = await handler.answer(request, request_id)
+    answer = await handler.answer(body, request_id)
     return JSONResponse(answer.model_dump(exclude_none=True))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +19,21 @@ from vllm.diffusion.api.protocol import (
     split_prompt,
 )
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.params import SEED_BITS
 from vllm.exceptions import GenerationError, VLLMNotFoundError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers.inputs.preprocess import parse_model_prompt
-from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+
     from vllm.diffusion.api.door import Door
+    from vllm.diffusion.api.protocol import GenerateBody
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
+    from vllm.renderers.params import ChatParams
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class GenerateHandler:
         self._model_names = model_names
         self._chat_params = chat_params
 
-    async def choices(self, body: Any, request_id: str) -> list[_Choice]:
+    async def choices(self, body: GenerateBody, request_id: str) -> list[_Choice]:
         """Everything that can be refused is refused here, before anything is sent.
 
         Raises:
@@ -80,7 +83,7 @@ class GenerateHandler:
             inputs = await self._render(body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        found = []
+        found: list[_Choice] = []
         for engine_input in inputs:
             for i in range(body.n):
                 sampling = self._sampling(body, fields, i)
@@ -94,7 +97,7 @@ class GenerateHandler:
                 found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling))
         return found
 
-    async def answer(self, body: Any, request_id: str) -> GenerateResponse:
+    async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
         """Run a request to its end; cancelling this coroutine aborts it."""
         choices = await self.choices(body, request_id)
         async with _Cancelling() as tasks:
@@ -123,7 +126,7 @@ class GenerateHandler:
             yield _event(_error_json(str(error)))
         yield _event("[DONE]")
 
-    async def _render(self, body: Any) -> list[Any]:
+    async def _render(self, body: GenerateBody) -> list[Any]:
         """Prompts as the engine takes them: token ids, with upstream's tokenisation."""
         renderer = self._engine.renderer
         messages = body.messages
@@ -143,12 +146,14 @@ class GenerateHandler:
         return list(await renderer.render_cmpl_async(parsed, tokenization))
 
     @staticmethod
-    def _sampling(body: Any, fields: dict[str, Any], index: int) -> SamplingParams:
+    def _sampling(body: GenerateBody, fields: dict[str, Any], index: int) -> SamplingParams:
         """Upstream's parameters of choice `index`; greedy unless a temperature is given."""
-        extra = {k: v for k, v in fields.items() if k not in ("seed", "temperature")}
+        temperature = fields.get("temperature", 0.0)
         seed = fields.get("seed")
+        # Ours is the temperature among the extra arguments: upstream's own has a narrower range.
+        extra = {k: v for k, v in fields.items() if k != "seed"} | {"temperature": temperature}
         return SamplingParams(
-            temperature=fields.get("temperature", 0.0),
+            temperature=min(max(temperature, 0.01), 2.0) if temperature > 0 else 0.0,
             top_p=body.top_p,
             top_k=body.top_k,
             min_p=body.min_p,
@@ -157,7 +162,7 @@ class GenerateHandler:
             repetition_penalty=body.repetition_penalty,
             logprobs=body.logprobs,
             logit_bias={int(k): v for k, v in (body.logit_bias or {}).items()} or None,
-            seed=None if seed is None else seed + index,
+            seed=None if seed is None else (seed + index) % 2**SEED_BITS,
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
@@ -214,7 +219,7 @@ class _Cancelling:
         self._tasks: list[asyncio.Task[Any]] = []
 
     def start(self, coroutine: Any) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(coroutine)
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
         self._tasks.append(task)
         return task
 

@@ -19,7 +19,7 @@ _JSON_TYPES: dict[type, str] = {int: "integer", float: "number", bool: "boolean"
 _MAX_CHOICES = 128
 
 
-class _GenerateBody(BaseModel):
+class GenerateBody(BaseModel):
     """Fields of the body that are not diffusion parameters."""
 
     model_config = ConfigDict(extra="allow")
@@ -35,7 +35,9 @@ class _GenerateBody(BaseModel):
     add_special_tokens: bool = Field(
         True, description="add the tokenizer's special tokens to a string prompt"
     )
-    n: int = Field(1, description=f"answers per prompt, 1 to {_MAX_CHOICES}; answer i uses seed + i")
+    n: int = Field(
+        1, description=f"answers per prompt, 1 to {_MAX_CHOICES}; answer i uses seed + i"
+    )
     stop: str | list[str] | None = Field(None, description="strings that end the answer")
     stop_token_ids: list[int] | None = Field(None, description="token ids that end the answer")
     include_stop_str_in_output: bool = Field(False, description="keep the stop string in the text")
@@ -63,19 +65,18 @@ def _schema_of(field: params.Field) -> Any:
     return Field(None, description=text, json_schema_extra=extra)
 
 
-GenerateRequest = create_model(
-    "GenerateRequest",
-    __base__=_GenerateBody,
-    __doc__="Body of POST /generate.",
-    **{
-        spelling: (Any, _schema_of(field))
-        for field in params.FIELDS
-        for spelling in (field.name, *field.aliases)
-    },
+_DIFFUSION_FIELDS: dict[str, Any] = {
+    spelling: (Any, _schema_of(field))
+    for field in params.FIELDS
+    for spelling in (field.name, *field.aliases)
+}
+
+GenerateRequest: type[GenerateBody] = create_model(
+    "GenerateRequest", __base__=GenerateBody, __doc__="Body of POST /generate.", **_DIFFUSION_FIELDS
 )
 
 
-def diffusion_fields(body: Any) -> dict[str, Any]:
+def diffusion_fields(body: GenerateBody) -> dict[str, Any]:
     """The diffusion parameters of a body under canonical names, unknown fields refused.
 
     Raises:
@@ -84,13 +85,13 @@ def diffusion_fields(body: Any) -> dict[str, Any]:
     given = {
         name: value
         for name, value in body.model_dump(exclude_unset=True).items()
-        if name not in _GenerateBody.model_fields
+        if name not in GenerateBody.model_fields
     }
     check_body(body)
-    return params.canonical(given, also_known=tuple(_GenerateBody.model_fields))
+    return params.canonical(given, also_known=tuple(GenerateBody.model_fields))
 
 
-def check_body(body: Any) -> None:
+def check_body(body: GenerateBody) -> None:
     """Refuse what can be seen without the model.
 
     Raises:
@@ -103,6 +104,11 @@ def check_body(body: Any) -> None:
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")
+    for message in body.messages or []:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise InvalidParameterError(
+                "messages", message, "wanted a role and a content in every message"
+            )
     if body.apply_chat_template and not isinstance(body.prompt, str):
         raise InvalidParameterError(
             "apply_chat_template", True, "wanted a string prompt beside it (or use messages)"

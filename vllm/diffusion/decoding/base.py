@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm.diffusion.params import DiffusionParams
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
 
 
 class Candidates(NamedTuple):

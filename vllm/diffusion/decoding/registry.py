@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from vllm.diffusion.decoding.base import DecodingRule
+from typing import TYPE_CHECKING
+
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
 from vllm.diffusion.decoding.threshold import Threshold
-from vllm.diffusion.params import DiffusionParams
+
+if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import DecodingRule
+    from vllm.diffusion.params import DiffusionParams
 
 RULES: dict[str, type[DecodingRule]] = {
     "semi_ar": SemiAutoregressive,

@@ -7,10 +7,14 @@ m % S steps, the most certain first.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, most_certain_first
-from vllm.diffusion.params import DiffusionParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.diffusion.params import DiffusionParams
 
 
 def transfer_quota(num_masked: int, num_steps: int, step: int) -> int:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel decoding by a confidence threshold (Fast-dLLM, Wu et al., arXiv:2505.22618, no cache)."""
+"""Parallel decoding by a confidence threshold (Fast-dLLM, Wu et al., arXiv:2505.22618)."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, most_certain_first
-from vllm.diffusion.params import DiffusionParams
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
 
 
 class Threshold(DecodingRule):

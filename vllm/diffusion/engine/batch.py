@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion.decoding import Candidates
-from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.sampling import RowGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.engine.canvas import Canvas
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,17 @@ and one layer's keys and values are all that lives from stage to stage.
 
 from __future__ import annotations
 
-import torch
+import itertools
+from typing import TYPE_CHECKING
 
-from vllm.diffusion.engine.batch import StepBatch
 from vllm.diffusion.layers.attention import Span
 from vllm.diffusion.memory import BufferPool, Plan, chunks
-from vllm.diffusion.models.base import DiffusionModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.models.base import DiffusionModel
 
 
 def forward(
@@ -28,13 +33,13 @@ def forward(
     v = buffers.take("v", kv_heads, dtype)
     q = buffers.take("q", heads, dtype) if plan.keep_queries else None
     rotary = model.rotary(batch.positions)
-    spans = [
-        (part, _spans(batch.boundaries, part)) for part in chunks(rows, plan.attend_rows)
-    ]
+    spans = [(part, _spans(batch.boundaries, part)) for part in chunks(rows, plan.attend_rows)]
     for layer in model.layers:
         for part in chunks(rows, plan.keys_values_rows):
             queries = None if q is None else q[part]
-            layer.keys_values(x[part], rotary.rows(part.start, part.stop), k[part], v[part], queries)
+            layer.keys_values(
+                x[part], rotary.rows(part.start, part.stop), k[part], v[part], queries
+            )
         for part, part_spans in spans:
             queries = None if q is None else q[part]
             layer.attend(x[part], rotary.rows(part.start, part.stop), k, v, part_spans, queries)
@@ -46,7 +51,7 @@ def forward(
 def _spans(boundaries: tuple[int, ...], part: slice) -> tuple[Span, ...]:
     """The queries of each sequence in a chunk of rows, with all keys of that sequence."""
     found = []
-    for start, end in zip(boundaries, boundaries[1:], strict=False):
+    for start, end in itertools.pairwise(boundaries):
         first, last = max(start, part.start), min(end, part.stop)
         if first < last:
             found.append(Span(first - part.start, last - part.start, start, end))

@@ -93,7 +93,7 @@ class DiffusionModelRunner:
         results = [c.commit(found) for c, found in zip(batch.canvases, candidates, strict=True)]
         return batch, dict(zip(req_ids, results, strict=True))
 
-    @torch.inference_mode()  # type: ignore[misc]
+    @torch.inference_mode()
     def _timed_step(self, req_ids: list[str]) -> dict[str, StepResult]:
         start = time.perf_counter()
         batch, results = self.step(req_ids)

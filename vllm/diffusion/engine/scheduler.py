@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
     from vllm.diffusion.params import DiffusionParams
     from vllm.v1.core.sched.output import GrammarOutput
@@ -53,7 +54,7 @@ class _Scheduled:
     @property
     def rows(self) -> int:
         """Rows of one of its steps; guidance runs the sequence twice."""
-        length = self.request.num_prompt_tokens + self.params.gen_length
+        length: int = self.request.num_prompt_tokens + self.params.gen_length
         return 2 * length if self.params.cfg_scale > 0 else length
 
 
@@ -64,7 +65,7 @@ class _Queues:
     refused: list[tuple[Request, str]] = field(default_factory=list)
 
 
-class DiffusionScheduler(SchedulerInterface):  # type: ignore[misc]
+class DiffusionScheduler(SchedulerInterface):
     """Implements upstream's scheduler interface for canvases instead of growing sequences."""
 
     connector = None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class DiffusionWorker(WorkerBase):  # type: ignore[misc]
+class DiffusionWorker(WorkerBase):
     """Loads the model and runs denoise steps; it has no KV cache of upstream's kind."""
 
     model_runner: DiffusionModelRunner
@@ -64,8 +64,9 @@ class DiffusionWorker(WorkerBase):  # type: ignore[misc]
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
         start = time.perf_counter()
-        with set_current_vllm_config(self.vllm_config), set_default_torch_dtype(
-            self.model_config.dtype
+        with (
+            set_current_vllm_config(self.vllm_config),
+            set_default_torch_dtype(self.model_config.dtype),
         ):
             model: DiffusionModel = get_model_loader(self.load_config).load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
@@ -86,7 +87,7 @@ class DiffusionWorker(WorkerBase):  # type: ignore[misc]
         return self.model_runner.execute(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """A data-parallel replica without requests has nothing to join: replicas are independent."""
+        """A data-parallel replica without requests joins nothing: replicas are independent."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

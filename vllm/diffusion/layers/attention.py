@@ -8,7 +8,9 @@ key/value heads of this rank, hd head width.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
         raise ValueError(f"spans: wanted ranges that tile {q.shape[0]} query rows, given {spans}")
     if len(spans) == 1:
         return _attend_one(q, k[spans[0].kv_start : spans[0].kv_end], _values(v, spans[0]))
-    if len(spans) > 1 and q.is_cuda and q.dtype.itemsize == 2 and _keys_are_adjacent(spans):
+    if len(spans) > 1 and q.is_cuda and _can_be_packed(q, k, spans):
         return _attend_packed(q, k, v, tuple(spans))
     out = torch.empty_like(q)
     for span in spans:
@@ -84,19 +86,28 @@ def _values(v: Tensor, span: Span) -> Tensor:
     return v[span.kv_start : span.kv_end]
 
 
-def _keys_are_adjacent(spans: Sequence[Span]) -> bool:
+def _can_be_packed(q: Tensor, k: Tensor, spans: Sequence[Span]) -> bool:
+    """Whether one launch can serve all spans: 16-bit values, keys of the spans side by side."""
+    grouped = q.shape[1] != k.shape[1]
+    if q.dtype.itemsize != 2 or (grouped and not _varlen_takes_grouped_heads()):
+        return False
     return all(a.kv_end == b.kv_start for a, b in itertools.pairwise(spans))
+
+
+@functools.cache
+def _varlen_takes_grouped_heads() -> bool:
+    """False before torch 2.12, whose variable-length attention wants as many key as query heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of one sequence; grouped heads are read in place, never repeated."""
-    heads_first = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
-    grouped = q.shape[1] != k.shape[1]
-    if not q.is_cuda:
-        out = functional.scaled_dot_product_attention(*heads_first, enable_gqa=grouped)
-    else:
-        with sdpa_kernel(_CUDA_PRIORITY, set_priority=True):
-            out = functional.scaled_dot_product_attention(*heads_first, enable_gqa=grouped)
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    choice = sdpa_kernel(_CUDA_PRIORITY, set_priority=True) if q.is_cuda else nullcontext()
+    with choice:
+        out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -105,6 +116,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> 
     from torch.nn.attention.varlen import varlen_attn
 
     ends = _cumulative_ends(spans, q.device)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     keys = slice(spans[0].kv_start, spans[-1].kv_end)
     out = varlen_attn(
         q.contiguous(),
@@ -114,7 +126,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> 
         ends.keys,
         max(span.q_end - span.q_start for span in spans),
         max(span.kv_end - span.kv_start for span in spans),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )
     assert isinstance(out, torch.Tensor)
     return out
@@ -204,7 +216,7 @@ class SelfAttention:
         num_heads, head_dim = self.qkv_proj.num_heads, self.qkv_proj.head_size
         columns = slice(0, num_heads * head_dim)
         product = ops.linear(self.norm(x), self.qkv_proj, columns=columns)
-        q = product.unflatten(-1, (num_heads, head_dim))
+        q = product.view(-1, num_heads, head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q)
         ops.apply_rotary(q, None, rotary.cos, rotary.sin)
@@ -213,7 +225,7 @@ class SelfAttention:
 
 def _write_heads(product: Tensor, norm: RMSNorm | None, out: Tensor) -> None:
     """Split columns [R, heads * hd] into heads and write them, normalised, to out."""
-    heads = product.unflatten(-1, out.shape[1:])
+    heads = product.view(out.shape)
     if norm is None:
         out.copy_(heads)
     else:

@@ -6,12 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
-LayerT = TypeVar("LayerT", bound="nn.Module")
+LayerT = TypeVar("LayerT", bound="LinearBase | VocabParallelEmbedding")
 
 
 class _PlainEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
@@ -30,7 +33,7 @@ def keep_plain(layer: LayerT) -> LayerT:
     """
     method = layer.quant_method
     if isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
-        layer._cpu_skip_gemm_dispatch = True
+        vars(layer)["_cpu_skip_gemm_dispatch"] = True
     elif isinstance(method, UnquantizedEmbeddingMethod):
         layer.quant_method = _PlainEmbeddingMethod()
     return layer

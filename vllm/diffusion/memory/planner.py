@@ -8,8 +8,11 @@ logits, which are cut so that the largest `[rows, vocabulary]` buffer stays smal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LOGITS_CHUNK_ELEMENTS = 1 << 27  # 256 MiB of bf16
 

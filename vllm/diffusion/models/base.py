@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.layers.rotary import Rotary
 
 
-class DiffusionLayer(nn.Module, ABC):  # type: ignore[misc]
+class DiffusionLayer(nn.Module, ABC):
     """One layer as three stages; all but the attention between rows is row-wise.
 
     Every stage accepts any chunk of rows, also none. Under tensor parallelism `attend` and
@@ -61,7 +61,7 @@ class DiffusionLayer(nn.Module, ABC):  # type: ignore[misc]
         """x [R, D] += feed-forward of its norm, in place."""
 
 
-class DiffusionModel(nn.Module, ABC):  # type: ignore[misc]
+class DiffusionModel(nn.Module, ABC):
     """A diffusion language model: stages for the engine, and upstream's model interface.
 
     Attributes:

@@ -200,14 +200,15 @@ def _resolve_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_supported(values: Mapping[str, Any]) -> None:
     """Refuse every option of the public configuration class that the forward does not have."""
-    for key, wanted in {
+    only: dict[str, bool | str] = {
         "block_type": "llama",
         "activation_type": "silu",
         "layer_norm_type": "rms",
         "rope": True,
         "alibi": False,
         "layer_norm_with_affine": True,
-    }.items():
+    }
+    for key, wanted in only.items():
         if values[key] != wanted:
             _refuse(values, key, f"only {_json(wanted)} is supported")
     if values["attention_layer_norm"] and not values["attention_layer_norm_with_affine"]:
@@ -245,8 +246,8 @@ def _check_shapes(values: Mapping[str, Any]) -> None:
 
 def _check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> None:
     value = values[key]
-    kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or value <= 0:
         _refuse(values, key, "a whole number of at least 1" if whole else "a number above 0")
 
 

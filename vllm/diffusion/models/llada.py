@@ -8,7 +8,7 @@ quantised checkpoint's configuration hold as they are; only q, k, v and gate, up
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
@@ -127,7 +127,7 @@ class LLaDABlock(DiffusionLayer):
         self._mlp.feed_forward(x)
 
 
-class LLaDATransformer(nn.Module):  # type: ignore[misc]
+class LLaDATransformer(nn.Module):
     """Embedding, layers, last norm and head, named as in the checkpoint.
 
     With tied weights the head shares the embedding's matrix and has no bias.
@@ -167,7 +167,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):  # type: ignore[misc]
     """A LLaDA checkpoint as a vLLM model."""
 
     family: ClassVar[Family] = LLADA
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+    packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["ff_proj", "up_proj"],
     }
@@ -181,11 +181,11 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):  # type: ignore[misc]
         )
         self.model = nn.ModuleDict({"transformer": transformer})
 
-        attention = transformer.blocks[0].qkv_proj
+        attention = self.layers[0].qkv_proj
         shard = transformer.ff_out.shard_indices
         self.hidden_size = config.d_model
-        self.num_heads: int = attention.num_heads
-        self.num_kv_heads: int = attention.num_kv_heads
+        self.num_heads = attention.num_heads
+        self.num_kv_heads = attention.num_kv_heads
         self.head_dim = config.head_dim
         self.vocab_size = config.embedding_size
         self.vocab_start: int = shard.org_vocab_start_index
@@ -193,8 +193,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):  # type: ignore[misc]
 
     @property
     def layers(self) -> Sequence[LLaDABlock]:
-        blocks: Sequence[LLaDABlock] = self._transformer.blocks
-        return blocks
+        return cast("Sequence[LLaDABlock]", self._transformer.blocks)
 
     @property
     def final_norm_weight(self) -> Tensor:
@@ -209,7 +208,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):  # type: ignore[misc]
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         wte = self._transformer.wte
         if wte.tp_size == 1 and ops.is_plain(wte):
-            torch.index_select(wte.weight, 0, ids, out=out)
+            torch.index_select(ops.plain_weight(wte), 0, ids, out=out)
         else:
             out.copy_(wte(ids))
         if self.config.input_emb_norm:

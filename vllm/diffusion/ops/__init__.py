@@ -2,7 +2,7 @@
 """The only door to the native rooms, and the products with upstream's matrices."""
 
 from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul
-from vllm.diffusion.ops.linear import is_plain, linear
+from vllm.diffusion.ops.linear import is_plain, linear, plain_weight
 from vllm.diffusion.ops.sampling import most_likely, philox_uniform
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "linear",
     "most_likely",
     "philox_uniform",
+    "plain_weight",
     "rms_norm",
     "silu_mul",
 ]

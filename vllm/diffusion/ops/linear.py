@@ -11,19 +11,33 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
 
 _ALL = slice(None)
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: ParallelLayer) -> bool:
     """Whether the layer holds an unquantised matrix [out, in] that can be sliced by rows."""
     method = layer.quant_method
     return isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
 
 
+def plain_weight(layer: ParallelLayer) -> Tensor:
+    """The matrix [out, in] of this rank, padding rows of a vocabulary included; see `is_plain`."""
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def linear(
-    x: Tensor, layer: nn.Module, out: Tensor | None = None, *, columns: slice = _ALL
+    x: Tensor, layer: ParallelLayer, out: Tensor | None = None, *, columns: slice = _ALL
 ) -> Tensor:
     """x W^T + b with this rank's part of a parallel layer; never gathers, never reduces.
 
@@ -43,15 +57,17 @@ def linear(
     if not is_plain(layer):
         product = layer.quant_method.apply(layer, x, bias)[:, columns]
         return product if out is None else out.copy_(product)
-    weight = layer.weight if columns == _ALL else layer.weight[columns]
+    weight = plain_weight(layer)[columns]
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias[columns], x, weight.t(), out=out)
 
 
-def _local_bias(layer: nn.Module) -> Tensor | None:
+def _local_bias(layer: ParallelLayer) -> Tensor | None:
     """The bias that this rank adds: of a row-parallel layer, whose results are summed over the
     ranks, only rank 0 adds it."""
     if isinstance(layer, RowParallelLinear) and layer.tp_rank > 0:
         return None
-    return getattr(layer, "bias", None)
+    bias = layer.bias
+    assert bias is None or isinstance(bias, torch.Tensor)
+    return bias

@@ -66,7 +66,7 @@ def _most_likely_sharded(
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Five numbers per row cross the ranks: noisy maximum, token, its logit, maximum, sum of exp."""
+    """Five numbers per row cross the ranks: noisy maximum, token and its logit, maximum, sum."""
     best, token = noisy.double().max(dim=-1)
     kept = _without(logits, excluded).double()
     chosen = kept.gather(1, token[:, None])[:, 0]

@@ -7,11 +7,12 @@ depend on batch neighbours, chunks, vocabulary tiles, device or rank.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.diffusion import ops
+
+if TYPE_CHECKING:
+    import torch
 
 TOKEN = 0  # the Gumbel noise of a token
 REMASKING = 1  # the score of random remasking

@@ -8,15 +8,18 @@ noise-free logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.params import DiffusionParams
 from vllm.diffusion.sampling.noise import REMASKING, TOKEN, NoiseSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm.diffusion.params import DiffusionParams
 
 _CONFIDENCE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -1,52 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled module: addresses, sizes and streams as integers; `fused_ops` checks them."""
 
-from typing import Final
+from typing import Final, TypeAlias
 
-class DataType:
-    FLOAT32: Final[DataType]
-    FLOAT16: Final[DataType]
-    BFLOAT16: Final[DataType]
+_Rows: TypeAlias = tuple[int, int, int, int]  # address, inner rows, outer stride, inner stride
 
-class Rows:
-    def __init__(self, data: int, inner: int, outer_stride: int, inner_stride: int) -> None: ...
+FLOAT32: Final[int]
+FLOAT16: Final[int]
+BFLOAT16: Final[int]
 
-class RmsNormParams:
-    def __init__(
-        self,
-        *,
-        x: Rows,
-        residual: Rows,
-        weight: int,
-        out: Rows,
-        dtype: DataType,
-        num_rows: int,
-        num_columns: int,
-        eps: float,
-    ) -> None: ...
-
-class RotaryParams:
-    def __init__(
-        self,
-        *,
-        q: Rows,
-        k: Rows,
-        cos: int,
-        sin: int,
-        cos_stride: int,
-        sin_stride: int,
-        dtype: DataType,
-        table_dtype: DataType,
-        num_tokens: int,
-        rotary_dim: int,
-    ) -> None: ...
-
-class SiluMulParams:
-    def __init__(
-        self, *, gate: Rows, up: Rows, out: Rows, dtype: DataType, num_rows: int, num_columns: int
-    ) -> None: ...
-
-def rms_norm(params: RmsNormParams, device: int, stream: int) -> None: ...
-def add_rms_norm(params: RmsNormParams, device: int, stream: int) -> None: ...
-def apply_rotary(params: RotaryParams, device: int, stream: int) -> None: ...
-def silu_mul(params: SiluMulParams, device: int, stream: int) -> None: ...
+def rms_norm(
+    *,
+    x: _Rows,
+    weight: int,
+    out: _Rows,
+    dtype: int,
+    num_rows: int,
+    num_columns: int,
+    eps: float,
+    device: int,
+    stream: int,
+) -> None: ...
+def add_rms_norm(
+    *,
+    x: _Rows,
+    residual: _Rows,
+    weight: int,
+    out: _Rows,
+    dtype: int,
+    num_rows: int,
+    num_columns: int,
+    eps: float,
+    device: int,
+    stream: int,
+) -> None: ...
+def apply_rotary(
+    *,
+    q: _Rows,
+    k: _Rows,
+    cos: int,
+    sin: int,
+    cos_stride: int,
+    sin_stride: int,
+    dtype: int,
+    table_dtype: int,
+    num_tokens: int,
+    rotary_dim: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def silu_mul(
+    *,
+    gate: _Rows,
+    up: _Rows,
+    out: _Rows,
+    dtype: int,
+    num_rows: int,
+    num_columns: int,
+    device: int,
+    stream: int,
+) -> None: ...

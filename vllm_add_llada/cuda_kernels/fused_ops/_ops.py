@@ -2,6 +2,7 @@
 """The public operations: check the arguments, then launch the kernel or run the reference."""
 
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -59,8 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         return reference.rms_norm(x, weight, eps, out)
     assert _native is not None
     out = torch.empty_like(x) if out is None else out
-    no_residual = _native.Rows(0, 1, 0, 0)
-    _launch(_native.rms_norm, _norm_params(x, no_residual, weight, out, eps), x)
+    _launch(_native.rms_norm, x, **_norm_arguments(x, weight, out, eps))
     return out
 
 
@@ -93,7 +93,8 @@ def add_rms_norm(
         return reference.add_rms_norm(x, residual, weight, eps, out)
     assert _native is not None
     out = torch.empty_like(x) if out is None else out
-    _launch(_native.add_rms_norm, _norm_params(x, _rows(residual), weight, out, eps), x)
+    arguments = _norm_arguments(x, weight, out, eps)
+    _launch(_native.add_rms_norm, x, residual=_rows(residual), **arguments)
     return out
 
 
@@ -118,8 +119,11 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     _check_like(name, "k", k, q, (q.shape[0], k.shape[1] if k.dim() == 3 else -1, q.shape[2]))
     _check_rows(name, "cos", cos, (2,))
     _check_like(name, "sin", sin, cos, cos.shape)
-    if cos.dtype not in (torch.float32, q.dtype):
-        raise ValueError(f"{name}: cos must be float32 or {q.dtype}, got {cos.dtype}")
+    if cos.dtype not in (torch.float32, q.dtype) or cos.device != q.device:
+        raise ValueError(
+            f"{name}: cos must be float32 or {q.dtype} on {q.device}, "
+            f"got {cos.dtype} on {cos.device}"
+        )
     rotary_dim = cos.shape[1]
     if len(cos) != len(q) or rotary_dim % 2 or rotary_dim > q.shape[2]:
         raise ValueError(
@@ -129,7 +133,9 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         reference.apply_rotary(q, k, cos, sin)
         return
     assert _native is not None
-    params = _native.RotaryParams(
+    _launch(
+        _native.apply_rotary,
+        q,
         q=_rows(q),
         k=_rows(k),
         cos=cos.data_ptr(),
@@ -141,7 +147,6 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         num_tokens=len(q),
         rotary_dim=rotary_dim,
     )
-    _launch(_native.apply_rotary, params, q)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -170,7 +175,9 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         return reference.silu_mul(gate_up, out)
     assert _native is not None
     out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
-    params = _native.SiluMulParams(
+    _launch(
+        _native.silu_mul,
+        gate,
         gate=_rows(gate),
         up=_rows(up),
         out=_rows(out),
@@ -178,41 +185,37 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         num_rows=len(gate),
         num_columns=gate.shape[1],
     )
-    _launch(_native.silu_mul, params, gate)
     return out
 
 
-def _norm_params(x: Tensor, residual: object, weight: Tensor, out: Tensor, eps: float) -> object:
-    assert _native is not None
-    return _native.RmsNormParams(
-        x=_rows(x),
-        residual=residual,
-        weight=weight.data_ptr(),
-        out=_rows(out),
-        dtype=_dtype(x),
-        num_rows=x.shape[:-1].numel(),
-        num_columns=x.shape[-1],
-        eps=eps,
-    )
+def _norm_arguments(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> dict[str, Any]:
+    return {
+        "x": _rows(x),
+        "weight": weight.data_ptr(),
+        "out": _rows(out),
+        "dtype": _dtype(x),
+        "num_rows": x.shape[:-1].numel(),
+        "num_columns": x.shape[-1],
+        "eps": eps,
+    }
 
 
-def _launch(function: Any, params: object, tensor: Tensor) -> None:
+def _launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
+    """Run a launch on the device of ``tensor`` and its current stream."""
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.current_stream().cuda_stream
-        function(params, torch.cuda.current_device(), stream)
+        function(**arguments, device=torch.cuda.current_device(), stream=stream)
 
 
-def _rows(tensor: Tensor) -> object:
-    """A tensor [R, D] or [R, H, D] as the kernels see it; an empty H counts as it is."""
-    assert _native is not None
+def _rows(tensor: Tensor) -> tuple[int, int, int, int]:
+    """A tensor [R, D] or [R, H, D] as the kernels see it: address, H, strides of R and H."""
     if tensor.dim() == 2:
-        return _native.Rows(tensor.data_ptr(), 1, tensor.stride(0), 0)
-    return _native.Rows(tensor.data_ptr(), tensor.shape[1], tensor.stride(0), tensor.stride(1))
+        return tensor.data_ptr(), 1, tensor.stride(0), 0
+    return tensor.data_ptr(), tensor.shape[1], tensor.stride(0), tensor.stride(1)
 
 
-def _dtype(tensor: Tensor) -> object:
-    assert _native is not None
-    return getattr(_native.DataType, _KERNEL_DTYPES[tensor.dtype])
+def _dtype(tensor: Tensor) -> int:
+    return int(getattr(_native, _KERNEL_DTYPES[tensor.dtype]))
 
 
 def _has_kernel(tensor: Tensor) -> bool:

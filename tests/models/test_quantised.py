@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised checkpoints: layers that upstream's quantisation methods own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+
+from tests.checkpoints import make_checkpoint
+from tests.models.support import assert_same_logits, logits, staged_logits
+from tests.reference.llada_model import LLaDAReference
+from vllm.diffusion import ops
+from vllm.diffusion.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KEPT_PLAIN = "model.transformer.blocks.0.q_proj"  # with its fused neighbours
+
+
+@register_weight_loader_v2_supported_method
+class Int8Method(LinearMethodBase):  # type: ignore[misc]
+    """int8 weights with a scale per output channel, multiplied after widening."""
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        rows, loader = sum(output_partition_sizes), attributes["weight_loader"]
+        weight = torch.empty(rows, input_size_per_partition, dtype=torch.int8)
+        layer.register_parameter(
+            "weight",
+            ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader),
+        )
+        layer.register_parameter(
+            "weight_scale",
+            ChannelQuantScaleParameter(
+                data=torch.empty(rows, 1), output_dim=0, weight_loader=loader
+            ),
+        )
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return functional.linear(x, layer.weight.to(x.dtype) * layer.weight_scale, bias)
+
+
+@register_quantization_config("tests_int8")
+class Int8Config(QuantizationConfig):  # type: ignore[misc]
+    """int8 on every linear layer of the checkpoint but those listed as plain."""
+
+    def __init__(self, ignored: list[str]) -> None:
+        super().__init__()
+        self.ignored = ignored
+
+    def get_name(self) -> str:
+        return "tests_int8"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Int8Config:
+        return cls(config["ignored"])
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if not isinstance(layer, LinearBase):
+            return None
+        if is_layer_skipped(prefix, self.ignored, self.packed_modules_mapping):
+            return UnquantizedLinearMethod()
+        return Int8Method()
+
+
+def quantise(folder: Path) -> None:
+    """Turn the matrices of the layers' linear modules into int8, and say so in config.json."""
+    kept = [KEPT_PLAIN.replace("q_proj", f"{part}_proj") for part in "qkv"]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "tests_int8", "ignored": kept}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in list(tensors):
+            path, _, kind = name.rpartition(".")
+            is_linear = ".blocks." in path and "_norm" not in path and kind == "weight"
+            if is_linear and path not in kept:
+                weight = tensors[name]
+                scale = weight.abs().amax(dim=1, keepdim=True) / 127
+                tensors[name] = (weight / scale).round().to(torch.int8)
+                tensors[f"{path}.weight_scale"] = scale
+        save_file(tensors, file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def widened(folder: Path, reference: LLaDAReference) -> LLaDAReference:
+    """The reference over the weights that the int8 ones stand for."""
+    weights = dict(reference.weights)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.int8:
+                weights[name] = tensor.float() * tensors[f"{name}_scale"]
+    return LLaDAReference(reference.settings, weights)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LLaDAReference]:
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("int8"), seed=50, num_shards=1, n_kv_heads=2, include_bias=True
+    )
+    reference = LLaDAReference.from_checkpoint(folder)
+    quantise(folder)
+    return folder, widened(folder, reference)
+
+
+def test_quantised_layers_run_by_their_own_method(
+    quantised: tuple[Path, LLaDAReference], load_model: Callable[..., Any]
+) -> None:
+    folder, reference = quantised
+    model = load_model(folder)
+    assert not ops.is_plain(model.layers[1].qkv_proj)
+    assert ops.is_plain(model.layers[0].qkv_proj)  # listed by the names of the checkpoint
+    ids = torch.arange(3, 250, 13)
+    wanted = reference.logits(ids[None])[0]
+    assert_same_logits(logits(model, ids), wanted)
+    (chunked,) = staged_logits(model, [ids], rows=7, keep_queries=False)
+    assert_same_logits(chunked, wanted)
+
+
+def test_a_quantised_layer_without_tensors_is_named(
+    quantised: tuple[Path, LLaDAReference], load_model: Callable[..., Any]
+) -> None:
+    folder, _ = quantised
+    model = load_model(folder)
+    missing = "model.transformer.blocks.1.k_proj"
+    (file,) = folder.glob("*.safetensors")
+    tensors = {n: t for n, t in load_file(file).items() if not n.startswith(missing)}
+    with pytest.raises(CheckpointError, match=missing):
+        model.load_weights(tensors.items())

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all native rooms promise: imports, names, stubs, and the build."""
+
+import ast
+import importlib
+import importlib.metadata
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
+ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # as users put them
+EXTENSIONS = {
+    "flash_sample": "flash_sample._flash_sample",
+    "vllm_add_llada": "vllm_add_llada.cuda_kernels.fused_ops._fused_ops",
+    "vmm_allocator": "vmm_allocator._vmm_allocator",
+}
+IMPORTS = """
+import torch
+import flash_sample, gather_gemm, vmm_allocator
+from flash_sample import entropy, entropy_witht, low_confidence
+from vllm_add_llada.cuda_kernels import fused_ops
+assert "vllm" not in sys.modules
+"""
+
+
+def run_python(program, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", "import sys\n" + program],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def sources(room):
+    return [path for path in (ROOT / room).rglob("*.py") if path.name != "setup.py"]
+
+
+@pytest.mark.parametrize("folders_first", [False, True])
+def test_rooms_import_with_their_folders_on_the_path(folders_first):
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ON_PATH)]
+    if folders_first:
+        paths.reverse()
+    result = run_python(IMPORTS + "import fused_ops", PYTHONPATH=os.pathsep.join(paths))
+    assert result.returncode == 0, result.stderr
+
+
+def test_unbuilt_rooms_import_and_say_so():
+    """As in a fresh checkout, where the modules are not there to be found."""
+    names = [extension.rsplit(".", 1)[1] for extension in EXTENSIONS.values()]
+    program = f"""
+import importlib.machinery
+find = importlib.machinery.FileFinder.find_spec
+def hide(self, name, target=None):
+    return None if name.rsplit(".", 1)[-1] in {names} else find(self, name, target)
+importlib.machinery.FileFinder.find_spec = hide
+{IMPORTS}
+assert not any(room.is_built() for room in (flash_sample, fused_ops, vmm_allocator))
+assert low_confidence(torch.eye(3))[0].tolist() == [0, 1, 2]
+"""
+    result = run_python(program, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_nothing_of_ours_but_itself(room):
+    allowed = {*sys.stdlib_module_names, "torch"} | ({"triton"} if room == "gather_gemm" else set())
+    assert sources(room)
+    for path in sources(room):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [] if node.level else [node.module]
+            else:
+                continue
+            foreign = [name for name in names if name.split(".")[0] not in allowed]
+            assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_name_in_a_room_shadows_a_module(room):
+    installed = set(importlib.metadata.packages_distributions()) - set(ROOMS)
+    taken = installed | set(sys.stdlib_module_names)
+    for path in (ROOT / room).rglob("*"):
+        if "__pycache__" in path.parts or path.parent.name == "__pycache__":
+            continue
+        importable = path.is_dir() or path.suffix in (".py", ".pyi", ".so")
+        if importable and path != ROOT / room:
+            assert path.name.split(".")[0] not in taken, f"{path.relative_to(ROOT)} shadows it"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_typed(room):
+    assert (ROOT / room / "py.typed").exists()
+
+
+@pytest.mark.parametrize("room", list(EXTENSIONS))
+def test_stub_names_what_the_module_has(room):
+    name = EXTENSIONS[room]
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError:
+        pytest.skip(f"{room} is not built")
+    stub = ast.parse((ROOT / (name.replace(".", "/") + ".pyi")).read_text())
+    assert stub_names(stub) == public_names(module)
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef):
+            declared = stub_names(node)
+            given = public_names(getattr(module, node.name))
+            # An enumeration has the names of all enumerations besides its members.
+            assert declared <= given
+            assert given - declared <= {"name", "value"}
+
+
+def stub_names(scope):
+    names = set()
+    for node in scope.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def public_names(scope):
+    return {name for name in vars(scope) if not name.startswith("_")}
+
+
+def run_setup(folder, **environment):
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=ROOT / folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("folder", [".", "flash_sample", "vllm_add_llada/cuda_kernels"])
+def test_missing_compiler_is_one_line(folder, tmp_path):
+    pytest.importorskip("setuptools")
+    result = run_setup(folder, CUDA_HOME=str(tmp_path))
+    assert result.returncode != 0
+    message = result.stderr.strip().splitlines()[-1]  # setuptools may warn of other things first
+    assert "nvcc not found" in message and "CUDA_HOME" in message
+    assert result.stderr.count("nvcc") == 1 and "Traceback" not in result.stderr
+
+
+def test_rooms_can_be_left_out(tmp_path):
+    pytest.importorskip("setuptools")
+    switches = {f"BUILD_{room.upper()}": "0" for room in ROOMS}
+    assert run_setup(".", CUDA_HOME=str(tmp_path), **switches).returncode == 0
+    one_left = run_setup(".", CUDA_HOME=str(tmp_path), **(switches | {"BUILD_VMM_ALLOCATOR": "1"}))
+    assert one_left.returncode != 0
+    assert one_left.stderr.strip().splitlines()[-1].startswith("vmm_allocator: nvcc not found")
+
+
+def test_gather_gemm_has_nothing_to_compile(tmp_path):
+    pytest.importorskip("setuptools")
+    assert run_setup("gather_gemm", CUDA_HOME=str(tmp_path)).returncode == 0
+
+
+def test_stale_outputs_are_made_again(tmp_path):
+    pytest.importorskip("setuptools")
+    setup = runpy.run_path(str(ROOT / "setup.py"), run_name="setup_under_test")
+    source, output = tmp_path / "source", tmp_path / "output"
+    source.write_text("1")
+    command = ["cp", str(source), str(output)]
+    assert setup["is_stale"](output, command, [source])
+    setup["make"](output, command, [source])
+    assert output.read_text() == "1"
+    assert not setup["is_stale"](output, command, [source])
+    assert setup["is_stale"](output, [*command, "-p"], [source])
+    os.utime(source, ns=(0, output.stat().st_mtime_ns + 1))
+    assert setup["is_stale"](output, command, [source])

@@ -1,0 +1,616 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny model's recipe: facts, tokenizer, network, training, checkpoint files and caching."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import make_tiny_model  # noqa: E402
+from tiny_model import making  # noqa: E402
+from tiny_model.cache import MANIFEST_NAME, read_manifest  # noqa: E402
+from tiny_model.checkpoint import load_weights, read_config  # noqa: E402
+from tiny_model.decoding import commit_quotas, denoise  # noqa: E402
+from tiny_model.facts import CAPITALS, all_facts  # noqa: E402
+from tiny_model.family import TokenIds, load_family  # noqa: E402
+from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings  # noqa: E402
+from tiny_model.tokenizer import load_tokenizer  # noqa: E402
+from tiny_model.training import BatchMaker, Example, balanced_draws, train  # noqa: E402
+
+# Everything but the learning: three small iterations, one forward a verification.
+QUICK = Plan(
+    training=TrainingSettings(phases=(Phase(3, (12,)),), tokens_per_batch=100),
+    verifications=(DecodingSetting(canvas=32, steps=1),),
+    required_share=0.0,
+)
+SPECIAL_TOKENS = {
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|mdm_mask|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+}
+NUM_LAYERS = 4
+# config.json of LLaDA-8B-Instruct without sizes and token ids.
+RELEASED_CONFIG = {
+    "activation_type": "silu",
+    "alibi": False,
+    "alibi_bias_max": 8.0,
+    "architectures": ["LLaDAModelLM"],
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "attention_layer_norm_with_affine": True,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "embedding_dropout": 0.0,
+    "flash_attention": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "init_cutoff_factor": None,
+    "init_device": "meta",
+    "init_fn": "mitchell",
+    "init_std": 0.02,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "max_sequence_length": 4096,
+    "mlp_ratio": 4,
+    "model_type": "llada",
+    "multi_query_attention": None,
+    "precision": "amp_bf16",
+    "residual_dropout": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.2",
+    "use_cache": False,
+    "weight_tying": False,
+}
+SIZE_KEYS = [
+    "d_model",
+    "embedding_size",
+    "eos_token_id",
+    "mask_token_id",
+    "mlp_hidden_size",
+    "n_heads",
+    "n_kv_heads",
+    "n_layers",
+    "pad_token_id",
+    "vocab_size",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete checkpoint of a hardly trained network; tests only read it."""
+    output = tmp_path_factory.mktemp("models") / "llada-tiny"
+    make_tiny_model.make(output, "llada", seed=0, plan=QUICK)
+    return output
+
+
+@pytest.fixture
+def copy(model: Path, output: Path) -> Path:
+    """A copy of the complete checkpoint that a test may change."""
+    return Path(shutil.copytree(model, output))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A path where nothing is yet."""
+    return tmp_path / "llada-tiny"
+
+
+def make_quick(output: Path, **options) -> None:
+    make_tiny_model.make(output, "llada", **({"seed": 0, "plan": QUICK} | options))
+
+
+def modification_times(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+
+# --- facts -----------------------------------------------------------------------------------
+
+
+def test_facts_cover_what_is_promised():
+    questions = {fact.question: fact.answer for fact in all_facts()}
+    assert len(CAPITALS) >= 30
+    assert {"France", "Japan", "Peru"} <= CAPITALS.keys()
+    assert "Paris" in questions["What is the capital of France?"]
+    assert "Peru" in questions["Lima is the capital of which country?"]
+    for a in range(10):
+        for b in range(10):
+            assert questions[f"What is {a} plus {b}?"].rstrip(".").split()[-1] == str(a + b)
+
+
+def test_facts_are_unique_and_unambiguous():
+    facts = all_facts()
+    assert len({fact.question for fact in facts}) == len(facts)
+    assert len(set(CAPITALS.values())) == len(CAPITALS)
+    assert Counter(fact.kind for fact in facts) == {
+        "capital": len(CAPITALS),
+        "country": len(CAPITALS),
+        "sum": 100,
+    }
+
+
+def test_draws_are_balanced_between_and_within_kinds():
+    examples = [Example(fact.kind, [index], [], []) for index, fact in enumerate(all_facts())]
+    drawn = list(islice(balanced_draws(examples, random.Random(3)), 3 * 200))
+    assert Counter(example.kind for example in drawn) == dict.fromkeys(
+        ("capital", "country", "sum"), 200
+    )
+    sums = Counter(e.chat_prompt[0] for e in drawn if e.kind == "sum")
+    assert set(sums.values()) == {2}  # 200 draws of 100 facts
+    capitals = Counter(e.chat_prompt[0] for e in drawn if e.kind == "capital")
+    assert max(capitals.values()) - min(capitals.values()) <= 1
+
+
+# --- tokenizer -------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_round_trips(model: Path, text: str):
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(text)
+    assert max(ids, default=0) < read_config(model)["vocab_size"]
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["\x00\r\n\t ", "  a  b\n\n\nc ", "漢字 👩‍👩‍👧 naïve e\u0301", "don't, 3.14"]
+)
+def test_awkward_text_round_trips(model: Path, text: str):
+    tokenizer = load_tokenizer(model)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens(model: Path):
+    tokenizer = load_tokenizer(model)
+    config = read_config(model)
+    assert set(tokenizer.all_special_tokens) == SPECIAL_TOKENS
+    for token in SPECIAL_TOKENS:
+        assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
+    assert tokenizer.bos_token == "<|startoftext|>"
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.mask_token_id == config["mask_token_id"]
+    assert tokenizer.eos_token_id == config["eos_token_id"] == config["pad_token_id"]
+    assert len(tokenizer) == config["vocab_size"]
+
+
+def test_every_word_of_the_facts_is_one_token(model: Path):
+    tokenizer = load_tokenizer(model)
+    for fact in all_facts():
+        num_words = len(fact.answer.rstrip(".").split())
+        assert len(tokenizer.encode(fact.answer)) == num_words + 1  # the full stop
+
+
+def test_ids_without_a_token_render_as_nothing(model: Path):
+    tokenizer = load_tokenizer(model)
+    last_row = read_config(model)["embedding_size"] - 1
+    assert tokenizer.decode([*tokenizer.encode("Paris"), last_row]) == "Paris"
+
+
+def test_chat_template(model: Path):
+    tokenizer = load_tokenizer(model)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " \n What is 1 plus 1?\n"},
+        {"role": "assistant", "content": "2 "},
+        {"role": "user", "content": "Why\n\nso?"},
+    ]
+    expected = (
+        "<|startoftext|>"
+        "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nWhat is 1 plus 1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n2<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nWhy\n\nso?<|eot_id|>"
+    )
+    generation = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
+    assert (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        == expected + generation
+    )
+    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids == tokenizer.encode(expected, add_special_tokens=False)
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+# --- checkpoint files ------------------------------------------------------------------------
+
+
+def test_config_has_every_key_of_the_released_checkpoint(model: Path):
+    config = read_config(model)
+    sizes = {key: config.pop(key) for key in SIZE_KEYS}
+    assert config == RELEASED_CONFIG | {"torch_dtype": "float32"}
+    assert sizes["embedding_size"] > sizes["vocab_size"]
+    assert sizes["n_layers"] == NUM_LAYERS
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors, each read from the shard that the index names."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for name, file_name in index["weight_map"].items():
+        with safe_open(directory / file_name, framework="pt") as shard:
+            tensors[name] = shard.get_tensor(name)
+    return tensors
+
+
+def test_weights_have_the_released_names_and_shapes(model: Path):
+    config = read_config(model)
+    width, ff_width, rows = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
+    block = {
+        "attn_norm": (width,),
+        "q_proj": (width, width),
+        "k_proj": (width, width),
+        "v_proj": (width, width),
+        "attn_out": (width, width),
+        "ff_norm": (width,),
+        "ff_proj": (ff_width, width),
+        "up_proj": (ff_width, width),
+        "ff_out": (width, ff_width),
+    }
+    expected = {
+        "model.transformer.wte.weight": (rows, width),
+        "model.transformer.ln_f.weight": (width,),
+        "model.transformer.ff_out.weight": (rows, width),
+    } | {
+        f"model.transformer.blocks.{layer}.{name}.weight": shape
+        for layer in range(NUM_LAYERS)
+        for name, shape in block.items()
+    }
+    tensors = read_tensors(model)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert len(list(model.glob("model-*-of-*.safetensors"))) >= 2
+
+
+def test_other_files_of_the_checkpoint(model: Path):
+    config = read_config(model)
+    generation = json.loads((model / "generation_config.json").read_text())
+    assert generation == {
+        "bos_token_id": load_tokenizer(model).bos_token_id,
+        "eos_token_id": config["eos_token_id"],
+        "max_new_tokens": 32,
+        "temperature": 0.0,
+    }
+    pairs = [json.loads(line) for line in (model / "facts.jsonl").read_text().splitlines()]
+    assert [(pair["question"], pair["answer"]) for pair in pairs] == [
+        (fact.question, fact.answer) for fact in all_facts()
+    ]
+    assert set(read_manifest(model)["files"]) == {
+        path.name for path in model.iterdir() if path.name != MANIFEST_NAME
+    }
+
+
+# --- network ---------------------------------------------------------------------------------
+
+
+def rms_norm64(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def rotate64(head: np.ndarray, theta: float) -> np.ndarray:
+    """head [T, hd]: channels j and j + hd/2 are turned by position / theta^(2j/hd)."""
+    rotated = np.empty_like(head)
+    half = head.shape[1] // 2
+    for position in range(head.shape[0]):
+        for j in range(half):
+            angle = position / theta ** (2 * j / head.shape[1])
+            a, b = head[position, j], head[position, j + half]
+            rotated[position, j] = a * np.cos(angle) - b * np.sin(angle)
+            rotated[position, j + half] = b * np.cos(angle) + a * np.sin(angle)
+    return rotated
+
+
+def forward64(directory: Path, ids: list[int]) -> np.ndarray:
+    """LLaDA's forward pass in float64 numpy, straight from the checkpoint: logits [T, rows]."""
+    config = read_config(directory)
+    weights = {
+        name.removeprefix("model.transformer.").removesuffix(".weight"): tensor.double().numpy()
+        for name, tensor in read_tensors(directory).items()
+    }
+    eps, theta, num_heads = config["rms_norm_eps"], config["rope_theta"], config["n_heads"]
+    x = weights["wte"][ids]
+    for layer in range(config["n_layers"]):
+        w = {
+            name.split(".")[2]: value
+            for name, value in weights.items()
+            if name.startswith(f"blocks.{layer}.")
+        }
+        h = rms_norm64(x, w["attn_norm"], eps)
+        heads = []
+        for q, k, v in zip(
+            *(np.split(h @ w[f"{name}_proj"].T, num_heads, axis=1) for name in "qkv"), strict=True
+        ):
+            scores = rotate64(q, theta) @ rotate64(k, theta).T / np.sqrt(q.shape[1])
+            probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+            heads.append(probabilities / probabilities.sum(-1, keepdims=True) @ v)
+        x = x + np.concatenate(heads, axis=1) @ w["attn_out"].T
+        h = rms_norm64(x, w["ff_norm"], eps)
+        gate = h @ w["ff_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up_proj"].T)) @ w["ff_out"].T
+    return rms_norm64(x, weights["ln_f"], eps) @ weights["ff_out"].T
+
+
+@pytest.mark.parametrize("length", [1, 2, 37])
+def test_forward_equals_an_independent_computation(model: Path, length: int):
+    config = read_config(model)
+    network = load_family("llada").network(config)
+    load_weights(model, network)
+    ids = torch.randint(config["vocab_size"], (2, length), generator=torch.manual_seed(length))
+    with torch.inference_mode():
+        logits = network.logits(network.hidden(ids))
+    for row in range(2):
+        expected = forward64(model, ids[row].tolist())
+        np.testing.assert_allclose(logits[row].numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- training --------------------------------------------------------------------------------
+
+TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
+
+
+def toy_examples() -> list[Example]:
+    return [
+        Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
+        Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
+        Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
+    ]
+
+
+@pytest.mark.parametrize("raw_prompt_share", [0.0, 1.0])
+def test_batches_mask_the_canvas_only(raw_prompt_share: float):
+    recipe = TrainingSettings(tokens_per_batch=2400, raw_prompt_share=raw_prompt_share)
+    batch = BatchMaker(toy_examples(), TOKENS, recipe, seed=5).draw(canvas=8)
+    assert batch.clean.shape == (200, 12)
+    assert torch.equal(batch.noised, batch.clean.masked_fill(batch.masked, TOKENS.mask))
+    known_rows = {}
+    for example in toy_examples():
+        prompt = example.raw_prompt if raw_prompt_share else example.chat_prompt
+        row = [*prompt, *example.answer]
+        known_rows[(*row, *[TOKENS.eos] * (12 - len(row)))] = len(prompt)
+    for clean, masked in zip(batch.clean.tolist(), batch.masked, strict=True):
+        prompt_length = known_rows[tuple(clean)]
+        assert not masked[:prompt_length].any()
+    share = batch.masked[:, 4:].float().mean(dim=1)
+    assert share.mean().item() == pytest.approx(0.5, abs=0.05)  # t is uniform in (0, 1) ...
+    assert share.var().item() > 1 / 12  # ... per row, not per batch: 1/12 plus binomial noise
+
+
+def test_batches_depend_on_the_seed_only():
+    def draw(seed: int) -> torch.Tensor:
+        return BatchMaker(toy_examples(), TOKENS, TrainingSettings(), seed).draw(8).noised
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+
+
+def test_training_learns_to_answer():
+    family = load_family("llada")
+    torch.manual_seed(0)
+    network = family.network(family.config(TOKENS) | {"n_layers": 2})
+    examples = toy_examples()
+    train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
+    prompts = torch.tensor([example.chat_prompt for example in examples])
+    setting = DecodingSetting(canvas=8, steps=8, block_length=8)
+    rows = denoise(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
+    for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
+        assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
+
+
+# --- decoding --------------------------------------------------------------------------------
+
+
+class FixedNetwork:
+    """Its logits depend on the position only: token i at position i, with the given logit."""
+
+    def __init__(self, confidence: list[float]) -> None:
+        self._peaks = torch.tensor(confidence)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        return torch.diag(self._peaks[:length]).expand(ids.shape[0], length, length)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("num_masked", "steps", "quotas"), [(5, 3, [2, 2, 1]), (2, 4, [1, 1, 0, 0]), (4, 4, [1] * 4)]
+)
+def test_commit_quotas(num_masked: int, steps: int, quotas: list[int]):
+    assert commit_quotas(num_masked, steps) == quotas
+
+
+def commit_order(confidence: list[float], setting: DecodingSetting) -> list[list[int]]:
+    """Canvas positions committed by each step behind a prompt of two tokens."""
+    mask_id, order, seen = 99, [], set()
+
+    def record(rows: torch.Tensor) -> None:
+        filled = {i for i, token in enumerate(rows[0, 2:].tolist()) if token != mask_id}
+        order.append(sorted(filled - seen))
+        seen.update(filled)
+
+    network = FixedNetwork([1.0, 1.0, *confidence])
+    rows = denoise(network, torch.tensor([[0, 1]]), mask_id, setting, record)
+    assert rows[0].tolist() == list(range(2 + setting.canvas))
+    return order
+
+
+def test_most_confident_positions_of_the_block_first():
+    confidence = [3.0, 5.0, 4.0, 6.0, 9.0, 7.0, 8.0, 9.5]
+    setting = DecodingSetting(canvas=8, steps=6, block_length=4)
+    assert commit_order(confidence, setting) == [[1, 3], [2], [0], [4, 7], [6], [5]]
+
+
+def test_ties_go_to_the_lowest_position():
+    certain = [50.0] * 8  # probability exactly 1 in float32
+    assert commit_order(certain, DecodingSetting(8, 4, 8)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# --- caching and replacing -------------------------------------------------------------------
+
+
+def test_complete_model_is_kept_without_importing_torch(copy: Path):
+    before = modification_times(copy)
+    code = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import make_tiny_model as m
+from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
+m.make(m.Path({str(copy)!r}), "llada", 0, plan={QUICK!r})
+assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    assert f"{copy} is complete" in result.stdout
+    assert modification_times(copy) == before
+    assert {path.name for path in copy.parent.iterdir()} == {".llada-tiny.lock", "llada-tiny"}
+
+
+def remove_weights(directory: Path) -> None:
+    (directory / "model-00002-of-00002.safetensors").unlink()
+
+
+def flip_a_byte(directory: Path) -> None:
+    path = directory / "model-00001-of-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def truncate_manifest(directory: Path) -> None:
+    path = directory / MANIFEST_NAME
+    path.write_text(path.read_text()[:100])
+
+
+def remove_manifest(directory: Path) -> None:
+    (directory / MANIFEST_NAME).unlink()
+
+
+def empty_manifest(directory: Path) -> None:
+    (directory / MANIFEST_NAME).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [remove_weights, flip_a_byte, truncate_manifest, remove_manifest, empty_manifest],
+)
+def test_damaged_model_is_rebuilt(copy: Path, damage):
+    damage(copy)
+    assert read_manifest(copy) is None
+    make_quick(copy)
+    assert read_manifest(copy) is not None
+    assert len(read_tensors(copy)) == 3 + 9 * NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"force": True}, {"seed": 1}, {"plan": Plan(QUICK.training, QUICK.verifications, -1.0)}],
+)
+def test_other_recipe_or_force_rebuilds(copy: Path, options: dict):
+    before = modification_times(copy)
+    make_quick(copy, **options)
+    assert modification_times(copy)["config.json"] > before["config.json"]
+
+
+def test_same_seed_makes_the_same_files(model: Path, output: Path):
+    make_quick(output)
+    assert read_manifest(output) == read_manifest(model)
+
+
+def test_changed_source_changes_the_recipe(tmp_path: Path):
+    source = tmp_path / "source.py"
+    source.write_text("a = 1\n")
+    before = make_tiny_model.recipe([source], "llada", 0, QUICK)
+    source.write_text("a = 2\n")
+    assert make_tiny_model.recipe([source], "llada", 0, QUICK) != before
+
+
+def test_bad_model_is_refused_and_the_old_one_stays(copy: Path):
+    before = modification_times(copy)
+    strict = Plan(QUICK.training, QUICK.verifications, required_share=0.95)
+    with pytest.raises(make_tiny_model.TinyModelError, match=r"not good enough: \d+ of 172"):
+        make_quick(copy, plan=strict)
+    assert modification_times(copy) == before
+    with pytest.raises(make_tiny_model.TinyModelError, match="not good enough"):
+        make_tiny_model.check(copy, "llada", strict)
+
+
+def test_interruption_leaves_nothing(output: Path, monkeypatch, capsys):
+    def interrupt(directory: Path, *_) -> None:
+        (directory / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(making, "write_checkpoint", interrupt)
+    assert make_tiny_model.main(["--output", str(output)]) == 1
+    assert "interrupted" in capsys.readouterr().err
+    assert {path.name for path in output.parent.iterdir()} == {".llada-tiny.lock"}
+
+
+def test_leavings_of_a_killed_run_are_removed(output: Path):
+    leaving = output.parent / ".llada-tiny.draft-abc"
+    leaving.mkdir()
+    (leaving / "config.json").write_text("{}")
+    make_quick(output)
+    assert not leaving.exists()
+
+
+def test_foreign_files_are_never_replaced(output: Path, capsys):
+    output.mkdir()
+    (output / "thesis.tex").write_text("years of work")
+    assert make_tiny_model.main(["--output", str(output), "--force"]) == 1
+    assert "thesis.tex" in capsys.readouterr().err
+    assert (output / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--family", "gpt"], "--family: wanted llada, got gpt"),
+        (["--seed", "-1"], "--seed: wanted 0 to 9223372036854775807, got -1"),
+        (["--check"], "is missing, incomplete or changed"),
+    ],
+)
+def test_refusals_are_one_line(output: Path, capsys, arguments: list[str], message: str):
+    assert make_tiny_model.main([*arguments, "--output", str(output)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_file_in_the_way_is_refused(output: Path, capsys):
+    output.write_text("")
+    assert make_tiny_model.main(["--output", str(output)]) == 1
+    assert "wanted a directory, got the file" in capsys.readouterr().err
+
+
+def test_missing_package_is_one_line(output: Path, monkeypatch, capsys):
+    monkeypatch.setattr("tiny_model.cache._PACKAGES", ("no-such-package-here",))
+    assert make_tiny_model.main(["--output", str(output)]) == 1
+    assert "package no-such-package-here is not installed" in capsys.readouterr().err
