@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
+PUZZLE = "What plus Paris 7 is France of?"  # no learnt answer: noise decides much of what comes out
 GENERATE = "/generate"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import OpenAI
 
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, QUESTION
+from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION
 from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
@@ -95,14 +95,13 @@ def test_diffusion_parameters_mean_the_same_on_every_route(client: Client) -> No
         "ignore_eos": True,
     }
     noise: dict[str, Any] = {"temperature": 1.5, "seed": 3}
-    text = client.ask(**diffusion, **noise)["text"][0]
-    assert text != ANSWER  # else the comparison shows nothing
-    chat = client.answer(CHAT, {"messages": MESSAGES, "vllm_xargs": diffusion, **noise})
+    messages = [{"role": "user", "content": PUZZLE}]
+    text = client.ask(PUZZLE, **diffusion, **noise)["text"][0]
+    assert text != client.ask(PUZZLE)["text"][0]  # else the comparison shows nothing
+    chat = client.answer(CHAT, {"messages": messages, "vllm_xargs": diffusion, **noise})
     assert chat["choices"][0]["message"]["content"] == text
-    raw = client.generate(prompt=QUESTION, **diffusion, **noise)["text"][0]
-    completion = client.answer(
-        COMPLETIONS, {"prompt": QUESTION, "vllm_xargs": diffusion, **noise}
-    )
+    raw = client.generate(prompt=PUZZLE, **diffusion, **noise)["text"][0]
+    completion = client.answer(COMPLETIONS, {"prompt": PUZZLE, "vllm_xargs": diffusion, **noise})
     assert completion["choices"][0]["text"] == raw
 
 

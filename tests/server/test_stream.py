@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, QUESTION, events
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, events
 
 if TYPE_CHECKING:
     from tests.server.client import Client
@@ -37,7 +37,8 @@ def without_times(answer: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_events_grow_to_the_plain_answer(client: Client, fields: dict[str, Any]) -> None:
-    body = {"prompt": QUESTION, "apply_chat_template": True, "seed": 21, **fields}
+    prompt = PUZZLE if "temperature" in fields else QUESTION
+    body = {"prompt": prompt, "apply_chat_template": True, "seed": 21, **fields}
     *chunks, last = client.events(GENERATE, body)
     assert without_times(last) == without_times(client.generate(**body))
     assert chunks
