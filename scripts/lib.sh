@@ -63,7 +63,7 @@ device_kind() {
 }
 
 pip_install() {
-  "$PY" -m pip install -qq --disable-pip-version-check "$@" ||
+  "$PY" -m pip install -qq --no-warn-conflicts --disable-pip-version-check "$@" ||
     die "pip install $* failed (its own message is above)"
 }
 

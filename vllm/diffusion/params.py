@@ -34,10 +34,9 @@ REMASKING: tuple[str, ...] = ("low_confidence", "random")
 CACHES: tuple[str, ...] = ("none",)
 CONFIDENCE_DTYPES: tuple[str, ...] = ("float32", "float64", "logits")
 
-# Keys of SamplingParams.extra_args that belong to upstream.
-RESERVED_EXTRA_ARGS = frozenset(
-    {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}
-)
+# A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
+# connectors are unknown parameters here: there is no such cache.
+RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
 
 @dataclass(frozen=True)

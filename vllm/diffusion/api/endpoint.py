@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from vllm import envs as upstream_envs
 from vllm.diffusion.api.door import current_door
 from vllm.diffusion.api.generate import GenerateHandler, new_request_id
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -58,6 +60,20 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     return JSONResponse(answer.model_dump(exclude_none=True))
 
 
+def _guards(app: FastAPI) -> list[Any]:
+    """The server's API keys hold for our routes too: upstream's middleware guards only its own."""
+    keys = [key for key in app.state.args.api_key or [upstream_envs.VLLM_API_KEY] if key]
+    if not keys:
+        return []
+    authentication = AuthenticationMiddleware(app, keys)
+
+    def require_key(raw_request: Request) -> None:
+        if not authentication.verify_token(raw_request.headers):
+            raise HTTPException(401, "wanted an Authorization header with a valid API key")
+
+    return [Depends(require_key)]
+
+
 class DiffusionEndpoint:
     """What upstream's server loads (its `EndpointPlugin` protocol)."""
 
@@ -65,7 +81,7 @@ class DiffusionEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(router)
+        app.include_router(router, dependencies=_guards(app))
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace

@@ -161,7 +161,6 @@ class GenerateHandler:
             frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty,
             logprobs=body.logprobs,
-            logit_bias={int(k): v for k, v in (body.logit_bias or {}).items()} or None,
             seed=None if seed is None else (seed + index) % 2**SEED_BITS,
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,

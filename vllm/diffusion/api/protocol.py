@@ -101,6 +101,8 @@ def check_body(body: GenerateBody) -> None:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {_MAX_CHOICES}")
     if body.stream_canvas:
         raise InvalidParameterError("stream_canvas", True, "wanted false: not supported")
+    if body.logit_bias:
+        raise InvalidParameterError("logit_bias", body.logit_bias, "wanted none: not supported")
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")

@@ -12,7 +12,7 @@ import inspect
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -116,7 +116,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> 
     from torch.nn.attention.varlen import varlen_attn
 
     ends = _cumulative_ends(spans, q.device)
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     keys = slice(spans[0].kv_start, spans[-1].kv_end)
     out = varlen_attn(
         q.contiguous(),

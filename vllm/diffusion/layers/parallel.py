@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LayerT = TypeVar("LayerT", bound="LinearBase | VocabParallelEmbedding")
 
 
-class _PlainEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+class _PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
     """Unquantised embedding or head whose weight stays as it was loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

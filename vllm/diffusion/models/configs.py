@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class DiffusionConfig(PreTrainedConfig):  # type: ignore[misc]
+class DiffusionConfig(PreTrainedConfig):
     """Base of the configuration classes: `from_dict` picks the class by `architectures`."""
 
     has_no_defaults_at_init: ClassVar[bool] = True

@@ -163,7 +163,7 @@ class LLaDATransformer(nn.Module):
             self.ff_out = self.ff_out.tie_weights(self.wte)
 
 
-class LLaDAModelLM(DiffusionModel, SupportsQuant):  # type: ignore[misc]
+class LLaDAModelLM(DiffusionModel, SupportsQuant):
     """A LLaDA checkpoint as a vLLM model."""
 
     family: ClassVar[Family] = LLADA
