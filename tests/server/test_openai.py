@@ -12,8 +12,6 @@ from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION
 from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.server.client import Client
     from tests.server.process import ServerProcess
 
@@ -22,12 +20,10 @@ SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos"
 
 
 @pytest.fixture
-def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
-    """`client` is here for its checks of the server's health and log."""
-    with OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", http_client=client.http, max_retries=0
-    ) as found:
-        yield found
+def openai(server: ServerProcess, client: Client) -> OpenAI:
+    """OpenAI's client over `client`, which checks the server's health and log afterwards."""
+    url = f"{server.url}/v1"
+    return OpenAI(base_url=url, api_key="none", http_client=client.http, max_retries=0)
 
 
 def test_chat(openai: OpenAI) -> None:
