@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.diffusion import params
+from vllm.diffusion import envs, params
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
 from vllm.diffusion.params import ServedModel, SpecialIds
@@ -48,6 +48,8 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     params.server_defaults(_server_settings(vllm_config))
 
+    # Our worker uses neither of upstream's runners; the second would want validators of its kind.
+    envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
     model = vllm_config.model_config
     validators = [v for v in (model.logits_processors or []) if v != VALIDATOR]
     model.logits_processors = [*validators, VALIDATOR]
@@ -67,7 +69,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         raise ModelConfigError(
             "architectures", config.architectures, f"wanted one of {sorted(BY_ARCHITECTURE)}"
         )
-    generation = model.try_get_generation_config()
+    generation = model.try_get_generation_config() | model.override_generation_config
     return ServedModel(
         family=family,
         ids=_special_ids(model, generation, family.end_of_turn_tokens),

@@ -34,7 +34,6 @@ class _EagerPlatform(Platform):
         vllm_config.compilation_config.cudagraph_capture_sizes = []
         # Threads and devices do not survive a fork.
         envs.set_default("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
 
     @classmethod
     def inference_mode(cls) -> Any:

@@ -22,6 +22,7 @@ from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.models.base import DiffusionModel
 
 logger = init_logger(__name__)
@@ -90,8 +91,8 @@ class DiffusionModelRunner:
         hidden = forward(self.model, batch, plan, self.buffers)
         sampled = sample(self.model, hidden, batch.groups, plan.logits_rows, self.noise)
         candidates = batch.candidates(*sampled)
-        results = [c.commit(found) for c, found in zip(batch.canvases, candidates, strict=True)]
-        return batch, dict(zip(req_ids, results, strict=True))
+        parts = zip(req_ids, batch.canvases, candidates, strict=True)
+        return batch, {i: self._commit(i, canvas, found) for i, canvas, found in parts}
 
     @torch.inference_mode()
     def _timed_step(self, req_ids: list[str]) -> dict[str, StepResult]:
@@ -108,6 +109,14 @@ class DiffusionModelRunner:
                 sum(p.numel() for p in batch.eligible),
             )
         return results
+
+    def _commit(self, req_id: str, canvas: Canvas, candidates: Candidates) -> StepResult:
+        """A request whose decoding fails ends alone; every rank sees the same failure."""
+        try:
+            return canvas.commit(candidates)
+        except Exception as error:
+            logger.exception("decoding of request %s failed", req_id)
+            return self._failure(req_id, error)
 
     def _failure(self, req_id: str, error: Exception) -> StepResult:
         canvas = self.canvases.get(req_id)
