@@ -270,14 +270,16 @@ def test_infill(client: Client) -> None:
 
     A hole where the model proposes the mask token again stays one and is not reported.
     """
-    rendered = tokenize(client, messages=[{"role": "user", "content": PUZZLE}])
     mask = mask_id(client)
-    holed = [[*rendered[:hole], mask, *rendered[hole + 1 :]] for hole in range(len(rendered))]
-    answer = client.generate(prompt=holed, allow_infill=True, gen_length=32, ignore_eos=True)
-    assert [len(ids) for ids in answer["token_ids"]] == [32] * len(holed)
-    infilled = answer["diffusion"]["infilled"]
-    assert all(filled.keys() <= {str(hole)} for hole, filled in enumerate(infilled))
-    fillings = [token for filled in infilled for token in filled.values()]
+    fillings = []
+    for question in (QUESTION, PUZZLE):
+        rendered = tokenize(client, messages=[{"role": "user", "content": question}])
+        holed = [[*rendered[:hole], mask, *rendered[hole + 1 :]] for hole in range(len(rendered))]
+        answer = client.generate(prompt=holed, allow_infill=True, gen_length=32, ignore_eos=True)
+        assert [len(ids) for ids in answer["token_ids"]] == [32] * len(holed)
+        for hole, filled in enumerate(answer["diffusion"]["infilled"]):
+            assert filled.keys() <= {str(hole)}
+            fillings.extend(filled.values())
     assert fillings
     assert mask not in fillings
 
