@@ -516,10 +516,12 @@ def test_extra_args_carry_the_diffusion_parameters_and_win() -> None:
     decided = sampled(
         temperature=1.0,
         seed=5,
-        extra_args={"gen_length": 64, "steps": 16, "temperature": 0.5, "kv_transfer_params": {}},
+        extra_args={"gen_length": 64, "steps": 16, "temperature": 0.5},
     )
     assert (decided.gen_length, decided.max_tokens, decided.steps) == (64, 64, 16)
     assert (decided.temperature, decided.seed) == (0.5, 5)
+    with pytest.raises(InvalidParameterError, match="kv_transfer_params"):
+        sampled(extra_args={"kv_transfer_params": {}})
 
 
 def test_max_tokens_beside_a_canvas() -> None:
