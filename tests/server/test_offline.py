@@ -16,7 +16,7 @@ from tests.server.process import START_S, environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCRIPT = '''
+SCRIPT = """
 import json
 import sys
 
@@ -51,7 +51,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 @pytest.fixture(scope="module")

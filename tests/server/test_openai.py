@@ -47,7 +47,9 @@ def test_chat_stream(openai: OpenAI) -> None:
             extra_body=SMALL_BLOCKS,
         )
     )
-    deltas = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+    deltas = [
+        c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content
+    ]
     assert len(deltas) >= 2
     assert "".join(deltas) == plain.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
