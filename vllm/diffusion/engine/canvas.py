@@ -66,7 +66,8 @@ class Canvas:
         self._num_reported = end
         infilled = {}
         if end == canvas.numel():
-            infilled = {int(p): int(self.tokens[p]) for p in self._prompt_holes}
+            filled = self._prompt_holes[self.tokens[self._prompt_holes] != self.params.mask_id]
+            infilled = {int(p): int(self.tokens[p]) for p in filled}
         return StepResult(
             new_token_ids=canvas[start:end].tolist(),
             num_forwards=self.num_forwards,
