@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of the server do: send bodies, read event streams, look at the metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.server.process import MODEL_NAME, POLL_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import httpx
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+PUZZLE = "What plus Paris 7 is France of?"  # no learnt answer: noise decides much of what comes out
+GENERATE = "/generate"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+ROUTES = (GENERATE, CHAT, COMPLETIONS)
+
+
+def body_for(route: str, /, **diffusion: Any) -> dict[str, Any]:
+    """A body of `route` that asks QUESTION, with diffusion parameters where the route wants them."""
+    if route == GENERATE:
+        return {"prompt": QUESTION, **diffusion}
+    asked: dict[str, Any] = {"prompt": QUESTION}
+    if route == CHAT:
+        asked = {"messages": [{"role": "user", "content": QUESTION}]}
+    return {"model": MODEL_NAME, **asked, "vllm_xargs": diffusion} if diffusion else asked
+
+
+class Client:
+    """A thin layer over `httpx.Client`."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        """The answer of /generate to a body that it must accept."""
+        return self.answer(GENERATE, body)
+
+    def ask(self, question: str = QUESTION, **body: Any) -> dict[str, Any]:
+        """/generate through the chat template."""
+        return self.generate(prompt=question, apply_chat_template=True, **body)
+
+    def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.http.post(route, json=body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def events(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a streamed answer; its end mark is checked and left out."""
+        with self.http.stream("POST", route, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            found = list(events(response.iter_lines()))
+        assert found[-1] == "[DONE]"
+        assert "[DONE]" not in found[:-1]
+        return [json.loads(data) for data in found[:-1]]
+
+    def metric(self, name: str) -> float:
+        """A metric of /metrics, summed over its labels."""
+        text = self.http.get("/metrics").text
+        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert values, f"/metrics has no {name}"
+        return sum(map(float, values))
+
+    def num_requests(self) -> float:
+        """Requests in the engine, running and waiting."""
+        return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
+
+    def wait_for_num_requests(self, wanted: int, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (found := self.num_requests()) != wanted:
+            assert time.monotonic() < deadline, f"{found:g} requests; wanted {wanted}"
+            time.sleep(POLL_S)
+
+
+def events(lines: Iterable[str]) -> Iterator[str]:
+    """The data of server-sent events, one line each."""
+    for line in lines:
+        if line:
+            assert line.startswith("data: "), line
+            yield line.removeprefix("data: ")
+
+
+def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of a refusal, checked to have OpenAI's shape."""
+    assert response.status_code == status, response.text
+    assert response.json().keys() == {"error"}
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return error

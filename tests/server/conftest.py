@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server process for all tests of this folder, watched while they run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.server.client import Client
+from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    if not (MODEL / "config.json").is_file():
+        pytest.fail(f"no model in {MODEL}: scripts/make_tiny_model.py makes it", pytrace=False)
+    return MODEL
+
+
+@pytest.fixture(scope="session")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The overlay's own entry point, in float32: answers must not depend on batch neighbours."""
+    command = [
+        *SERVER,
+        *("--model", str(model_dir), "--served-model-name", MODEL_NAME, "--dtype", "float32"),
+    ]
+    process = ServerProcess(command, tmp_path_factory.mktemp("server") / "server.log")
+    try:
+        process.wait_until_healthy()
+        yield process
+        process.terminate()
+        assert process.wait() == 0, process.log()
+        assert process.group_is_empty(), "processes of the server are left"
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """A client of the server. Afterwards the server must be healthy and have logged no traceback."""
+    start = len(server.log())
+    with server.client() as http:
+        yield Client(http)
+        assert http.get("/health").status_code == 200
+    logged = server.log()[start:]
+    assert "Traceback" not in logged, logged

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server processes for tests: start, wait until healthy, stop, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "llada-tiny"
+MODEL_NAME = "llada-tiny"
+SERVER = (sys.executable, "-m", "vllm.entrypoints.api_server")
+START_S = 300.0  # the first start after an installation compiles all of upstream's modules
+STOP_S = 120.0
+POLL_S = 0.2
+
+
+class ServerFailed(Exception):
+    """A server process did not do what was waited for; the message ends with its log's tail."""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without the settings that other tests make for engines of theirs.
+
+    The interpreter's own folder comes first on PATH: scripts find the same Python as the tests.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "DLLM_"))}
+    return {
+        **inherited,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **variables,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class ServerProcess:
+    """A server in a process group of its own.
+
+    Args:
+        command: the command line, without `--port`.
+        log: file that takes its stdout and stderr.
+        port: where it listens; None: the command is told a free one with `--port`.
+        variables: environment variables on top of `environment()`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, *, port: int | None = None, **variables: str
+    ) -> None:
+        if port is None:
+            port = free_port()
+            command = [*command, "--port", str(port)]
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,  # not the repository: nothing may depend on the current folder
+                env=environment(**variables),
+                start_new_session=True,
+            )
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def client(self, timeout_s: float = 120.0) -> httpx.Client:
+        """A client that passes proxies by."""
+        return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
+
+    def wait_until_healthy(self, timeout_s: float = START_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self.client(timeout_s=10.0) as client:
+            while not _is_healthy(client):
+                if self._process.poll() is not None:
+                    raise self._failed(f"ended with status {self._process.returncode} at its start")
+                if time.monotonic() > deadline:
+                    raise self._failed(f"was not healthy within {timeout_s:g} s")
+                time.sleep(POLL_S)
+
+    def terminate(self) -> None:
+        """SIGTERM to the main process alone, as an init system or a container runtime sends it."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = STOP_S) -> int:
+        """The exit status of the main process."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"did not end within {timeout_s:g} s") from None
+
+    def group_is_empty(self, timeout_s: float = 10.0) -> bool:
+        """Whether no process of the group is left, the engine's included."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def kill(self) -> None:
+        """End every process of the group, whatever state it is in."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def _failed(self, what: str) -> ServerFailed:
+        tail = "\n".join(self.log().splitlines()[-60:])
+        return ServerFailed(f"the server {what}; its log ends with:\n{tail}")
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /generate: prompts in all their forms, and what each parameter does to the answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
+from tests.server.process import MODEL_NAME
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+NOISY = {"temperature": 2.0, "gen_length": 32, "ignore_eos": True}
+MINIMUM_PAYLOAD = {
+    "prompt": QUESTION,
+    "max_tokens": 32,
+    "gen_length": 32,
+    "output_length": 32,
+    "steps": 16,
+    "block_length": 32,
+    "temperature": 0.0,
+    "cfg_scale": 0.0,
+    "remasking": "low_confidence",
+}
+
+
+def tokenize(client: Client, **body: Any) -> list[int]:
+    tokens: list[int] = client.answer("/tokenize", body)["tokens"]
+    return tokens
+
+
+def mask_id(client: Client) -> int:
+    """The model's mask token, which the tokenizer knows by name."""
+    (found,) = tokenize(client, prompt="<|mdm_mask|>", add_special_tokens=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        (QUESTION, ANSWER),
+        ("What is the capital of Japan?", "The capital of Japan is Tokyo."),
+        ("Lima is the capital of which country?", "Lima is the capital of Peru."),
+        ("What is 3 plus 4?", "3 plus 4 is 7."),
+    ],
+)
+def test_answers_are_right(client: Client, question: str, answer: str) -> None:
+    assert client.ask(question)["text"] == [answer]
+
+
+def test_messages_equal_the_chat_template(client: Client) -> None:
+    by_template = client.ask()
+    by_messages = client.generate(messages=[{"role": "user", "content": QUESTION}])
+    assert by_messages["text"] == [ANSWER]
+    assert by_messages["token_ids"] == by_template["token_ids"]
+    assert by_messages["usage"] == by_template["usage"]
+
+
+def test_template_as_token_ids(client: Client) -> None:
+    """A rendered conversation sent as ids: the string route adds nothing else to it."""
+    rendered = tokenize(client, messages=[{"role": "user", "content": QUESTION}])
+    answer = client.generate(prompt=rendered)
+    assert answer["text"] == [ANSWER]
+    assert answer["usage"]["prompt_tokens"] == len(rendered)
+
+
+def test_a_string_prompt_is_taken_as_it_is(client: Client) -> None:
+    ids = tokenize(client, prompt=QUESTION)
+    as_text, as_ids = client.generate(prompt=QUESTION), client.generate(prompt=ids)
+    assert as_text["token_ids"] == as_ids["token_ids"]
+    assert as_text["usage"]["prompt_tokens"] == as_ids["usage"]["prompt_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize("as_ids", [False, True], ids=["strings", "token ids"])
+def test_a_list_of_prompts_equals_each_alone(client: Client, as_ids: bool) -> None:
+    prompts: list[Any] = [PUZZLE, "What is 2 plus 2?", "hello"]
+    if as_ids:
+        prompts = [tokenize(client, prompt=prompt) for prompt in prompts]
+    together = client.generate(prompt=prompts, seed=3, **NOISY)
+    alone = [client.generate(prompt=prompt, seed=3, **NOISY) for prompt in prompts]
+    assert together["token_ids"] == [one["token_ids"][0] for one in alone]
+    assert together["text"] == [one["text"][0] for one in alone]
+    assert together["usage"] == {
+        key: sum(one["usage"][key] for one in alone) for key in together["usage"]
+    }
+
+
+def test_n_answers_use_consecutive_seeds(client: Client) -> None:
+    together = client.ask(PUZZLE, n=3, seed=11, **NOISY)
+    alone = [client.ask(PUZZLE, seed=seed, **NOISY) for seed in (11, 12, 13)]
+    assert together["token_ids"] == [one["token_ids"][0] for one in alone]
+    assert together["diffusion"]["seeds"] == [11, 12, 13]
+    assert len({tuple(ids) for ids in together["token_ids"]}) == 3
+
+
+def test_n_answers_to_each_of_several_prompts(client: Client) -> None:
+    prompts = [PUZZLE, "What is 1 plus 1?"]
+    together = client.generate(prompt=prompts, n=2, seed=5, **NOISY)
+    alone = [client.generate(prompt=p, seed=s, **NOISY) for p in prompts for s in (5, 6)]
+    assert together["token_ids"] == [one["token_ids"][0] for one in alone]
+
+
+def test_the_fields_that_every_client_sends(client: Client) -> None:
+    body = {**MINIMUM_PAYLOAD, "mask_id": mask_id(client)}
+    answer = client.generate(**body, apply_chat_template=True)
+    assert answer["text"] == [ANSWER]
+    assert answer["diffusion"]["steps"] == answer["diffusion"]["num_forwards"] == 16
+    assert answer["diffusion"]["tokens_per_forward"] == 2.0
+
+
+def test_shape_of_an_answer(client: Client) -> None:
+    response = client.http.post(
+        GENERATE,
+        json={"prompt": QUESTION, "apply_chat_template": True, "gen_length": 32, "seed": 9},
+        headers={"X-Request-Id": "my-request"},
+    )
+    answer = response.json()
+    assert answer["id"] == "my-request"
+    assert answer["model"] == MODEL_NAME
+    assert answer["object"] == "text_diffusion"
+    assert answer["text"] == [ANSWER]
+    assert answer["finish_reason"] == ["stop"]
+    prompt = tokenize(client, messages=[{"role": "user", "content": QUESTION}])
+    tokens = tokenize(client, prompt=ANSWER)
+    assert answer["token_ids"] == [tokens]
+    num_tokens = len(tokens) + 1  # the stop token is counted, not returned
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": num_tokens,
+        "total_tokens": len(prompt) + num_tokens,
+    }
+    report = answer["diffusion"]
+    assert report.keys() == {
+        *("steps", "num_forwards", "tokens_per_forward", "queue_ms", "denoise_ms", "seeds"),
+    }
+    assert (report["steps"], report["num_forwards"], report["seeds"]) == (32, 32, [9])
+    assert report["tokens_per_forward"] == 1.0
+    assert report["queue_ms"] >= 0
+    assert report["denoise_ms"] > 0
+
+
+def test_each_answer_has_its_own_id(client: Client) -> None:
+    assert client.generate(prompt="hello")["id"] != client.generate(prompt="hello")["id"]
+
+
+def test_max_tokens_cuts_the_answer_not_the_canvas(client: Client) -> None:
+    whole = client.ask(gen_length=32)
+    cut = client.ask(gen_length=32, max_tokens=3)
+    assert cut["token_ids"][0] == whole["token_ids"][0][:3]
+    assert cut["finish_reason"] == ["length"]
+    assert cut["usage"]["completion_tokens"] == 3
+    assert ANSWER.startswith(cut["text"][0])
+    assert cut["text"][0]
+
+
+def test_canvas_is_max_tokens_in_whole_blocks(client: Client) -> None:
+    report = client.ask(max_tokens=33, ignore_eos=True)
+    assert len(report["token_ids"][0]) == 33
+    # 64 positions were filled, in as many steps.
+    assert report["diffusion"]["steps"] == 64
+
+
+def test_stop_string(client: Client) -> None:
+    answer = client.ask(stop=["of Fr"])
+    assert answer["text"] == ["The capital "]
+    assert answer["finish_reason"] == ["stop"]
+    kept = client.ask(stop="of Fr", include_stop_str_in_output=True)
+    assert kept["text"] == ["The capital of Fr"]
+
+
+def test_stop_token_ids(client: Client) -> None:
+    whole = client.ask()["token_ids"][0]
+    answer = client.ask(stop_token_ids=[whole[3]])
+    assert answer["token_ids"] == [whole[:3]]
+    assert answer["finish_reason"] == ["stop"]
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_ignore_eos_returns_the_whole_canvas(client: Client) -> None:
+    short = client.ask(gen_length=64)
+    whole = client.ask(gen_length=64, ignore_eos=True, skip_special_tokens=False)
+    tokens = whole["token_ids"][0]
+    assert len(tokens) == whole["usage"]["completion_tokens"] == 64
+    assert whole["finish_reason"] == ["length"]
+    assert tokens[: len(short["token_ids"][0])] == short["token_ids"][0]
+    assert mask_id(client) not in tokens
+    assert whole["text"][0].startswith(ANSWER + "<|")
+    assert client.ask(gen_length=64, ignore_eos=True)["text"] == [ANSWER]
+
+
+def test_a_seed_repeats_the_answer(client: Client) -> None:
+    first = client.ask(PUZZLE, seed=7, **NOISY)
+    assert client.ask(PUZZLE, seed=7, **NOISY)["token_ids"] == first["token_ids"]
+    assert client.ask(PUZZLE, seed=8, **NOISY)["token_ids"] != first["token_ids"]
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_answer(client: Client) -> None:
+    drawn = client.ask(PUZZLE, n=8, **NOISY)  # eight: half of all 64-bit numbers exceed a signed one
+    seeds = drawn["diffusion"]["seeds"]
+    assert len(set(seeds)) == 8
+    again = [client.ask(PUZZLE, seed=seed, **NOISY) for seed in seeds]
+    assert [one["token_ids"][0] for one in again] == drawn["token_ids"]
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1])
+def test_any_seed_of_64_bits(client: Client, seed: int) -> None:
+    first, second = (client.ask(PUZZLE, seed=seed, **NOISY) for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_temperature_has_no_upper_limit(client: Client) -> None:
+    hot, hotter = (
+        client.ask(PUZZLE, seed=1, **{**NOISY, "temperature": value}) for value in (3.0, 30.0)
+    )
+    assert hot["token_ids"] != hotter["token_ids"]
+
+
+def test_greedy_answers_do_not_depend_on_the_seed(client: Client) -> None:
+    greedy = {"gen_length": 32, "ignore_eos": True}
+    first, second = (client.ask(PUZZLE, seed=seed, **greedy) for seed in (1, 2))
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_threshold_needs_fewer_forwards(client: Client) -> None:
+    answer = client.ask(gen_length=32, threshold=0.9)
+    assert answer["text"] == [ANSWER]
+    report = answer["diffusion"]
+    assert 1 <= report["num_forwards"] < 32
+    assert report["tokens_per_forward"] == pytest.approx(32 / report["num_forwards"], abs=1e-3)
+    assert client.ask(gen_length=32, algorithm="threshold")["text"] == [ANSWER]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_denoising_steps": 8, "block_size": 16, "output_length": 32},
+        {"steps": 8, "sub_block_size": 16, "gen_length": 32, "algorithm": "LowConfidence"},
+        {"steps": 8, "block_length": 16, "max_new_tokens": 32, "algorithm": "SemiAr"},
+    ],
+    ids=["long names", "low_confidence as algorithm", "CamelCase"],
+)
+def test_other_spellings_mean_the_same(client: Client, fields: dict[str, Any]) -> None:
+    plain = client.ask(steps=8, block_length=16, gen_length=32, ignore_eos=True)
+    other = client.ask(**fields, ignore_eos=True)
+    assert other["token_ids"] == plain["token_ids"]
+    assert other["diffusion"]["num_forwards"] == plain["diffusion"]["num_forwards"] == 8
+
+
+def test_parameters_reach_the_engine(client: Client) -> None:
+    """Each of these changes which tokens come out; the values are compared in the parity tests."""
+    base = {"seed": 4, **NOISY}
+    plain = client.ask(PUZZLE, **base)["token_ids"]
+    for changed in (
+        {"remasking": "random"},
+        {"cfg_scale": 1.5},
+        {"steps": 4},
+        {"block_length": 8},
+        {"temperature": 0.5},
+        {"logits_eos_inf": True},
+        {"gen_length": 64},
+    ):
+        assert client.ask(PUZZLE, **{**base, **changed})["token_ids"] != plain, changed
+
+
+def test_infill(client: Client) -> None:
+    """Mask tokens of a prompt are filled too, when asked for, and reported by position.
+
+    A hole where the model proposes the mask token again stays one and is not reported.
+    """
+    mask = mask_id(client)
+    fillings = []
+    for question in (QUESTION, PUZZLE):
+        rendered = tokenize(client, messages=[{"role": "user", "content": question}])
+        holed = [[*rendered[:hole], mask, *rendered[hole + 1 :]] for hole in range(len(rendered))]
+        answer = client.generate(prompt=holed, allow_infill=True, gen_length=32, ignore_eos=True)
+        assert [len(ids) for ids in answer["token_ids"]] == [32] * len(holed)
+        for hole, filled in enumerate(answer["diffusion"]["infilled"]):
+            assert filled.keys() <= {str(hole)}
+            fillings.extend(filled.values())
+    assert fillings
+    assert mask not in fillings
+
+
+def test_null_means_not_given(client: Client) -> None:
+    nulls = dict.fromkeys(("steps", "block_length", "seed", "threshold", "stop", "model", "mask_id"))
+    assert client.ask(**nulls)["text"] == [ANSWER]
+    assert client.ask(model=MODEL_NAME)["text"] == [ANSWER]

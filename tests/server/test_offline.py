@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline inference as a user's script runs it: `LLM` with the engine in a spawned process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import ANSWER, PUZZLE, QUESTION
+from tests.server.process import START_S, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCRIPT = '''
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+
+MODEL, QUESTION, PUZZLE = sys.argv[1:]
+
+
+def main():
+    llm = LLM(model=MODEL, dtype="float32")
+    conversation = [{"role": "user", "content": QUESTION}]
+    greedy = SamplingParams(temperature=0.0, max_tokens=32)
+
+    def told(outputs):
+        return [[o.outputs[0].text, list(o.outputs[0].token_ids)] for o in outputs]
+
+    def canvas(**fields):
+        extra = {"gen_length": 64, "steps": 16, "ignore_eos": True, **fields}
+        return SamplingParams(temperature=1.0, seed=3, extra_args=extra)
+
+    found = {"chat": told(llm.chat(conversation, greedy))}
+    found["plain"] = told(llm.generate([QUESTION, PUZZLE], SamplingParams(temperature=1.0, max_tokens=100)))
+    found["extra"] = told(llm.generate([PUZZLE], canvas()))
+    try:
+        llm.generate([PUZZLE], canvas(stepz=8))
+    except Exception as error:
+        found["refusal"] = f"{type(error).__name__}: {error}"
+    found["several"] = told(llm.generate([PUZZLE, QUESTION], [canvas(), canvas(remasking="random")]))
+    found["metrics"] = sorted({type(m).__name__ for m in llm.get_metrics()})
+    print("FOUND " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.fixture(scope="module")
+def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script printed."""
+    folder = tmp_path_factory.mktemp("offline")
+    script = folder / "offline.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(model_dir), QUESTION, PUZZLE],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        cwd=folder,
+        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    result: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return result
+
+
+def test_chat(found: dict[str, Any]) -> None:
+    assert found["chat"][0][0] == ANSWER
+
+
+def test_sampling_parameters_as_they_stand(found: dict[str, Any]) -> None:
+    assert len(found["plain"]) == 2
+    assert all(0 < len(token_ids) <= 100 for _, token_ids in found["plain"])
+
+
+def test_extra_args_are_the_diffusion_parameters(found: dict[str, Any]) -> None:
+    ((_, token_ids),) = found["extra"]
+    assert len(token_ids) == 64
+
+
+def test_each_prompt_has_its_own_parameters(found: dict[str, Any]) -> None:
+    first, second = found["several"]
+    assert [first] == found["extra"]
+    assert len(second[1]) == 64
+
+
+def test_a_refusal_names_the_field_and_the_engine_goes_on(found: dict[str, Any]) -> None:
+    assert "stepz: given 8; unknown parameter" in found["refusal"]
+    assert found["several"]
+
+
+def test_offline_equals_the_server(found: dict[str, Any], client: Any) -> None:
+    served = client.generate(
+        prompt=PUZZLE, gen_length=64, steps=16, ignore_eos=True, temperature=1.0, seed=3
+    )
+    assert served["token_ids"][0] == found["extra"][0][1]

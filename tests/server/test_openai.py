@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's routes, used through the OpenAI client as its users do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import OpenAI
+
+from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION
+from tests.server.process import MODEL_NAME
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos": 1}}
+
+
+@pytest.fixture
+def openai(server: ServerProcess, client: Client) -> OpenAI:
+    """OpenAI's client over `client`, which checks the server's health and log afterwards."""
+    url = f"{server.url}/v1"
+    return OpenAI(base_url=url, api_key="none", http_client=client.http, max_retries=0)
+
+
+def test_chat(openai: OpenAI) -> None:
+    answer = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_chat_stream(openai: OpenAI) -> None:
+    plain = openai.chat.completions.create(
+        model=MODEL_NAME, messages=MESSAGES, extra_body=SMALL_BLOCKS
+    )
+    chunks = list(
+        openai.chat.completions.create(
+            model=MODEL_NAME,
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=SMALL_BLOCKS,
+        )
+    )
+    deltas = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+    assert len(deltas) >= 2
+    assert "".join(deltas) == plain.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage == plain.usage
+    assert chunks[-1].usage.completion_tokens == 64
+
+
+def test_completions(openai: OpenAI) -> None:
+    answer = openai.completions.create(model=MODEL_NAME, prompt=[QUESTION, "What is 3 plus 4?"])
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].text == ANSWER
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
+
+
+def test_completions_stream(openai: OpenAI) -> None:
+    plain = openai.completions.create(model=MODEL_NAME, prompt=QUESTION, extra_body=SMALL_BLOCKS)
+    chunks = list(
+        openai.completions.create(
+            model=MODEL_NAME,
+            prompt=QUESTION,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=SMALL_BLOCKS,
+        )
+    )
+    texts = [c.choices[0].text for c in chunks if c.choices and c.choices[0].text]
+    assert len(texts) >= 2
+    assert "".join(texts) == plain.choices[0].text
+    assert chunks[-1].usage == plain.usage
+
+
+def test_diffusion_parameters_mean_the_same_on_every_route(client: Client) -> None:
+    diffusion: dict[str, Any] = {
+        "gen_length": 32,
+        "steps": 8,
+        "block_length": 16,
+        "remasking": "random",
+        "cfg_scale": 0.5,
+        "ignore_eos": True,
+    }
+    noise: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    messages = [{"role": "user", "content": PUZZLE}]
+    text = client.ask(PUZZLE, **diffusion, **noise)["text"][0]
+    assert text != client.ask(PUZZLE)["text"][0]  # else the comparison shows nothing
+    chat = client.answer(CHAT, {"messages": messages, "vllm_xargs": diffusion, **noise})
+    assert chat["choices"][0]["message"]["content"] == text
+    raw = client.generate(prompt=PUZZLE, **diffusion, **noise)["text"][0]
+    completion = client.answer(COMPLETIONS, {"prompt": PUZZLE, "vllm_xargs": diffusion, **noise})
+    assert completion["choices"][0]["text"] == raw
+
+
+def test_upstream_fields_act(openai: OpenAI) -> None:
+    def ask(**fields: Any) -> Any:
+        return openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, **fields)
+
+    cut = ask(max_tokens=3).choices[0]
+    assert (cut.message.content, cut.finish_reason) == ("The capital of", "length")
+    assert ask(max_completion_tokens=3).choices[0].message.content == "The capital of"
+    stopped = ask(stop=["of Fr"]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == ("The capital ", "stop")
+    three = ask(n=3, seed=1, temperature=1.0, extra_body={"vllm_xargs": {"gen_length": 32}})
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+
+
+def test_two_turns(openai: OpenAI) -> None:
+    """A conversation with an earlier answer in it goes through the template."""
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "What is 3 plus 4?"},
+    ]
+    answer = openai.chat.completions.create(model=MODEL_NAME, messages=turns)
+    assert answer.usage is not None
+    one_turn = openai.chat.completions.create(model=MODEL_NAME, messages=turns[-1:])
+    assert one_turn.usage is not None
+    assert answer.usage.prompt_tokens > one_turn.usage.prompt_tokens
+    assert one_turn.choices[0].message.content == "3 plus 4 is 7."
+
+
+def test_models(openai: OpenAI) -> None:
+    (model,) = openai.models.list().data
+    assert model.id == MODEL_NAME
+
+
+def test_metrics_count_prompts_and_answers(client: Client) -> None:
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+    before = [client.metric(name) for name in names]
+    usage = client.ask()["usage"]
+    after = [client.metric(name) for name in names]
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    assert grown == [usage["prompt_tokens"], usage["completion_tokens"]]
+
+
+def test_generate_is_documented(client: Client) -> None:
+    assert client.http.get("/docs").status_code == 200
+    document = client.http.get("/openapi.json").json()
+    route = document["paths"]["/generate"]["post"]
+    assert {"200", "400", "404"} <= route["responses"].keys()
+    reference = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    fields = document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
+    wanted = {
+        *("prompt", "messages", "apply_chat_template", "max_tokens", "gen_length"),
+        *("output_length", "steps", "num_denoising_steps", "block_length", "temperature"),
+        *("cfg_scale", "remasking", "algorithm", "threshold", "mask_id", "ignore_eos", "seed"),
+        *("n", "stop", "stop_token_ids", "stream", "stream_canvas"),
+    }
+    assert wanted <= fields.keys()
+    assert all(fields[name].get("description") for name in wanted)
+    assert fields["steps"]["type"] == "integer"
+    assert fields["remasking"]["enum"] == ["low_confidence", "random"]
+
+
+def test_small_routes(client: Client) -> None:
+    assert client.http.get("/health").status_code == 200
+    assert client.http.get("/version").json() == {"version": "0.32.0"}
+    tokens = client.answer("/tokenize", {"prompt": QUESTION})
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+    assert client.answer("/detokenize", {"tokens": tokens["tokens"]})["prompt"] == QUESTION

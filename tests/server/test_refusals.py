@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad requests: each is a 400 in OpenAI's error shape that says what to change."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    QUESTION,
+    ROUTES,
+    body_for,
+    refusal,
+)
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+JSON = {"Content-Type": "application/json"}
+MASK = "<|mdm_mask|>"
+CANVAS = {"gen_length": 32}
+
+# (fields, the field that is refused, what the message must say that was wanted)
+DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"gen_length": 0}, "gen_length", "at least 1"),
+    ({"gen_length": -5}, "gen_length", "at least 1"),
+    ({"gen_length": 32.5}, "gen_length", "whole number"),
+    ({"gen_length": "32"}, "gen_length", "number"),
+    ({"gen_length": [32]}, "gen_length", "number"),
+    ({"gen_length": 2**62}, "gen_length", "max_model_len 4096"),
+    ({"output_length": 0}, "output_length", "at least 1"),
+    ({**CANVAS, "output_length": 64}, "output_length", "contradicts"),
+    ({**CANVAS, "max_tokens": 33}, "max_tokens", "at most the canvas, gen_length: 32"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({**CANVAS, "steps": 0}, "steps", "at least 1"),
+    ({**CANVAS, "steps": 1e300}, "steps", "whole number"),
+    ({**CANVAS, "num_denoising_steps": -1}, "num_denoising_steps", "at least 1"),
+    ({**CANVAS, "steps": 8, "num_denoising_steps": 9}, "num_denoising_steps", "contradicts"),
+    ({**CANVAS, "block_length": 8, "steps": 6}, "steps", "4 or 8"),
+    ({**CANVAS, "block_length": 8, "threshold": 0.9, "steps": 3}, "steps", "4 or more"),
+    ({**CANVAS, "block_length": 5}, "block_length", "4, 8, 16"),
+    ({**CANVAS, "block_length": 64}, "block_length", "divisor of the canvas, 32"),
+    ({**CANVAS, "block_size": 0}, "block_size", "at least 1"),
+    ({"cfg_scale": -0.5}, "cfg_scale", "at least 0"),
+    ({"cfg_scale": "high"}, "cfg_scale", "number"),
+    ({"temperature": -1}, "temperature", "at least 0"),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"remasking": "topk"}, "remasking", "low_confidence, random"),
+    ({"remasking": 1}, "remasking", "low_confidence, random"),
+    ({"algorithm": "beam"}, "algorithm", "semi_ar, threshold"),
+    ({"algorithm": "low_confidence", "remasking": "random"}, "remasking", "contradicts"),
+    ({"algorithm": "semi_ar", "threshold": 0.9}, "threshold", "wanted algorithm: threshold"),
+    ({"cache": "everything"}, "cache", "none"),
+    ({"threshold": "high"}, "threshold", "number"),
+    ({"confidence_dtype": "float16"}, "confidence_dtype", "float32, float64"),
+    ({"mask_id": 3}, "mask_id", "the model's"),
+    ({"min_tokens": 1}, "min_tokens", "wanted 0"),
+    ({"ignore_eos": 2}, "ignore_eos", "true or false"),
+    ({"allow_infill": "yes"}, "allow_infill", "true or false"),
+    ({"stepz": 8}, "stepz", "unknown parameter; known: "),
+    ({"gen-length": 8}, "gen-length", "gen_length"),
+]
+
+# Fields of the body itself, on /generate.
+GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 0}, "n", "1 to 128"),
+    ({"n": -1}, "n", "1 to 128"),
+    ({"n": 10**30}, "n", "1 to 128"),
+    ({"stream_canvas": True}, "stream_canvas", "wanted false"),
+    ({"seed": 2**64}, "seed", "64 bits"),
+    ({"seed": 10**400}, "seed", "finite number"),
+    ({"gen_length": 10**400}, "gen_length", "finite number"),
+    ({"steps": True}, "steps", "number"),
+    ({"steps": {"a": 1}}, "steps", "number"),
+    ({"temperature": [0]}, "temperature", "number"),
+    ({"algorithm": None, "remasking": {}}, "remasking", "low_confidence"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "prompt", "either prompt or messages"),
+    ({"prompt": None}, "prompt", "either prompt or messages"),
+    ({"prompt": ["a", "b"], "apply_chat_template": True}, "apply_chat_template", "string prompt"),
+    ({"prompt": ""}, "prompt", "at least one token"),
+    ({"prompt": ["hello", ""]}, "prompt", "at least one token"),
+    ({"prompt": []}, "prompt", "non-empty list"),
+    ({"prompt": [[]]}, "prompt", "non-empty list"),
+    ({"prompt": 7}, "prompt", "a string, token ids"),
+    ({"prompt": {"text": "a"}}, "prompt", "a string, token ids"),
+    ({"prompt": [1, "a"]}, "prompt", "a string, token ids"),
+    ({"prompt": ["a", [1]]}, "prompt", "a string, token ids"),
+    ({"prompt": [1.5]}, "prompt", "a string, token ids"),
+    ({"prompt": [True]}, "prompt", "a string, token ids"),
+    ({"prompt": [-1]}, "prompt", "token ids from 0"),
+    ({"prompt": [10**30]}, "prompt", "token ids from 0"),
+    ({"vllm_xargs": {"steps": 8}}, "vllm_xargs", "unknown parameter"),
+]
+
+# Parameters of autoregressive sampling that would act at this temperature.
+AUTOREGRESSIVE: list[dict[str, Any]] = [
+    {"top_p": 0.5},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": -1.0},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {"5": 1.0}},
+    {"min_tokens": 2},
+]
+
+
+def label(value: Any) -> str | None:
+    return json.dumps(value)[:60] if isinstance(value, dict) else None
+
+
+def check_message(error: dict[str, Any], fields: dict[str, Any], name: str, wanted: str) -> None:
+    """Field, given value and wanted value are in the message; the field is in `param` too."""
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: given "), error
+    assert wanted in error["message"]
+    if name != "prompt":
+        assert repr(fields[name])[:30] in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("fields", "name", "wanted"), DIFFUSION_REFUSALS, ids=label)
+def test_diffusion_parameters(
+    client: Client, route: str, fields: dict[str, Any], name: str, wanted: str
+) -> None:
+    error = refusal(client.http.post(route, json=body_for(route, **fields)))
+    check_message(error, fields, name, wanted)
+
+
+@pytest.mark.parametrize(("fields", "name", "wanted"), GENERATE_REFUSALS, ids=label)
+def test_fields_of_generate(
+    client: Client, fields: dict[str, Any], name: str, wanted: str
+) -> None:
+    error = refusal(client.http.post(GENERATE, json={"prompt": "hello", **fields}))
+    check_message(error, fields, name, wanted)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("fields", AUTOREGRESSIVE, ids=label)
+def test_autoregressive_parameters(client: Client, route: str, fields: dict[str, Any]) -> None:
+    body = {**body_for(route), "temperature": 1.0, **fields}
+    (name,) = fields
+    error = refusal(client.http.post(route, json=body))
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: given ")
+    assert "wanted" in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_logprobs(client: Client, route: str) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2} if route == CHAT else {"logprobs": 2}
+    error = refusal(client.http.post(route, json={**body_for(route), **asked}))
+    assert error["param"] == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"n": "many"}, "n"),
+        ({"stream": 3}, "stream"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [10**30]}, "stop_token_ids"),
+        ({"apply_chat_template": "maybe"}, "apply_chat_template"),
+        ({"model": 3}, "model"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": None, "messages": "hello"}, "messages"),
+        ({"prompt": None, "messages": ["hello"]}, "messages"),
+        ({"prompt": None, "messages": [{"content": "hello"}]}, "messages"),
+    ],
+    ids=label,
+)
+def test_wrong_types(client: Client, fields: dict[str, Any], name: str) -> None:
+    error = refusal(client.http.post(GENERATE, json={"prompt": "hello", **fields}))
+    assert name in error["param"]
+    assert name in error["message"]
+
+
+def test_empty_conversation(client: Client) -> None:
+    for route in (GENERATE, CHAT):
+        assert "message" in refusal(client.http.post(route, json={"messages": []}))["message"]
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e400"])
+@pytest.mark.parametrize("name", ["temperature", "cfg_scale", "threshold", "steps"])
+def test_literals_that_are_no_numbers(client: Client, name: str, literal: str) -> None:
+    """Python's JSON parser reads these; no denoise step could use them."""
+    content = f'{{"prompt": "hello", "{name}": {literal}}}'
+    error = refusal(client.http.post(GENERATE, content=content, headers=JSON))
+    assert error["param"] == name
+    assert "wanted a finite number" in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "content", [b'{"prompt": "a",', b"", b"[1]", b'"a"', b"null", b"\xff\xfe"], ids=repr
+)
+def test_bodies_that_are_no_json_object(client: Client, route: str, content: bytes) -> None:
+    error = refusal(client.http.post(route, content=content, headers=JSON))
+    assert "body" in error["param"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_number_too_long_to_read(client: Client, route: str) -> None:
+    """Python refuses to parse an integer of so many digits."""
+    content = json.dumps(body_for(route))[:-1] + ', "seed": ' + "9" * 5000 + "}"
+    assert client.http.post(route, content=content, headers=JSON).status_code == 400
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/xml"])
+def test_content_type(client: Client, route: str, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    content = json.dumps(body_for(route)).encode()
+    error = refusal(client.http.post(route, content=content, headers=headers))
+    assert "application/json" in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_model_that_is_not_served(client: Client, route: str) -> None:
+    body = {**body_for(route), "model": "llada-500b"}
+    error = refusal(client.http.post(route, json=body), status=404)
+    assert "llada-500b" in error["message"]
+    assert "llada-tiny" in error["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_methods(client: Client, method: str) -> None:
+    assert client.http.request(method, GENERATE).status_code == 405
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_mask_token_as_text(client: Client, route: str) -> None:
+    prompt: dict[str, Any] = {"prompt": f"What is {MASK}?"}
+    if route == CHAT:
+        prompt = {"messages": [{"role": "user", "content": prompt["prompt"]}]}
+    error = refusal(client.http.post(route, json=prompt))
+    assert error["param"] == "prompt"
+    assert "mask token" in error["message"]
+    assert "allow_infill" in error["message"]
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_mask_token_as_id(client: Client, route: str) -> None:
+    (mask,) = client.answer("/tokenize", {"prompt": MASK, "add_special_tokens": False})["tokens"]
+    error = refusal(client.http.post(route, json={"prompt": [5, mask, 6]}))
+    assert error["param"] == "prompt"
+    assert f"given {mask}" in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_prompt_and_canvas_too_long(client: Client, route: str) -> None:
+    """The three numbers: prompt, canvas and what the model takes."""
+    num_prompt = 17 if route == CHAT else 7
+    canvas = 4096 - num_prompt + 1
+    fields = {"gen_length": canvas}
+    error = refusal(client.http.post(route, json=body_for(route, **fields)))
+    check_message(error, fields, "gen_length", f"prompt of {num_prompt} tokens")
+    assert f"canvas of {canvas}" in error["message"]
+    assert "max_model_len 4096" in error["message"]
+
+
+def test_prompt_alone_too_long(client: Client) -> None:
+    error = refusal(client.http.post(GENERATE, json={"prompt": [5] * 5000}))
+    assert "4096" in error["message"]
+
+
+def test_one_bad_prompt_of_several(client: Client) -> None:
+    """Nothing runs when any of the prompts is refused."""
+    before = client.metric("vllm:prompt_tokens_total")
+    refusal(client.http.post(GENERATE, json={"prompt": [QUESTION, MASK]}))
+    assert client.num_requests() == 0
+    assert client.metric("vllm:prompt_tokens_total") == before
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "value", [None, {"a": 1}, 10**30], ids=["null", "object", "more than 64 bits"]
+)
+def test_xargs_that_upstream_refuses(client: Client, route: str, value: Any) -> None:
+    """Here the words are upstream's."""
+    response = client.http.post(route, json=body_for(route, gen_length=value))
+    assert refusal(response)["param"]
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_xargs_of_connectors(client: Client, route: str, name: str) -> None:
+    """Keys that upstream reserves for key-value connectors do not break a server without one."""
+    response = client.http.post(route, json=body_for(route, **{name: 3}))
+    assert name in refusal(response)["message"]
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_structured_output(client: Client, route: str) -> None:
+    body = {**body_for(route), "response_format": {"type": "json_object"}}
+    assert "structured_outputs" in refusal(client.http.post(route, json=body))["message"]
+
+
+def test_a_good_request_after_all(client: Client) -> None:
+    assert client.ask()["finish_reason"] == ["stop"]

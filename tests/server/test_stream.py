@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /generate with `stream: true`: events of the growing prefix, the whole answer, [DONE]."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, events
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+CASES = {
+    "greedy": {"gen_length": 64, "block_length": 8, "ignore_eos": True},
+    "noisy": {"gen_length": 32, "block_length": 8, "temperature": 2.0, "ignore_eos": True},
+    "stops": {"gen_length": 32},
+    "stop string": {"gen_length": 32, "block_length": 4, "stop": ["of Fr"]},
+    "stop token": {"gen_length": 32, "block_length": 4, "stop_token_ids": [257]},
+    "cut": {"gen_length": 32, "block_length": 4, "max_tokens": 5},
+    "three": {"gen_length": 32, "block_length": 8, "temperature": 1.0, "n": 3},
+    "threshold": {"gen_length": 32, "block_length": 8, "threshold": 0.95},
+    "special tokens": {"gen_length": 32, "block_length": 8, "skip_special_tokens": False},
+}
+
+
+def without_times(answer: dict[str, Any]) -> dict[str, Any]:
+    """What must repeat of an answer."""
+    report = {k: v for k, v in answer["diffusion"].items() if not k.endswith("_ms")}
+    kept = {k: v for k, v in answer.items() if k not in ("id", "created")}
+    return {**kept, "diffusion": report}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
+def test_events_grow_to_the_plain_answer(client: Client, fields: dict[str, Any]) -> None:
+    prompt = PUZZLE if "temperature" in fields else QUESTION
+    body = {"prompt": prompt, "apply_chat_template": True, "seed": 21, **fields}
+    *chunks, last = client.events(GENERATE, body)
+    assert without_times(last) == without_times(client.generate(**body))
+    assert chunks
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    for index, (text, token_ids) in enumerate(zip(last["text"], last["token_ids"], strict=True)):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert all(chunk["object"] == "text_diffusion.chunk" for chunk in own)
+        for before, after in zip(own, own[1:], strict=False):
+            assert after["text"].startswith(before["text"])
+            assert after["token_ids"][: len(before["token_ids"])] == before["token_ids"]
+            assert len(after["token_ids"]) >= len(before["token_ids"])
+        assert own[-1]["text"] == text
+        assert own[-1]["token_ids"] == token_ids
+
+
+def test_an_event_for_every_new_prefix(client: Client) -> None:
+    """Blocks are filled one after the other, so at least one prefix per block is reported."""
+    body = {"prompt": QUESTION, "apply_chat_template": True, **CASES["greedy"]}
+    *chunks, _ = client.events(GENERATE, body)
+    lengths = [len(chunk["token_ids"]) for chunk in chunks]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) >= 8
+    assert lengths[-1] == 64
+
+
+def test_events_arrive_while_the_request_runs(client: Client) -> None:
+    body = {"prompt": "hello", "gen_length": 256, "block_length": 4, "ignore_eos": True}
+    with client.http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
+        found = events(response.iter_lines())
+        first = json.loads(next(found))
+        assert 0 < len(first["token_ids"]) < 256
+        assert client.num_requests() == 1
+        rest = list(found)
+    assert rest[-1] == "[DONE]"
+    assert len(json.loads(rest[-2])["token_ids"][0]) == 256
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_any_read_size(client: Client, server: ServerProcess, size: int) -> None:
+    """A client that reads the socket in pieces of its own size, as curl does."""
+    body = json.dumps(
+        {"prompt": QUESTION, "apply_chat_template": True, "stream": True, **CASES["greedy"]}
+    )
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request("POST", GENERATE, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200
+        pieces = []
+        while piece := response.read(size):
+            pieces.append(piece)
+    finally:
+        connection.close()
+    text = b"".join(pieces).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    *_, answer, end = events(text.splitlines())
+    assert end == "[DONE]"
+    assert json.loads(answer)["text"] == [ANSWER]
+
+
+def test_a_refusal_is_no_stream(client: Client) -> None:
+    response = client.http.post(GENERATE, json={"prompt": "hello", "stream": True, "stepz": 1})
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["error"]["param"] == "stepz"
