@@ -421,9 +421,10 @@ def test_stop_ids() -> None:
 )
 def test_options_that_need_an_id_the_checkpoint_has_not(ids: SpecialIds, option: str) -> None:
     yes: dict[str, Any] = {option: True}
+    no: dict[str, Any] = {option: False}
     error = refusal(model(ids=ids), **yes)
     assert (error.field, error.given) == (option, True)
-    assert resolve(model(ids=ids), **dict.fromkeys(yes, False)).eot_id == ids.eot
+    assert resolve(model(ids=ids), **no).eot_id == ids.eot
 
 
 # ---- server-wide defaults ----------------------------------------------------------------------
