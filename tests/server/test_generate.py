@@ -287,7 +287,7 @@ def test_infill(client: Client) -> None:
 
 
 def test_null_means_not_given(client: Client) -> None:
-    nulls = dict.fromkeys(
+    nulls: dict[str, Any] = dict.fromkeys(
         ("steps", "block_length", "seed", "threshold", "stop", "model", "mask_id")
     )
     assert client.ask(**nulls)["text"] == [ANSWER]
