@@ -31,7 +31,7 @@ SEED_BITS = 64
 
 ALGORITHMS: tuple[str, ...] = ("semi_ar", "threshold")
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
-CACHES: tuple[str, ...] = ("none",)
+CACHES: tuple[str, ...] = ("none", "prefix", "dual")
 CONFIDENCE_DTYPES: tuple[str, ...] = ("float32", "float64", "logits")
 
 # A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
@@ -240,6 +240,8 @@ class DiffusionParams:
     eos_id: int | None
     eot_id: int | None
     stop_ids: frozenset[int]
+    top_p: float | None = None
+    top_k: int | None = None
 
     @property
     def num_blocks(self) -> int:

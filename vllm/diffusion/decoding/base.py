@@ -1,29 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding rule is: it looks at the candidates of one forward and says which to commit."""
+"""What a decoding rule is: it says which positions a forward is for, and which it commits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
+
+from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
 
 
+class Work(NamedTuple):
+    """What one forward is for.
+
+    Attributes:
+        eligible: [R] int64, ascending: masked positions whose candidates are wanted.
+        rows: first and last + 1 position that the forward computes; all others take part through
+            their cached keys and values. The whole sequence where nothing is cached.
+        fill: (position, token): every position from there on is set to the token before the
+            forward. Candidates of `eligible` positions there are delivered all the same.
+    """
+
+    eligible: torch.Tensor
+    rows: tuple[int, int]
+    fill: tuple[int, int] | None = None
+
+
 class Candidates(NamedTuple):
-    """Proposals for the masked positions of one sequence, in ascending order of position.
+    """Proposals for the eligible positions of one sequence, in ascending order of position.
 
     Attributes:
         positions: [R] int64, positions in the sequence (prompt included).
         tokens: [R] int64, proposed token of each position.
         scores: [R] float64, larger is more certain.
+        greedy: [R] int64, argmax of the noise-free logits, where the rule's scoring wants it.
+        draws: [R] float64 uniform numbers of (0, 1), where the rule names a purpose for them.
     """
 
     positions: torch.Tensor
     tokens: torch.Tensor
     scores: torch.Tensor
+    greedy: torch.Tensor | None = None
+    draws: torch.Tensor | None = None
 
 
 def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
@@ -32,24 +54,69 @@ def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
 
 
 class DecodingRule(ABC):
-    """One request's decoding, block after block.
+    """One request's decoding. A rule holds only its own progress: no tokens, no model.
 
-    Before each forward the engine asks `window` which masked positions may be committed, and
-    afterwards `select` which of their candidates are. A rule holds only its own progress: no
-    tokens, no model. It always comes to an end, also with a model that predicts the mask token:
-    positions that are still masked after the last block are filled in one more forward in which
-    that token is forbidden.
+    Before each forward the engine calls `prepare`, after it `select`. A rule comes to an end with
+    any model, also one that predicts the mask token: while `forbid_mask` is set, that token is
+    not proposed.
 
     Args:
         params: the request's parameters.
         prompt_length: tokens before the canvas; blocks count from there.
     """
 
+    scoring: Scoring = Scoring()
+    adjusts_logits: ClassVar[bool] = False
+    draw_purpose: ClassVar[int | None] = None  # of Candidates.draws
+
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params
         self.prompt_length = prompt_length
-        self.block = 0
         self.forbid_mask = False
+
+    @abstractmethod
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        """What the next forward is for; None when nothing is left to do.
+
+        Args:
+            tokens: [T] int64, the sequence; not to be written.
+        """
+
+    @abstractmethod
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Indices [K] int64 into `candidates` that are committed after the forward."""
+
+    def replacement(self, candidates: Candidates) -> torch.Tensor:
+        """Tokens [R] int64 to commit; those proposed, unless a rule knows better."""
+        return candidates.tokens
+
+    def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits to use instead of `logits`, for rules with `adjusts_logits`.
+
+        Called once per forward and eligible position, in chunks of rows.
+
+        Args:
+            logits: [R, V], all columns; may be overwritten.
+            positions: [R] int64, from the start of the canvas.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
+
+
+class BlockwiseRule(DecodingRule):
+    """Blocks from left to right; subclasses say how the masked positions of a block are committed.
+
+    With `cache: prefix` or `dual` (Fast-dLLM, Wu et al., arXiv:2505.22618) only the first forward
+    of a block computes the whole sequence. The others compute from the block's start to the end
+    of the sequence (prefix) or the block alone (dual), and only the block's own positions compete.
+
+    Positions that are still masked after the last block are filled in one more forward in which
+    the mask token is forbidden.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self.block = 0
+        self._computed_block = -1  # the block whose first, whole forward has been
         self._leftovers = False
 
     @property
@@ -60,23 +127,26 @@ class DecodingRule(ABC):
     def block_end(self) -> int:
         return self.block_start + self.params.block_length
 
-    def window(self, masked: torch.Tensor) -> int | None:
-        """Where the eligible positions of the next forward end; None when nothing is left to do.
-
-        Args:
-            masked: [T] bool, which positions of the sequence hold the mask token.
-        """
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        masked = tokens == self.params.mask_id
         while self.block < self.params.num_blocks:
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
-                return self.block_end
+                return self._work_in_block(masked)
             self.block += 1
         if not bool(masked.any()):
             return None
         self._leftovers = self.forbid_mask = True
-        return masked.numel()
+        return Work(masked.nonzero().flatten(), (0, masked.numel()))
+
+    def _work_in_block(self, masked: torch.Tensor) -> Work:
+        start, end, length = self.block_start, self.block_end, masked.numel()
+        if self.params.cache == "none" or self._computed_block != self.block:
+            self._computed_block = self.block
+            return Work(masked[:end].nonzero().flatten(), (0, length))
+        eligible = masked[start:end].nonzero().flatten() + start
+        return Work(eligible, (start, length if self.params.cache == "prefix" else end))
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Indices [K] int64 into `candidates` that are committed after this forward."""
         if self._leftovers:
             return torch.arange(candidates.positions.numel())
         return self.select_in_block(candidates)
@@ -87,4 +157,4 @@ class DecodingRule(ABC):
 
     @abstractmethod
     def select_in_block(self, candidates: Candidates) -> torch.Tensor:
-        """`select` while blocks are left. Every masked position before `block_end` competes."""
+        """`select` while blocks are left."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.decoding.base import Candidates, DecodingRule, most_certain_first
+from vllm.diffusion.decoding.base import BlockwiseRule, Candidates, most_certain_first
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def transfer_quota(num_masked: int, num_steps: int, step: int) -> int:
     return num_masked // num_steps + (step < num_masked % num_steps)
 
 
-class SemiAutoregressive(DecodingRule):
+class SemiAutoregressive(BlockwiseRule):
     """Fixed quota per step. Steps without a quota commit nothing and are skipped.
 
     The quota is spent also on a position where the model proposes the mask token, which then

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.decoding.base import Candidates, DecodingRule, most_certain_first
+from vllm.diffusion.decoding.base import BlockwiseRule, Candidates, most_certain_first
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
 
 
-class Threshold(DecodingRule):
+class Threshold(BlockwiseRule):
     """Commit every candidate whose confidence reaches the threshold, and always the best one.
 
     A block goes on until it has no masked position. `steps`, when given, bounds the forwards of

@@ -3,27 +3,43 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from vllm.diffusion.decoding import Candidates, make_rule
-from vllm.diffusion.engine.messages import NewCanvas, StepResult
+from vllm.diffusion.decoding import Work, make_rule
+from vllm.diffusion.engine.messages import StepResult
+
+if TYPE_CHECKING:
+    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.memory import KeyValueCache
+    from vllm.diffusion.sampling import NoiseSource
 
 
 class Canvas:
     """Prompt and canvas of a request as one row of tokens, on the host.
 
-    Only `commit` writes tokens. A committed token never changes, so the canvas before its first
-    masked position is final and can be reported.
+    Only `begin` and `commit` write tokens. A token before the first masked position never
+    changes, so the canvas up to there is final and can be reported.
+
+    Attributes:
+        params: the request's parameters.
+        tokens: [T] int64.
+        rule: its decoding, at its present state.
+        cache: keys and values that are kept between forwards, if any.
+        num_forwards: forwards so far.
     """
 
-    def __init__(self, new: NewCanvas) -> None:
+    def __init__(self, new: NewCanvas, cache: KeyValueCache | None = None) -> None:
         self.params = new.params
+        self.cache = cache
         self.prompt_length = len(new.prompt_token_ids)
         mask = torch.full((self.params.gen_length,), self.params.mask_id, dtype=torch.int64)
         self.tokens = torch.cat([torch.tensor(new.prompt_token_ids, dtype=torch.int64), mask])
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero().flatten()
-        self._rule = make_rule(self.params, self.prompt_length)
+        self.rule = make_rule(self.params, self.prompt_length)
         self._num_reported = 0
         self.num_forwards = 0
 
@@ -31,29 +47,35 @@ class Canvas:
     def length(self) -> int:
         return self.tokens.numel()
 
-    @property
-    def forbid_mask(self) -> bool:
-        """Whether the mask token must not be proposed in the next forward."""
-        return self._rule.forbid_mask
-
-    def masked(self) -> torch.Tensor:
-        """[T] bool."""
-        return self.tokens == self.params.mask_id
-
     def unconditional_tokens(self) -> torch.Tensor:
         """[T] int64: the tokens with everything hidden that was known at the start."""
         return self.tokens.masked_fill(self._known, self.params.mask_id)
 
-    def eligible(self) -> torch.Tensor:
-        """Positions [R] int64 whose candidates the next forward must deliver, ascending."""
-        masked = self.masked()
-        end = self._rule.window(masked)
-        return masked[:end].nonzero().flatten() if end is not None else masked.new_empty(0).long()
+    def begin(self) -> Work:
+        """What the next forward is for; fills what the rule wants filled before it."""
+        work = self.rule.prepare(self.tokens)
+        if work is None:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Work(nothing, (0, self.length))
+        if work.fill is not None:
+            start, token = work.fill
+            self.tokens[start:] = token
+        return work
+
+    def draws(self, positions: torch.Tensor, noise: NoiseSource) -> torch.Tensor | None:
+        """A uniform number per position [R] of the next commit, where the rule wants them."""
+        purpose = self.rule.draw_purpose
+        if purpose is None or self.params.seed is None:
+            return None
+        on_canvas = positions - self.prompt_length
+        seed, step = self.params.seed, self.num_forwards
+        return noise.uniform(seed, purpose, step, on_canvas, range(1))[:, 0]
 
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
-        chosen = self._rule.select(candidates)
-        self.tokens[candidates.positions[chosen]] = candidates.tokens[chosen]
+        chosen = self.rule.select(candidates)
+        replacement = self.rule.replacement(candidates)
+        self.tokens[candidates.positions[chosen]] = replacement[chosen]
         self.num_forwards += 1
         return self._report()
 

@@ -17,12 +17,13 @@ from vllm.diffusion.engine.messages import (
     DiffusionSchedulerOutput,
     StepResult,
 )
-from vllm.diffusion.memory import BufferPool, Planner
+from vllm.diffusion.memory import BufferPool, CachePool, Planner
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.models.base import DiffusionModel
 
 logger = init_logger(__name__)
@@ -57,6 +58,9 @@ class DiffusionModelRunner:
         self.device = device
         self.noise = noise or PhiloxNoise()
         self.buffers = BufferPool(device)
+        self.caches = CachePool(
+            len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, device
+        )
         self.canvases: dict[str, Canvas] = {}
         self._is_reporting = is_reporting
         self._may_fail_alone = may_fail_alone
@@ -66,8 +70,9 @@ class DiffusionModelRunner:
         """Take in started and finished requests, then run the step that `message` asks for."""
         for req_id in message.finished_req_ids:
             self.canvases.pop(req_id, None)
+            self.caches.release(req_id)
         for new in message.admitted:
-            self.canvases[new.req_id] = Canvas(new)
+            self.canvases[new.req_id] = self._new_canvas(new)
         req_ids = list(message.num_scheduled_tokens)
         results: dict[str, StepResult] = {}
         if req_ids:
@@ -86,11 +91,12 @@ class DiffusionModelRunner:
 
     def step(self, req_ids: list[str]) -> tuple[StepBatch, dict[str, StepResult]]:
         """One denoise step of the named requests."""
-        batch = build_batch([self.canvases[req_id] for req_id in req_ids], self.device)
+        canvases = [self.canvases[req_id] for req_id in req_ids]
+        batch = build_batch(canvases, self.model.family.logit_shift, self.device)
         plan = self.planner.plan(batch.num_rows)
         hidden = forward(self.model, batch, plan, self.buffers)
         sampled = sample(self.model, hidden, batch.groups, plan.logits_rows, self.noise)
-        candidates = batch.candidates(*sampled)
+        candidates = batch.candidates(sampled, self.noise)
         parts = zip(req_ids, batch.canvases, candidates, strict=True)
         return batch, {i: self._commit(i, canvas, found) for i, canvas, found in parts}
 
@@ -106,9 +112,15 @@ class DiffusionModelRunner:
                 elapsed_ms,
                 len(req_ids),
                 batch.num_rows,
-                sum(p.numel() for p in batch.eligible),
+                batch.num_sampled,
             )
         return results
+
+    def _new_canvas(self, new: NewCanvas) -> Canvas:
+        if new.params.cache == "none":
+            return Canvas(new)
+        length = len(new.prompt_token_ids) + new.params.gen_length
+        return Canvas(new, self.caches.allocate(new.req_id, length))
 
     def _commit(self, req_id: str, canvas: Canvas, candidates: Candidates) -> StepResult:
         """A request whose decoding fails ends alone; every rank sees the same failure."""

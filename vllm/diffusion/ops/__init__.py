@@ -3,13 +3,20 @@
 
 from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul
 from vllm.diffusion.ops.linear import is_plain, linear, plain_weight
-from vllm.diffusion.ops.sampling import most_likely, philox_uniform
+from vllm.diffusion.ops.sampling import (
+    gather_columns,
+    most_likely,
+    negative_entropy,
+    philox_uniform,
+)
 
 __all__ = [
     "apply_rotary",
+    "gather_columns",
     "is_plain",
     "linear",
     "most_likely",
+    "negative_entropy",
     "philox_uniform",
     "plain_weight",
     "rms_norm",

@@ -20,11 +20,25 @@ def philox_uniform(
     return uniform(seed, purpose, step, positions, (columns.start, columns.stop))
 
 
+def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Whole rows [R, vocab_size] from every rank's columns [R, C]; for what cannot be merged."""
+    ranks = get_tensor_model_parallel_world_size()
+    if ranks == 1 or logits.shape[1] == vocab_size:
+        return logits
+    # Ranks own equal shares of the vocabulary rounded up; the last ones may have fewer columns.
+    widest = torch.tensor([logits.shape[1]], device=logits.device)
+    widest = tensor_model_parallel_all_gather(widest).max()
+    padded = torch.nn.functional.pad(logits, (0, int(widest) - logits.shape[1]))
+    whole: torch.Tensor = tensor_model_parallel_all_gather(padded, dim=-1)
+    return whole[:, :vocab_size]
+
+
 def most_likely(
     logits: torch.Tensor,
     noisy: torch.Tensor,
     *,
-    vocab_start: int,
+    first_column: int,
+    whole_rows: bool,
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,22 +47,47 @@ def most_likely(
     Args:
         logits: [R, C] noise-free logits of this rank's columns.
         noisy: [R, C] what the token is chosen by; `logits` itself when there is no noise.
-        vocab_start: token id of this rank's first column.
+        first_column: token id of the first column.
+        whole_rows: the columns are those of all ranks.
         excluded: token ids whose probability is zero although they may be chosen.
         dtype: precision of the softmax.
 
     Returns:
         token [R] int64 (the lowest id among equals) and probability [R] in `dtype`.
     """
-    columns = range(vocab_start, vocab_start + logits.shape[1])
-    local = tuple(i - vocab_start for i in excluded if i in columns)
-    if get_tensor_model_parallel_world_size() > 1:
-        return _most_likely_sharded(logits, noisy, vocab_start, local, dtype)
+    local = _local_columns(excluded, first_column, logits.shape[1])
+    if not whole_rows:
+        return _most_likely_sharded(logits, noisy, first_column, local, dtype)
     if noisy is logits and dtype == torch.float32:
         return low_confidence(logits, excluded=local)
     token = noisy.argmax(dim=-1)
     probabilities = torch.softmax(_without(logits, local).to(dtype), dim=-1)
     return token, probabilities.gather(1, token[:, None])[:, 0].nan_to_num(0.0)
+
+
+def negative_entropy(
+    logits: torch.Tensor,
+    *,
+    epsilon: float,
+    first_column: int,
+    whole_rows: bool,
+    excluded: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """sum p log(p + epsilon) of every row, [R] in `dtype`; arguments as `most_likely`."""
+    kept = _without(logits, _local_columns(excluded, first_column, logits.shape[1])).to(dtype)
+    if whole_rows:
+        p = torch.softmax(kept, dim=-1)
+        return (p * torch.log(p + epsilon)).sum(dim=-1)
+    top, total = _whole_softmax(kept.double())
+    p = torch.exp(kept.double() - top) / total
+    share = (p * torch.log(p + epsilon)).sum(dim=-1, keepdim=True)
+    shares: torch.Tensor = tensor_model_parallel_all_gather(share, dim=-1)
+    return shares.sum(dim=-1).to(dtype)
+
+
+def _local_columns(tokens: tuple[int, ...], first: int, count: int) -> tuple[int, ...]:
+    return tuple(token - first for token in tokens if first <= token < first + count)
 
 
 def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
@@ -59,10 +98,20 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
+def _whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum and sum of exp [R, 1] over the columns of all ranks, from this rank's [R, C]."""
+    top = kept.amax(dim=-1, keepdim=True)
+    total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
+    ranks = tensor_model_parallel_all_gather(torch.cat([top, total], dim=-1), dim=-1)
+    tops, totals = ranks[:, 0::2], ranks[:, 1::2]
+    whole = tops.amax(dim=-1, keepdim=True)
+    return whole, (totals * torch.exp(tops - whole)).sum(dim=-1, keepdim=True)
+
+
 def _most_likely_sharded(
     logits: torch.Tensor,
     noisy: torch.Tensor,
-    vocab_start: int,
+    first_column: int,
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,14 +119,11 @@ def _most_likely_sharded(
     best, token = noisy.double().max(dim=-1)
     kept = _without(logits, excluded).double()
     chosen = kept.gather(1, token[:, None])[:, 0]
-    top = kept.amax(dim=-1)
-    total = torch.exp(kept - top[:, None]).sum(dim=-1).nan_to_num(0.0)
-    mine = torch.stack([best, (token + vocab_start).double(), chosen, top, total], dim=-1)
-    ranks = tensor_model_parallel_all_gather(mine, dim=-1).view(mine.shape[0], -1, 5)
+    mine = torch.stack([best, (token + first_column).double(), chosen], dim=-1)
+    ranks = tensor_model_parallel_all_gather(mine, dim=-1).view(mine.shape[0], -1, 3)
     winner = ranks[:, :, 0].argmax(dim=-1, keepdim=True)  # first rank among equals: lowest id
     token = ranks[:, :, 1].gather(1, winner)[:, 0].long()
     chosen = ranks[:, :, 2].gather(1, winner)[:, 0]
-    top = ranks[:, :, 3].amax(dim=-1, keepdim=True)
-    total = (ranks[:, :, 4] * torch.exp(ranks[:, :, 3] - top)).sum(dim=-1)
-    probability = torch.exp(chosen - top[:, 0]) / total
+    top, total = _whole_softmax(kept)
+    probability = torch.exp(chosen - top[:, 0]) / total[:, 0]
     return token, probability.nan_to_num(0.0).to(dtype)

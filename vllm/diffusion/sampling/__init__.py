@@ -2,6 +2,6 @@
 """Sampling: hidden states of masked rows become candidates."""
 
 from vllm.diffusion.sampling.noise import NoiseSource, PhiloxNoise
-from vllm.diffusion.sampling.sampler import RowGroup, choose, sample
+from vllm.diffusion.sampling.sampler import Choice, RowGroup, choose, sample
 
-__all__ = ["NoiseSource", "PhiloxNoise", "RowGroup", "choose", "sample"]
+__all__ = ["Choice", "NoiseSource", "PhiloxNoise", "RowGroup", "choose", "sample"]

@@ -14,9 +14,6 @@ from vllm.diffusion import ops
 if TYPE_CHECKING:
     import torch
 
-TOKEN = 0  # the Gumbel noise of a token
-REMASKING = 1  # the score of random remasking
-
 
 class NoiseSource(Protocol):
     """Where uniform random numbers come from."""

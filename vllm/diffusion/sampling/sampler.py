@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states of masked rows to candidates: one token and one score per row.
+"""From hidden states of masked rows to candidates: a token and a score per row.
 
 Logits exist for one chunk of rows at a time. The order of operations is that of the LLaDA
-reference loop: guidance, forbidden columns, noise, choice of the token, confidence from the
-noise-free logits.
+reference loop: guidance, forbidden columns, noise, choice of the token, score from the noise-free
+logits; and for Dream's that of `diffusion_generate`: temperature, top-p, top-k, draw.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.sampling.noise import REMASKING, TOKEN, NoiseSource
+from vllm.diffusion.sampling.categorical import draw_categorical
+from vllm.diffusion.scoring import REMASKING, TOKEN, Scoring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.sampling.noise import NoiseSource
 
 _CONFIDENCE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -28,6 +30,7 @@ class LogitsModel(Protocol):
     """The part of a model that sampling needs."""
 
     vocab_start: int  # first column of this rank
+    vocab_size: int  # columns of all ranks
 
     def final_norm(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -40,31 +43,51 @@ class RowGroup:
 
     Attributes:
         params: the request's parameters, seed included.
+        scoring: what its decoding rule wants to know.
         step: number of the request's forward, from 0.
         forbid_mask: the mask token must not be proposed.
         rows: [R] int64, rows of the hidden states that predict the masked positions.
         unconditional_rows: [R] int64, the same positions in the prompt-masked sequence, when
             guidance is on.
         positions: [R] int64, positions relative to the canvas.
+        adjust: replaces logits [R, V] of canvas positions [R] by what the rule makes of them.
     """
 
     params: DiffusionParams
+    scoring: Scoring
     step: int
     forbid_mask: bool
     rows: torch.Tensor
     unconditional_rows: torch.Tensor | None
     positions: torch.Tensor
+    adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the rows need nothing but argmax and confidence."""
+        """Whether the rows need nothing but argmax and its probability."""
         p = self.params
         return (
             p.temperature == 0
             and p.cfg_scale == 0
             and p.remasking == "low_confidence"
+            and self.scoring == Scoring()
+            and self.adjust is None
             and not (p.logits_eos_inf or p.confidence_eos_eot_inf or self.forbid_mask)
         )
+
+
+class Choice(NamedTuple):
+    """What sampling found for each row of some logits.
+
+    Attributes:
+        tokens: [R] int64.
+        scores: [R], larger is more certain.
+        greedy: [R] int64, argmax of the noise-free logits (`tokens` where it was not wanted).
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    greedy: torch.Tensor
 
 
 def sample(
@@ -73,7 +96,7 @@ def sample(
     groups: Sequence[RowGroup],
     rows_per_chunk: int,
     noise: NoiseSource,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Candidates of all groups, concatenated.
 
     Args:
@@ -84,56 +107,69 @@ def sample(
         noise: source of random numbers.
 
     Returns:
-        tokens [R] int64 and scores [R] float64, on the host.
+        [3, R] float64 on the host: token, score, greedy token of every row.
     """
-    tokens: list[torch.Tensor] = []
-    scores: list[torch.Tensor] = []
+    found = []
     for part in _chunks(_merge_plain(groups), rows_per_chunk):
         logits = model.compute_logits(model.final_norm(hidden[part.rows]))
         if part.unconditional_rows is not None:
             free = model.compute_logits(model.final_norm(hidden[part.unconditional_rows]))
             logits = free + (part.params.cfg_scale + 1) * (logits - free)
-        token, score = choose(logits, part, model.vocab_start, noise)
-        tokens.append(token.double())
-        scores.append(score.double())
-    if not tokens:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
+        found.append(torch.stack([c.double() for c in choose(logits, part, model, noise)]))
+    if not found:
+        return torch.empty(3, 0, dtype=torch.float64)
     # One copy to the host per step: token ids are exact in float64.
-    both = torch.stack([torch.cat(tokens), torch.cat(scores)]).cpu()
-    return both[0].long(), both[1]
+    return torch.cat(found, dim=1).cpu()
 
 
-def choose(
-    logits: torch.Tensor, group: RowGroup, vocab_start: int, noise: NoiseSource
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token [R] int64 and score [R] of every row of `logits` [R, columns of this rank].
+def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource) -> Choice:
+    """Token and score of every row of `logits` [R, columns of this rank], which may be overwritten.
 
-    `logits` may be overwritten. Ties go to the lowest token id.
+    Ties go to the lowest token id.
     """
-    params = group.params
-    columns = range(vocab_start, vocab_start + logits.shape[1])
+    params, scoring, first = group.params, group.scoring, model.vocab_start
+    if group.adjust is not None or scoring.draw == "categorical":
+        # These work on whole rows, so ranks exchange their columns.
+        logits, first = ops.gather_columns(logits, model.vocab_size), 0
+    columns = range(first, first + logits.shape[1])
+    if group.adjust is not None:
+        logits = group.adjust(logits, group.positions)
     if params.logits_eos_inf:
         _forbid(logits, params.eos_id, columns)
     if group.forbid_mask:
         _forbid(logits, params.mask_id, columns)
+    dtype = _CONFIDENCE_DTYPES.get(params.confidence_dtype, logits.dtype)
+    if scoring.draw == "categorical":
+        tokens, scores = draw_categorical(logits.to(dtype), group, noise)
+        return Choice(tokens, scores, tokens)
+    whole_rows = logits.shape[1] == model.vocab_size
     noisy = logits
     if params.temperature > 0:
         # argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
         u = noise.uniform(_seed(params), TOKEN, group.step, group.positions, columns)
         noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
-    dtype = _CONFIDENCE_DTYPES.get(params.confidence_dtype, logits.dtype)
-    token, confidence = ops.most_likely(
-        logits,
-        noisy,
-        vocab_start=vocab_start,
-        excluded=_excluded_from_confidence(params),
-        dtype=dtype,
+    excluded = _excluded_from_confidence(params)
+    tokens, scores = ops.most_likely(
+        logits, noisy, first_column=first, whole_rows=whole_rows, excluded=excluded, dtype=dtype
     )
+    greedy = tokens
+    if scoring.greedy and params.temperature > 0:
+        greedy, _ = ops.most_likely(
+            logits, logits, first_column=first, whole_rows=whole_rows, excluded=(), dtype=dtype
+        )
     if params.remasking == "random":
-        one = range(1)
-        u = noise.uniform(_seed(params), REMASKING, group.step, group.positions, one)
-        return token, u[:, 0]
-    return token, confidence
+        u = noise.uniform(_seed(params), REMASKING, group.step, group.positions, range(1))
+        scores = u[:, 0]
+    elif scoring.score == "negative_entropy":
+        scores = ops.negative_entropy(
+            logits,
+            epsilon=scoring.epsilon,
+            first_column=first,
+            whole_rows=whole_rows,
+            excluded=excluded,
+            dtype=dtype,
+        )
+    return Choice(tokens, scores, greedy)
 
 
 def _forbid(logits: torch.Tensor, token: int | None, columns: range) -> None:
@@ -180,12 +216,9 @@ def _joinable(a: RowGroup, b: RowGroup) -> bool:
 def _join(run: list[RowGroup]) -> RowGroup:
     if len(run) == 1:
         return run[0]
-    return RowGroup(
-        params=run[0].params,
-        step=run[0].step,
-        forbid_mask=False,
+    return replace(
+        run[0],
         rows=torch.cat([g.rows for g in run]),
-        unconditional_rows=None,
         positions=torch.cat([g.positions for g in run]),
     )
 
@@ -195,10 +228,8 @@ def _chunks(groups: Iterator[RowGroup], rows_per_chunk: int) -> Iterator[RowGrou
         free = group.unconditional_rows
         for start in range(0, group.rows.numel(), rows_per_chunk):
             part = slice(start, start + rows_per_chunk)
-            yield RowGroup(
-                params=group.params,
-                step=group.step,
-                forbid_mask=group.forbid_mask,
+            yield replace(
+                group,
                 rows=group.rows[part],
                 unconditional_rows=None if free is None else free[part],
                 positions=group.positions[part],
