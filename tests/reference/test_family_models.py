@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from tests.checkpoints import (
     make_checkpoint,
     random_prompt,
 )
+from tests.reference.decode import SpecialIds, near_ties, semi_ar, threshold
 from tests.reference.dream_model import DreamReference
 from tests.reference.layers import KeyValues, shift_right
 from tests.reference.llada_model import LLaDAReference
@@ -103,7 +104,8 @@ def numpy_forward(folder: Path, ids: Sequence[int]) -> Array:
     def mlp_of(mlp: str, h: Array) -> Array:
         """The MLP or mixture of one token h [D]."""
         if f"{mlp}.gate.weight" not in tensors:
-            return gated(*(tensors[f"{mlp}.{part}_proj.weight"] for part in PARTS), h)
+            gate, up, down = (tensors[f"{mlp}.{part}_proj.weight"] for part in PARTS)
+            return gated(gate, up, down, h)
         scores = tensors[f"{mlp}.gate.weight"] @ h
         p = np.exp(scores - scores.max())
         p /= p.sum()
@@ -113,10 +115,11 @@ def numpy_forward(folder: Path, ids: Sequence[int]) -> Array:
             if f"{mlp}.w1" in tensors:
                 width = config["expert_intermediate_size"]
                 both, down = tensors[f"{mlp}.w1"][expert], tensors[f"{mlp}.w2"][expert]
-                out += p[expert] * gated(both[:width], both[width:], down, h)
+                gate, up = both[:width], both[width:]
             else:
                 names = (f"{mlp}.experts.{expert}.{part}_proj.weight" for part in PARTS)
-                out += p[expert] * gated(*(tensors[name] for name in names), h)
+                gate, up, down = (tensors[name] for name in names)
+            out += p[expert] * gated(gate, up, down, h)
         return out
 
     x = tensors["embed_tokens.weight"][list(ids)]
@@ -268,6 +271,22 @@ def test_unfitting_configs_are_refused(
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("name", list(FAMILY_CASES))
+def test_runs_have_no_near_ties_and_thresholds_differ(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    model = load(checkpoint(name))
+    prompt = random_prompt(12, 12) if name.startswith("dream") else random_prompt(20, 20)
+    special = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+    blocks: dict[str, Any] = {"gen_length": 32, "block_length": 16, "ids": special}
+    runs = [threshold(model, prompt, threshold=value, **blocks) for value in (0.3, 0.6, 0.9)]
+    runs.append(semi_ar(model, prompt, steps=16, **blocks))
+    assert [near_ties(run.trace) for run in runs] == [[]] * 4
+    assert all(MASK_ID not in run.ids for run in runs)
+    counts = [run.num_forwards for run in runs[:3]]
+    assert 2 < counts[0] < counts[1] < counts[2] < 32
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
