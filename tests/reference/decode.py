@@ -79,6 +79,7 @@ class Candidates:
 
     positions: list[int]
     tokens: list[int]
+    plain_tokens: list[int]  # chosen without noise
     scores: list[float]
     token_gaps: list[float]  # best minus second best, in (noised) logits
     logit_scale: float  # largest finite |logit|
@@ -98,6 +99,7 @@ class Selection(NamedTuple):
 
     accepted: list[int]
     margins: list[Margin]
+    plain: Collection[int] = ()  # of these the token chosen without noise is committed
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,19 @@ class Loop:
     def num_masked(self, start: int, end: int) -> int:
         return len(self.masked(start, end))
 
+    def check_change(self) -> None:
+        """Raises RuntimeError if the last forward changed nothing and no later one would.
+
+        That happens when the model predicts the mask at all accepted positions. With random
+        numbers the next forward may differ; a loop then ends after many forwards.
+        """
+        before = self.trace[-1].row
+        random = self.options.temperature > 0 or self.options.remasking == "random"
+        changed = before != tuple(self.row.tolist())
+        if not (changed or random) or len(self.trace) > 4 * len(self.row):
+            block = self.trace[-1].block
+            raise RuntimeError(f"block {block}: masks remain, the model predicts the mask")
+
     def may_stop(self, end: int, stop_ids: Collection[int]) -> bool:
         """Whether all up to `end` is decided and the canvas up to there holds a stop id."""
         decided = self.row[self.prompt_len : end].tolist()
@@ -419,11 +434,13 @@ class Loop:
         """Commits some of the eligible row positions by the logits [T, V] of one forward."""
         row_before = tuple(self.row.tolist())
         candidates = self._propose(logits[eligible], eligible, score)
-        chosen, margins = select(candidates)
+        chosen, margins, plain = select(candidates)
+        for i in plain:
+            candidates.tokens[i] = candidates.plain_tokens[i]
         guarded = self.options.guard_mask_token and self._changes_nothing(candidates, chosen)
         if guarded:
             candidates = self._propose(logits[eligible], eligible, score, exclude_mask=True)
-            chosen, margins = by_quota(1)(candidates)
+            chosen, margins, _ = by_quota(1)(candidates)
 
         for i in chosen:
             self.row[candidates.positions[i]] = candidates.tokens[i]
@@ -454,7 +471,7 @@ class Loop:
         options, step = self.options, len(self.trace)
         canvas_positions = [p - self.prompt_len for p in eligible]
         if not eligible:
-            return Candidates([], [], [], [], 0.0)
+            return Candidates([], [], [], [], [], 0.0)
         logits = logits.clone()
         if options.logits_eos_inf:
             logits[:, options.ids.eos] = MINUS_INF
@@ -469,6 +486,7 @@ class Loop:
             choice = noised.clone()
             choice[:, options.ids.mask] = MINUS_INF
         tokens = choice.argmax(dim=1)
+        plain_tokens = logits.argmax(dim=1).tolist()
         # In the log domain before the next lines write into the same storage.
         top_two = choice.double().topk(2, dim=1).values
         if options.temperature > 0:
@@ -483,6 +501,7 @@ class Loop:
         return Candidates(
             positions=eligible,
             tokens=tokens.tolist(),
+            plain_tokens=plain_tokens,
             scores=self._scores(logits, tokens, canvas_positions, score),
             token_gaps=(top_two[:, 0] - top_two[:, 1]).tolist(),
             logit_scale=float(finite.abs().max()) if finite.numel() else 0.0,
