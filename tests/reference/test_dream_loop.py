@@ -56,9 +56,7 @@ def table(*rows: dict[int, float]) -> Tensor:
 
 
 def generate(rows: Tensor, prompt: Sequence[int] = (1,), **options: Any) -> Decoded:
-    return diffusion_generate(
-        ShiftedTable(rows), prompt, gen_length=len(rows), ids=IDS, **options
-    )
+    return diffusion_generate(ShiftedTable(rows), prompt, gen_length=len(rows), ids=IDS, **options)
 
 
 def accepted(decoded: Decoded, prompt_len: int = 1) -> list[list[int]]:
@@ -102,7 +100,7 @@ def test_every_step_makes_a_forward_unless_idle_ones_are_left_out() -> None:
     whole = generate(rows, steps=16)
     assert whole.num_forwards == 16
     short = generate(rows, steps=16, skip_idle_steps=True)
-    assert short.num_forwards == 4
+    assert short.num_forwards == 3  # the last step commits two
     assert short.ids == whole.ids == [0, 1, 2, 3]
     assert accepted(short) == [step for step in accepted(whole) if step]
 
@@ -280,7 +278,7 @@ def test_alg_temp_draws_positions_without_replacement() -> None:
         decoded = generate(
             rows,
             steps=2,
-            eps=0.4,  # shares 0.3 and the rest: one position, then two
+            eps=0.2,  # shares 0.4 and the rest: one position, then two
             alg="maskgit_plus",
             alg_temp=0.5,
             uniform_choices=lambda step, positions, seed=seed: uniform_matrix(
@@ -289,9 +287,8 @@ def test_alg_temp_draws_positions_without_replacement() -> None:
         )
         first, rest = accepted(decoded)
         assert len(first) + len(set(rest)) == 3
-        drawn[first[0] if first else -1] += 1
-    if -1 in drawn:
-        raise AssertionError("the first step should commit one position")
+        assert len(first) == 1
+        drawn[first[0]] += 1
     for i, weight in enumerate(weights):
         assert drawn[i] / 400 == pytest.approx(weight / sum(weights), abs=0.1)
 

@@ -218,9 +218,7 @@ FORWARDS: dict[str, tuple[int, int, int]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_runs_are_decided_by_more_than_rounding(
-    family: str, models: Callable[..., Model]
-) -> None:
+def test_runs_are_decided_by_more_than_rounding(family: str, models: Callable[..., Model]) -> None:
     counts = {}
     narrow, wide = models(family), models(family, torch.float64)
     for name, (run, options) in DECODED.items():
@@ -233,9 +231,7 @@ def test_runs_are_decided_by_more_than_rounding(
         ], name
         assert exact.ids == decoded.ids, name
         counts[name] = decoded.num_forwards
-    assert counts == {
-        name: forwards[FAMILIES.index(family)] for name, forwards in FORWARDS.items()
-    }
+    assert counts == {name: forwards[FAMILIES.index(family)] for name, forwards in FORWARDS.items()}
 
 
 # ---- keys and values between forwards ----------------------------------------------------------
@@ -253,9 +249,7 @@ def test_caches_are_exact_for_one_layer(
     model, prompt = models(family, torch.float64, one_layer=True), PROMPTS[family]
     for threshold in (0.6, 0.9):
         plain = decode.threshold(model, prompt, threshold=threshold, **SHORT_BLOCKS)
-        reused = fast_dllm.cached(
-            model, prompt, cache=cache, threshold=threshold, **SHORT_BLOCKS
-        )
+        reused = fast_dllm.cached(model, prompt, cache=cache, threshold=threshold, **SHORT_BLOCKS)
         assert same(plain, reused)
         assert plain.num_forwards > 4
 
@@ -278,9 +272,7 @@ def test_windows_of_the_caches(family: str, models: Callable[..., Model]) -> Non
         decoded = fast_dllm.cached(model, prompt, cache=cache, threshold=0.6, **BLOCKS)
         assert len(model.windows) == decoded.num_forwards
         seen = []
-        for step, window, reused in zip(
-            decoded.trace, model.windows, model.reused, strict=True
-        ):
+        for step, window, reused in zip(decoded.trace, model.windows, model.reused, strict=True):
             start = p + 16 * step.block - shift
             end = p + 32 if cache == "prefix" else p + 16 * step.block + 16
             first = step.block not in seen
@@ -311,9 +303,7 @@ def test_a_finished_block_makes_no_further_forward(models: Callable[..., Model])
             fast_dllm.cached(model, prompt, cache=cache, **options, **SHORT_BLOCKS)
             for cache in ("prefix", "dual")
         ]
-        plain = decode.threshold(
-            model, prompt, **{"threshold": None, **options, **SHORT_BLOCKS}
-        )
+        plain = decode.threshold(model, prompt, **{"threshold": None, **options, **SHORT_BLOCKS})
         assert same(runs[0], plain)
         assert same(runs[1], plain)
         assert model.windows == [(0, 52)] * 12
@@ -345,9 +335,7 @@ def test_cached_runs_with_noise_follow_the_injected_numbers(
         **{"cache": "prefix", "threshold": 0.5, "temperature": 1.0},
     }
     runs = [
-        fast_dllm.cached(
-            models("llada"), PROMPTS["llada"], uniform_logits=noise(seed), **options
-        )
+        fast_dllm.cached(models("llada"), PROMPTS["llada"], uniform_logits=noise(seed), **options)
         for seed in (1, 1, 2)
     ]
     assert same(runs[0], runs[1])
@@ -420,9 +408,7 @@ def test_local_leap_without_a_lower_threshold_is_a_threshold(
     models: Callable[..., Model],
 ) -> None:
     model, prompt = models("llada"), PROMPTS["llada"]
-    plain = decode.threshold(
-        model, prompt, threshold=0.6, confidence_dtype="float64", **BLOCKS
-    )
+    plain = decode.threshold(model, prompt, threshold=0.6, confidence_dtype="float64", **BLOCKS)
     for options in (
         {"relaxed_threshold": None},
         {"relaxed_threshold": 0.6},
@@ -507,9 +493,7 @@ def test_block_thresholds_of_one_open_blocks_in_turn(
             (sglang.full_attn_multi_block, {}),
         ):
             other = run(model, prompt, threshold=threshold, **options, **closed)
-            assert [set(s.accepted) for s in other.trace] == [
-                set(s.accepted) for s in strict.trace
-            ]
+            assert [set(s.accepted) for s in other.trace] == [set(s.accepted) for s in strict.trace]
             assert other.ids == strict.ids
 
 
@@ -639,9 +623,7 @@ def test_delayed_cache_is_exact_for_one_layer(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_delay_that_never_ends_reuses_nothing(
-    family: str, models: Callable[..., Model]
-) -> None:
+def test_a_delay_that_never_ends_reuses_nothing(family: str, models: Callable[..., Model]) -> None:
     options: dict[str, Any] = {"threshold": 1.0, **OPENING}
     plain = d3llm.multi_block(models(family), PROMPTS[family], **options)
     assert same(
@@ -664,9 +646,7 @@ def test_windows_of_the_delayed_cache(models: Callable[..., Model]) -> None:
     # iteration, and the window starts where the kept rows ended before.
     assert [start for start, _ in model.windows] == [0, 0, 20, 24, 28, 32]
     model.windows.clear()
-    d3llm.multi_block(
-        model, PROMPTS["llada"], cache="delayed", cache_delay_iter=10000, **options
-    )
+    d3llm.multi_block(model, PROMPTS["llada"], cache="delayed", cache_delay_iter=10000, **options)
     assert model.windows == [(0, 44)] * 6
 
 
@@ -817,6 +797,4 @@ def test_cached_loops_raise_too(models: Callable[..., Model]) -> None:
     model.weights["model.transformer.ff_out.weight"][MASK_ID] *= 50
     for options in ({"threshold": 0.9}, {"steps": 4}):
         with pytest.raises(RuntimeError, match="predicts the mask"):
-            fast_dllm.cached(
-                model, PROMPTS["llada"], cache="dual", **options, **SHORT_BLOCKS
-            )
+            fast_dllm.cached(model, PROMPTS["llada"], cache="dual", **options, **SHORT_BLOCKS)
