@@ -47,15 +47,21 @@ def select_threshold_eligible(
 
 
 def by_threshold_eligible(threshold: float, mask: int) -> Select:
-    """`select_threshold_eligible` as a rule of a loop."""
+    """`select_threshold_eligible` as a rule of a loop.
+
+    Where every token is the mask, the best of them is accepted, which changes nothing: the loop
+    raises, or its guard takes over.
+    """
 
     def select(candidates: Candidates) -> Selection:
         tokens, scores = candidates.tokens, candidates.scores
         accepted = select_threshold_eligible(tokens, scores, threshold, mask)
+        if not accepted:
+            return Selection(best_first(scores)[:1], [])
         order = [i for i in best_first(scores) if tokens[i] != mask]
         margins = threshold_margins(scores, threshold, order)
         rejected = [i for i in order if i not in accepted]
-        if accepted and rejected and scores[accepted[-1]] < threshold:
+        if rejected and scores[accepted[-1]] < threshold:
             margins.append(order_margin(scores, accepted[-1], rejected[0]))
         return Selection(accepted, margins)
 
@@ -128,7 +134,7 @@ def threshold(
     **options: Any,
 ) -> Decoded:
     """dInfer's threshold decoder. Other keywords: see `hierarchy`."""
-    loop = Loop(model, prompt_ids, gen_length, Options(**_checked(options)))
+    loop = Loop(model, prompt_ids, gen_length, Options(**options))
     decide = by_rule(by_threshold_eligible(threshold, loop.options.ids.mask))
     return run_blocks(loop, gen_length, block_length, decide, cache=cache, block_only=True)
 
@@ -186,7 +192,7 @@ def credit(
     logits + alpha ln(C + 1) go through the threshold decoder: tokens and confidences.
     Other keywords: see Options and fast_dllm.run_blocks.
     """
-    loop = Loop(model, prompt_ids, gen_length, Options(**_checked(options)))
+    loop = Loop(model, prompt_ids, gen_length, Options(**options))
     select = by_threshold_eligible(threshold, loop.options.ids.mask)
     return run_blocks(
         loop,
@@ -220,10 +226,3 @@ def _by_credit(
         loop.decide(block, used, eligible, select)
 
     return decide
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The threshold decoder has no use for a guard: it never accepts the mask."""
-    if options.get("guard_mask_token"):
-        raise ValueError("guard_mask_token: wanted False, got True")
-    return options

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FILTERED_GAP = 1e30  # between a token and one that was filtered away
+SUM_SCALE = 0.01  # sums of probabilities are more exact than scores
 ALGS = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
 
@@ -155,6 +156,7 @@ class _Loop:
         logits = aligned(self.model, self.model.logits(self.row[None]))[0][eligible]
         candidates = self._sample(logits, eligible)
         chosen, margins = self._choose(candidates, schedule, step)
+        margins += self._top_p_margins(logits)
         mask = self.options.ids.mask
         guarded = self.options.guard_mask_token and bool(chosen)
         guarded = guarded and all(candidates.tokens[i] == mask for i in chosen)
@@ -221,6 +223,16 @@ class _Loop:
             token_gaps=(top_two[:, 0] - top_two[:, 1]).tolist(),
             logit_scale=float(logits.abs().max()),
         )
+
+    def _top_p_margins(self, logits: Tensor) -> list[Margin]:
+        """How near a sum of probabilities comes to top_p, at any position."""
+        top_p = self.options.top_p
+        if top_p is None or top_p >= 1:
+            return []
+        p = torch.softmax(logits / (self.options.temperature or 1.0), dim=1)
+        sums = p.sort(dim=1, descending=True).values.cumsum(dim=1)
+        gaps = (sums - top_p).abs().min(dim=1).values.tolist()
+        return [Margin("threshold", i, gap, SUM_SCALE) for i, gap in enumerate(gaps)]
 
     def _choose(
         self, candidates: Candidates, schedule: Tensor, step: int

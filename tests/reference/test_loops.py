@@ -17,7 +17,16 @@ from tests.checkpoints import (
     make_checkpoint,
     random_prompt,
 )
-from tests.reference import d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
+from tests.reference import (
+    d3llm,
+    decode,
+    dinfer,
+    dispatch,
+    dream,
+    fast_dllm,
+    local_leap,
+    sglang,
+)
 from tests.reference.decode import Decoded, SpecialIds, near_ties
 from tests.reference.dream_model import DreamReference
 from tests.reference.llada_model import LLaDAReference
@@ -331,8 +340,12 @@ def test_cached_runs_with_noise_follow_the_injected_numbers(
         )
 
     options: dict[str, Any] = {
-        **{"gen_length": 8, "block_length": 4, "ids": IDS},
-        **{"cache": "prefix", "threshold": 0.5, "temperature": 1.0},
+        "gen_length": 8,
+        "block_length": 4,
+        "ids": IDS,
+        "cache": "prefix",
+        "threshold": 0.5,
+        "temperature": 1.0,
     }
     runs = [
         fast_dllm.cached(models("llada"), PROMPTS["llada"], uniform_logits=noise(seed), **options)
@@ -483,15 +496,16 @@ def test_block_thresholds_of_one_open_blocks_in_turn(
 ) -> None:
     model, prompt = models(family), PROMPTS[family]
     closed = {"block_add_threshold": 1.0, "decoded_token_threshold": 1.0, **SHORT_BLOCKS}
+    runs: list[tuple[Any, dict[str, Any]]] = [
+        (d3llm.multi_block, {"variant": "dream"}),
+        (sglang.full_attn_multi_block, {}),
+    ]
     for threshold in (0.5, 2.0):
         one = d3llm.generate(model, prompt, threshold=threshold, **SHORT_BLOCKS)
         assert same(d3llm.multi_block(model, prompt, threshold=threshold, **closed), one)
         # The forced position of the first full block is the lowest of all.
         strict = sglang.entropy_threshold(model, prompt, threshold=threshold, **SHORT_BLOCKS)
-        for run, options in (
-            (d3llm.multi_block, {"variant": "dream"}),
-            (sglang.full_attn_multi_block, {}),
-        ):
+        for run, options in runs:
             other = run(model, prompt, threshold=threshold, **options, **closed)
             assert [set(s.accepted) for s in other.trace] == [set(s.accepted) for s in strict.trace]
             assert other.ids == strict.ids
@@ -524,8 +538,12 @@ def test_full_attn_opens_blocks_by_progress() -> None:
 def test_multi_block_takes_one_lowest_of_all_and_forces_one() -> None:
     table = peaked(0.5, 0.3, 0.9, 0.25)
     options: dict[str, Any] = {
-        **{"gen_length": 4, "block_length": 2, "ids": SMALL, "threshold": 1.0},
-        **{"block_add_threshold": 0.0, "decoded_token_threshold": 1.0},
+        "gen_length": 4,
+        "block_length": 2,
+        "ids": SMALL,
+        "threshold": 1.0,
+        "block_add_threshold": 0.0,
+        "decoded_token_threshold": 1.0,
     }
     assert entropy_of(0.9) < 1.0 < entropy_of(0.5)
     decoded = d3llm.multi_block(TableModel(table), [1], **options)
@@ -560,8 +578,12 @@ def test_multi_block_creates_one_block_at_a_time() -> None:
 def test_multi_block_early_stop_fills_at_once() -> None:
     tokens = [1, 14, 2, 3, 4, 5]
     options: dict[str, Any] = {
-        **{"gen_length": 6, "block_length": 2, "ids": SMALL, "threshold": 0.0},
-        **{"block_add_threshold": 1.0, "decoded_token_threshold": 1.0},
+        "gen_length": 6,
+        "block_length": 2,
+        "ids": SMALL,
+        "threshold": 0.0,
+        "block_add_threshold": 1.0,
+        "decoded_token_threshold": 1.0,
     }
     table = peaked(0.5, 0.9, 0.3, 0.3, 0.2, 0.2, tokens=tokens)
     decoded = d3llm.multi_block(TableModel(table), [1], early_stop=True, **options)
@@ -741,7 +763,7 @@ def test_credit_by_hand() -> None:
     p0, p1 = (math.exp(x) / (math.exp(x) + 15) for x in (2.0, 1.0))
 
     def confidence(logit: float, credit: float) -> float:
-        used = math.exp(logit) * (credit + 1) ** 0.7
+        used: float = math.exp(logit) * (credit + 1.0) ** 0.7
         return used / (used + 15)
 
     first = [confidence(2.0, p0**0.2), confidence(1.0, p1**0.2)]
@@ -774,6 +796,8 @@ LOOPS = [
     sglang.entropy_threshold,
     sglang.full_attn_multi_block,
     dinfer.hierarchy,
+    dinfer.threshold,
+    dinfer.credit,
     d3llm.generate,
     d3llm.multi_block,
 ]
@@ -798,3 +822,58 @@ def test_cached_loops_raise_too(models: Callable[..., Model]) -> None:
     for options in ({"threshold": 0.9}, {"steps": 4}):
         with pytest.raises(RuntimeError, match="predicts the mask"):
             fast_dllm.cached(model, PROMPTS["llada"], cache="dual", **options, **SHORT_BLOCKS)
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "semi_ar": {"steps": 8},
+    "threshold": {"threshold": 0.6},
+    "factor": {},
+    "local_leap": {"radius": 2},
+    "entropy_threshold": {"threshold": 1.0},
+    "hierarchy": {"threshold": 0.8},
+    "credit": {"threshold": 0.8},
+    "full_attn_multi_block": {"threshold": 1.0},
+    "multi_block": {"threshold": 1.0},
+    "dream": {"steps": 8},
+}
+
+
+@pytest.mark.parametrize("algorithm", list(dispatch.CACHES))
+def test_requests_of_every_algorithm_and_cache(
+    algorithm: str, models: Callable[..., Model]
+) -> None:
+    for family in FAMILIES:
+        for cache in (*fast_dllm.CACHES, "delayed"):
+            asked = {"gen_length": 16, **REQUESTS[algorithm], "cache": cache, "ids": IDS}
+            asked["guard_mask_token"] = True
+            if algorithm != "dream":
+                asked["block_length"] = 8
+            arguments = (models(family), PROMPTS[family])
+            if cache not in dispatch.CACHES[algorithm]:
+                with pytest.raises(ValueError, match="wants one of"):
+                    dispatch.run(*arguments, algorithm=algorithm, **asked)
+                continue
+            decoded = dispatch.run(*arguments, algorithm=algorithm, **asked)
+            assert MASK_ID not in decoded.ids
+            assert 1 < decoded.num_forwards <= 16
+
+
+@pytest.mark.parametrize("algorithm", list(dispatch.CACHES))
+def test_seeded_requests_depend_on_the_seed_alone(
+    algorithm: str, models: Callable[..., Model]
+) -> None:
+    asked = {"gen_length": 4, **REQUESTS[algorithm], "temperature": 1.0, "ids": IDS}
+    if algorithm == "dream":
+        asked |= {"steps": 2, "alg_temp": 0.5}
+    else:
+        asked |= {"block_length": 4}
+    if algorithm == "semi_ar":
+        asked |= {"steps": 2, "remasking": "random"}
+    runs = [
+        dispatch.run(models("dream"), PROMPTS["dream"], algorithm=algorithm, seed=seed, **asked)
+        for seed in (1, 1, 2)
+    ]
+    assert same(runs[0], runs[1])
+    assert runs[0].ids != runs[2].ids
