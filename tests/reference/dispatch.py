@@ -78,7 +78,7 @@ def run(
         options["uniform_scores"] = partial(_first_column, seed, REMASKING_SCORE)
     if algorithm in ("semi_ar", "threshold"):
         return _llada(model, prompt_ids, algorithm, cache, options)
-    if algorithm == "multi_block" and getattr(model, "logit_shift", 0):
+    if algorithm == "multi_block" and getattr(model, "logit_shift", 0) > 0:
         options.setdefault("variant", "dream")
     if len(CACHES[algorithm]) > 1:
         options["cache"] = cache
@@ -95,7 +95,7 @@ def _llada(
     if algorithm == "threshold":
         options.setdefault("threshold", 0.9)
     if cache != "none":
-        window_model = cast(fast_dllm.WindowModel, model)
+        window_model = cast("fast_dllm.WindowModel", model)
         return fast_dllm.cached(window_model, prompt_ids, cache=cache, **options)
     if algorithm == "threshold":
         return decode.threshold(model, prompt_ids, **options)
