@@ -19,11 +19,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tests.reference.layers import shift_right
+
 MINUS_INF = float("-inf")
 
 
 class LogitModel(Protocol):
-    """Anything with logits(ids int64 [B, T]) -> [B, T, V], without shift."""
+    """Anything with logits(ids int64 [B, T]) -> [B, T, V], as the head gives them.
+
+    An attribute logit_shift of 1 says that logits at position i predict the token at i + 1; the
+    loops then read those of the position before. Without the attribute there is no shift.
+    """
 
     def logits(self, ids: Tensor) -> Tensor: ...
 
@@ -131,15 +137,20 @@ def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Ten
     return noised
 
 
+def aligned(model: LogitModel, raw: Tensor) -> Tensor:
+    """Logits [..., T, V] whose row i predicts the token at i; row 0 is its own if they shift."""
+    return shift_right(raw) if getattr(model, "logit_shift", 0) else raw
+
+
 def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Options) -> Tensor:
     """Logits [T, V] of a row [T]; with cfg_scale, guided by the row whose prompt is masked.
 
     known [T] marks the positions that were no masks before decoding began.
     """
     if options.cfg_scale == 0:
-        return model.logits(row[None])[0]
+        return aligned(model, model.logits(row[None]))[0]
     unprompted = torch.where(known, options.ids.mask, row)
-    conditional, unconditional = model.logits(torch.stack([row, unprompted]))
+    conditional, unconditional = aligned(model, model.logits(torch.stack([row, unprompted])))
     guided: Tensor = unconditional + (options.cfg_scale + 1) * (conditional - unconditional)
     return guided
 
