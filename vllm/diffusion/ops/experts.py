@@ -36,11 +36,12 @@ def mix_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w1: Tensor, w2: 
     weights = weights.gather(-1, order)
     by_expert = expert_ids.flatten().argsort(stable=True)  # [R * k], slots of the rows
     ends = _group_ends(expert_ids, num_experts=len(w1))
-    gate_up = grouped_gemm(x.index_select(0, by_expert // num_chosen), w1, ends)
-    down = grouped_gemm(silu_mul(gate_up), w2, ends)
+    # nested, so that the widest rows are freed before the second product allocates its own
+    inner = silu_mul(grouped_gemm(x.index_select(0, by_expert // num_chosen), w1, ends))
+    down = grouped_gemm(inner, w2, ends)
     terms = torch.empty_like(down)
     terms[by_expert] = down
-    terms = terms.view(num_rows, num_chosen, -1).mul_(weights[:, :, None])
+    terms = terms.view(num_rows, num_chosen, x.shape[1]).mul_(weights[:, :, None])
     total = terms[:, 0]
     for slot in range(1, num_chosen):
         total = total.add_(terms[:, slot])
