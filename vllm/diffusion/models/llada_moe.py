@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from vllm.diffusion.errors import CheckpointError, ModelConfigError, ServerConfigError
+from vllm.diffusion.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.families import LLADA_MOE, Family
 from vllm.diffusion.layers.moe import ExpertsMLP
 from vllm.diffusion.layers.parallel import keep_plain
@@ -135,10 +135,9 @@ class LLaDAMoEModelLM(LlamaNamedModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.quant_config is not None:
-            raise ModelConfigError(
-                "quantization_config",
-                vllm_config.quant_config.get_name(),
-                "only null is supported: the experts run unquantised",
+            raise ServerConfigError(
+                f"quantization: given {vllm_config.quant_config.get_name()}; "
+                "wanted none for a model with experts, which run unquantised"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 

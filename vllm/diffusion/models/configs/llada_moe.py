@@ -140,6 +140,8 @@ def _check_supported(values: Mapping[str, Any]) -> None:
     for key in ("shared_expert_intermediate_size", "num_shared_experts"):
         if values.get(key):
             refuse(values, key, "only null or 0 is supported: the experts are all routed")
+    if values.get("quantization_config") is not None:
+        refuse(values, "quantization_config", "only null is supported: experts run unquantised")
     if values.get("use_sliding_window"):
         refuse(values, "use_sliding_window", "only false is supported")
 
