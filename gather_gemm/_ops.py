@@ -109,11 +109,12 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = N
 
 
 def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own grouped product takes these: bf16 on CUDA, strides of whole 16 bytes."""
+    """Whether torch's own grouped product takes these: bf16 on CUDA, rows on whole 16 bytes."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
         return False
     strides = (x.stride(0), weight.stride(0), weight.stride(1), weight.shape[1])
-    return all(stride % 8 == 0 for stride in strides) and x.data_ptr() % 16 == 0
+    starts = (x.data_ptr(), weight.data_ptr())
+    return all(stride % 8 == 0 for stride in strides) and all(at % 16 == 0 for at in starts)
 
 
 def _has_kernel(x: Tensor) -> bool:
