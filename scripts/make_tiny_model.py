@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import shutil
 import sys
 import tempfile
@@ -43,6 +44,8 @@ class TinyModelError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     options = parse_arguments(arguments)
+    # Read when torch is loaded, later: threads that spin while waiting crawl on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         validate(options)
         output = options.output or REPOSITORY / "models" / f"{options.family}-tiny"

@@ -144,12 +144,12 @@ CASES: dict[str, Case] = {
 }
 
 FAMILY_CASES: dict[str, Case] = {
-    "dream": Case(seed=3, family="dream"),
+    "dream": Case(seed=11, family="dream"),
     "dream_tied": Case(seed=1, family="dream", overrides={"tie_word_embeddings": True}),
-    "moe": Case(seed=1, family="moe"),
-    "moe_fused": Case(seed=1, family="moe", fused_experts=True),
-    "moe_dense_mix": Case(seed=3, family="moe", overrides={"moe_layer_freq": [1, 0, 1]}),
-    "moe_bias": Case(seed=1, family="moe", overrides={"moe_router_enable_expert_bias": True}),
+    "moe": Case(seed=9, family="moe"),
+    "moe_fused": Case(seed=9, family="moe", fused_experts=True),
+    "moe_dense_mix": Case(seed=1, family="moe", overrides={"moe_layer_freq": [1, 0, 1]}),
+    "moe_bias": Case(seed=13, family="moe", overrides={"moe_router_enable_expert_bias": True}),
 }
 
 

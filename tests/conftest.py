@@ -15,6 +15,7 @@ import pytest
 # Set before anything imports vllm, which reads most of them once.
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: starts in under a second
+    "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",  # tiny models; more threads than free cores only wait for each other
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

@@ -49,6 +49,10 @@ def _allow_our_plugins() -> None:
 
 _allow_our_plugins()
 
+# Before torch loads OpenMP: threads that spin while they wait starve the other processes of a
+# server on a machine with few cores (an order of magnitude on a busy two-core machine).
+_os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _init = _os.path.join(_upstream, "__init__.py")
 with open(_init) as _file:
     exec(compile(_file.read(), _init, "exec"))

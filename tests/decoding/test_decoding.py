@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +25,9 @@ from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
 from vllm.diffusion.decoding.threshold import Threshold
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MASK = 15
 MODEL = ServedModel(

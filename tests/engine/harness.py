@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,10 @@ from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.reference import decode
 from tests.reference.llada_model import LLaDAReference
 from tests.reference.philox import uniform_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
@@ -204,7 +206,7 @@ def assert_parity(
     assert answer.finish_reason == "length"
 
 
-def refusal_error() -> type[Exception]:
+def refusal_error() -> Any:
     """What upstream turns into a 400."""
     from vllm.exceptions import VLLMValidationError
 

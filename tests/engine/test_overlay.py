@@ -107,8 +107,9 @@ def test_a_fresh_process_knows_our_models(plugins: str | None) -> None:
 def test_versions_are_upstreams() -> None:
     import importlib.metadata
 
-    import vllm
     from vllm._version import __version__
+
+    import vllm
 
     assert vllm.__version__ == __version__ == importlib.metadata.version("vllm")
 

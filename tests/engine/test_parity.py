@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.harness import (
     BLOCKS,
+    MAX_MODEL_LEN,
     NOISY,
     STOP_IDS,
     as_request,
@@ -88,15 +89,18 @@ def test_every_parameter(engine: Engine, model: LLaDAReference, asked: dict[str,
     assert_parity(engine, model, 20, asked)
 
 
-@pytest.mark.parametrize("prompt_length", [1, 5, 77, 224])
+@pytest.mark.parametrize("prompt_length", [1, 5, 77])
 def test_prompts_of_several_lengths(
     engine: Engine, model: LLaDAReference, prompt_length: int
 ) -> None:
-    """224 tokens and the canvas fill the model's context to the last position."""
     assert_parity(engine, model, prompt_length, BLOCKS)
     assert_parity(
         engine, model, prompt_length, {"gen_length": 32, "block_length": 16, "threshold": 0.7}
     )
+
+
+def test_a_request_that_fills_the_context(engine: Engine, model: LLaDAReference) -> None:
+    assert_parity(engine, model, MAX_MODEL_LEN - BLOCKS["gen_length"], BLOCKS)
 
 
 def test_the_settings_are_told_apart(model: LLaDAReference) -> None:

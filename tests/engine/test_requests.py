@@ -180,7 +180,7 @@ def test_chat_as_it_stands(engine: Engine) -> None:
 
 def test_infill_fills_the_prompt_too(engine: Engine, model: LLaDAReference) -> None:
     """The holes take quota in the first block, as in the published loop."""
-    asked = {"gen_length": 8, "block_length": 8, "steps": 8}
+    asked: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 8}
     for seed in range(40):
         prompt = random_prompt(20, seed)
         prompt[3] = prompt[11] = MASK_ID

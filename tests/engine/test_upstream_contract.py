@@ -6,18 +6,19 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.engine.harness import Engine
 
 
 def test_the_scheduler_implements_the_whole_interface() -> None:
-    from vllm.diffusion.engine.scheduler import DiffusionScheduler
     from vllm.v1.core.sched.interface import SchedulerInterface
+
+    from vllm.diffusion.engine.scheduler import DiffusionScheduler
 
     assert issubclass(DiffusionScheduler, SchedulerInterface)
     assert not inspect.isabstract(DiffusionScheduler)
@@ -43,8 +44,9 @@ def test_the_scheduler_implements_the_whole_interface() -> None:
 
 
 def test_the_worker_overrides_what_upstream_calls() -> None:
-    from vllm.diffusion.engine.worker import DiffusionWorker
     from vllm.v1.worker.worker_base import WorkerBase
+
+    from vllm.diffusion.engine.worker import DiffusionWorker
 
     assert issubclass(DiffusionWorker, WorkerBase)
     for name in (
@@ -74,8 +76,9 @@ def assert_same_parameters(upstream: type, ours: type) -> None:
 
 
 def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:
-    from vllm.diffusion.engine.scheduler import DiffusionScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm.diffusion.engine.scheduler import DiffusionScheduler
 
     upstream = set(inspect.signature(Scheduler.__init__).parameters)
     assert upstream <= set(inspect.signature(DiffusionScheduler.__init__).parameters)
@@ -85,11 +88,12 @@ def test_a_request_passes_the_validator_before_the_platform(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The door relies on this order, on one thread, with one SamplingParams object."""
-    from vllm.diffusion.api.door import DiffusionParamsValidator
     from vllm.platforms import current_platform
 
+    from vllm.diffusion.api.door import DiffusionParamsValidator
+
     calls: list[tuple[str, int]] = []
-    mark = DiffusionParamsValidator.validate_params.__func__
+    mark: Any = vars(DiffusionParamsValidator)["validate_params"].__func__
     check = current_platform.validate_request
 
     def marked(cls: type, sampling_params: Any) -> None:
@@ -108,10 +112,11 @@ def test_a_request_passes_the_validator_before_the_platform(
 
 
 def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
-    from vllm import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import Request, RequestStatus
+
+    from vllm import SamplingParams
 
     for name in ("append_output_token_ids", "get_finished_reason", "take_prefill_stats"):
         assert callable(getattr(Request, name))

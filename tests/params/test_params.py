@@ -33,6 +33,7 @@ def model(**changes: Any) -> ServedModel:
 def resolve(
     served: ServedModel = MODEL,
     prompt: list[int] = PROMPT,
+    *,
     default_steps: int | None = None,
     **asked: Any,
 ) -> DiffusionParams:
@@ -62,7 +63,7 @@ def refusal(
         ("sub_block_size", "block_length", 16),
     ],
 )
-def test_other_spellings(spelling: str, name: str, value: int) -> None:
+def test_other_spellings(spelling: str, name: str, value: Any) -> None:
     assert getattr(resolve(**{spelling: value}), name) == value
     assert resolve(**{spelling: value}) == resolve(**{name: value})
     assert resolve(**{spelling: value, name: value}) == resolve(**{name: value})
@@ -83,7 +84,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_none_counts_as_not_given() -> None:
-    everything = {spelling: None for spelling in params.CANONICAL}
+    everything: dict[str, Any] = dict.fromkeys(params.CANONICAL)
     assert resolve(**everything) == resolve()
 
 
@@ -366,7 +367,8 @@ def test_max_tokens_beyond_the_canvas_is_refused() -> None:
 def test_the_context_limit_is_refused_with_its_three_numbers() -> None:
     served = model(max_model_len=100)
     assert resolve(served, gen_length=80).gen_length == 80
-    for asked in ({"gen_length": 81}, {"max_tokens": 90}):
+    too_long: list[dict[str, Any]] = [{"gen_length": 81}, {"max_tokens": 90}]
+    for asked in too_long:
         error = refusal(served, **asked)
         assert error.field in asked
         assert error.given == asked[error.field]
@@ -418,9 +420,11 @@ def test_stop_ids() -> None:
     ],
 )
 def test_options_that_need_an_id_the_checkpoint_has_not(ids: SpecialIds, option: str) -> None:
-    error = refusal(model(ids=ids), **{option: True})
+    yes: dict[str, Any] = {option: True}
+    no: dict[str, Any] = {option: False}
+    error = refusal(model(ids=ids), **yes)
     assert (error.field, error.given) == (option, True)
-    assert resolve(model(ids=ids), **{option: False}).eot_id == ids.eot
+    assert resolve(model(ids=ids), **no).eot_id == ids.eot
 
 
 # ---- server-wide defaults ----------------------------------------------------------------------
@@ -516,7 +520,7 @@ def test_extra_args_carry_the_diffusion_parameters_and_win() -> None:
     decided = sampled(
         temperature=1.0,
         seed=5,
-        extra_args={"gen_length": 64, "steps": 16, "temperature": 0.5, "kv_transfer_params": {}},
+        extra_args={"gen_length": 64, "steps": 16, "temperature": 0.5, "kv_cache_report_mode": "x"},
     )
     assert (decided.gen_length, decided.max_tokens, decided.steps) == (64, 64, 16)
     assert (decided.temperature, decided.seed) == (0.5, 5)
@@ -612,7 +616,7 @@ def test_defaults_always_work(
         max_model_len=max_model_len,
         defaults=params.server_defaults(defaults),
     )
-    asked = {"max_tokens": max_tokens, "steps": steps, "algorithm": algorithm}
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "steps": steps, "algorithm": algorithm}
     if room < max(1, max_tokens or 1):
         refusal(served, [1] * prompt_length, **asked)
         return
@@ -635,7 +639,8 @@ def test_defaults_always_work(
 def test_a_given_block_length_shapes_a_canvas_that_was_not_given(
     max_tokens: int, block_length: int
 ) -> None:
-    for asked in ({"max_tokens": max_tokens}, {}):
+    limits: list[dict[str, Any]] = [{"max_tokens": max_tokens}, {}]
+    for asked in limits:
         decided = resolve(block_length=block_length, **asked)
         assert decided.block_length == block_length
         assert decided.gen_length % block_length == 0

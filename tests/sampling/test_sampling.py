@@ -162,8 +162,8 @@ def test_the_special_columns_are_met() -> None:
 
 def test_demoted_tokens_are_chosen_with_confidence_zero() -> None:
     logits = torch.zeros(4, NUM_COLUMNS)
-    for row, token in enumerate((EOS, EOT, 3)):
-        logits[row, token] = 5.0
+    for row, best in enumerate((EOS, EOT, 3)):
+        logits[row, best] = 5.0
     logits[3, EOS], logits[3, 4] = 5.0, 4.0
     cold = group([0, 1, 2, 3], confidence_eos_eot_inf=True)
     token, score = choose(logits.clone(), cold, 0, PhiloxNoise())
@@ -264,7 +264,7 @@ def test_empty_groups_among_others() -> None:
 def test_noise_is_the_published_counter_generator() -> None:
     positions = torch.tensor([0, 1, 7, 1000, -2])
     for seed in (0, 1, 2**32 + 5, 2**63 + 9, 2**64 - 1):
-        whole = PhiloxNoise().uniform(seed, 0, 3, positions, range(0, 30))
+        whole = PhiloxNoise().uniform(seed, 0, 3, positions, range(30))
         wanted = uniform_matrix(seed, 0, 3, positions.tolist(), 30)
         assert torch.equal(whole, wanted)
         part = PhiloxNoise().uniform(seed, 0, 3, positions, range(13, 22))

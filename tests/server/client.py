@@ -25,7 +25,7 @@ ROUTES = (GENERATE, CHAT, COMPLETIONS)
 
 
 def body_for(route: str, /, **diffusion: Any) -> dict[str, Any]:
-    """A body of `route` that asks QUESTION, with diffusion parameters where the route wants them."""
+    """A body of `route` that asks QUESTION, diffusion parameters where the route wants them."""
     if route == GENERATE:
         return {"prompt": QUESTION, **diffusion}
     asked: dict[str, Any] = {"prompt": QUESTION}

@@ -42,7 +42,7 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
-    """A client of the server. Afterwards the server must be healthy and have logged no traceback."""
+    """A client. Afterwards the server must be healthy and have logged no traceback."""
     start = len(server.log())
     with server.client() as http:
         yield Client(http)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -123,10 +124,8 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End every process of the group, whatever state it is in."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def _failed(self, what: str) -> ServerFailed:

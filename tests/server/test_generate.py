@@ -198,7 +198,9 @@ def test_a_seed_repeats_the_answer(client: Client) -> None:
 
 
 def test_a_drawn_seed_is_reported_and_repeats_the_answer(client: Client) -> None:
-    drawn = client.ask(PUZZLE, n=8, **NOISY)  # eight: half of all 64-bit numbers exceed a signed one
+    drawn = client.ask(
+        PUZZLE, n=8, **NOISY
+    )  # eight: half of all 64-bit numbers exceed a signed one
     seeds = drawn["diffusion"]["seeds"]
     assert len(set(seeds)) == 8
     again = [client.ask(PUZZLE, seed=seed, **NOISY) for seed in seeds]
@@ -285,6 +287,8 @@ def test_infill(client: Client) -> None:
 
 
 def test_null_means_not_given(client: Client) -> None:
-    nulls = dict.fromkeys(("steps", "block_length", "seed", "threshold", "stop", "model", "mask_id"))
+    nulls: dict[str, Any] = dict.fromkeys(
+        ("steps", "block_length", "seed", "threshold", "stop", "model", "mask_id")
+    )
     assert client.ask(**nulls)["text"] == [ANSWER]
     assert client.ask(model=MODEL_NAME)["text"] == [ANSWER]

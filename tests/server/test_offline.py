@@ -16,7 +16,7 @@ from tests.server.process import START_S, environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCRIPT = '''
+SCRIPT = """
 import json
 import sys
 
@@ -38,20 +38,21 @@ def main():
         return SamplingParams(temperature=1.0, seed=3, extra_args=extra)
 
     found = {"chat": told(llm.chat(conversation, greedy))}
-    found["plain"] = told(llm.generate([QUESTION, PUZZLE], SamplingParams(temperature=1.0, max_tokens=100)))
+    as_they_stand = SamplingParams(temperature=1.0, max_tokens=100)
+    found["plain"] = told(llm.generate([QUESTION, PUZZLE], as_they_stand))
     found["extra"] = told(llm.generate([PUZZLE], canvas()))
     try:
         llm.generate([PUZZLE], canvas(stepz=8))
     except Exception as error:
         found["refusal"] = f"{type(error).__name__}: {error}"
-    found["several"] = told(llm.generate([PUZZLE, QUESTION], [canvas(), canvas(remasking="random")]))
-    found["metrics"] = sorted({type(m).__name__ for m in llm.get_metrics()})
+    two = [canvas(), canvas(remasking="random")]
+    found["several"] = told(llm.generate([PUZZLE, QUESTION], two))
     print("FOUND " + json.dumps(found))
 
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 @pytest.fixture(scope="module")

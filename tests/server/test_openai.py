@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION
 from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.server.client import Client
     from tests.server.process import ServerProcess
 
@@ -20,10 +22,15 @@ SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos"
 
 
 @pytest.fixture
-def openai(server: ServerProcess, client: Client) -> OpenAI:
-    """OpenAI's client over `client`, which checks the server's health and log afterwards."""
-    url = f"{server.url}/v1"
-    return OpenAI(base_url=url, api_key="none", http_client=client.http, max_retries=0)
+def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
+    """OpenAI's own client; `client` is here to check the server's health and log afterwards."""
+    with OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=DefaultHttpxClient(trust_env=False),
+    ) as found:
+        yield found
 
 
 def test_chat(openai: OpenAI) -> None:
@@ -47,7 +54,9 @@ def test_chat_stream(openai: OpenAI) -> None:
             extra_body=SMALL_BLOCKS,
         )
     )
-    deltas = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+    deltas = [
+        c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content
+    ]
     assert len(deltas) >= 2
     assert "".join(deltas) == plain.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"

@@ -133,9 +133,7 @@ def test_diffusion_parameters(
 
 
 @pytest.mark.parametrize(("fields", "name", "wanted"), GENERATE_REFUSALS, ids=label)
-def test_fields_of_generate(
-    client: Client, fields: dict[str, Any], name: str, wanted: str
-) -> None:
+def test_fields_of_generate(client: Client, fields: dict[str, Any], name: str, wanted: str) -> None:
     error = refusal(client.http.post(GENERATE, json={"prompt": "hello", **fields}))
     check_message(error, fields, name, wanted)
 

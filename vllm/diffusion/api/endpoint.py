@@ -34,9 +34,9 @@ router = APIRouter()
 @router.post(
     "/generate",
     dependencies=[Depends(validate_json_request)],
-    response_model=GenerateResponse,
+    response_model=None,  # a cancelled request has no answer to validate
     responses={
-        200: {"content": {"text/event-stream": {}}},
+        200: {"model": GenerateResponse, "content": {"text/event-stream": {}}},
         400: {"model": ErrorResponse},
         404: {"model": ErrorResponse},
         500: {"model": ErrorResponse},

@@ -64,12 +64,10 @@ class Canvas:
         gaps = masked[start:].nonzero()
         end = start + int(gaps[0]) if gaps.numel() else canvas.numel()
         self._num_reported = end
-        infilled = {}
-        if end == canvas.numel():
-            infilled = {int(p): int(self.tokens[p]) for p in self._prompt_holes}
+        filled = self._prompt_holes[self.tokens[self._prompt_holes] != self.params.mask_id]
         return StepResult(
             new_token_ids=canvas[start:end].tolist(),
             num_forwards=self.num_forwards,
             num_committed=canvas.numel() - int(masked.sum()),
-            infilled=infilled,
+            infilled={int(p): int(self.tokens[p]) for p in filled},
         )

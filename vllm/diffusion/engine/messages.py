@@ -30,7 +30,7 @@ class StepResult:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
         num_forwards: forwards of the request so far.
         num_committed: canvas positions committed so far.
-        infilled: tokens that replaced mask tokens of the prompt, by position, on the last step.
+        infilled: tokens that replaced mask tokens of the prompt so far, by position.
         error: why the request cannot go on, if it cannot.
     """
 
