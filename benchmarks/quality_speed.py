@@ -11,6 +11,10 @@ combination that the engine refuses is listed as refused. All questions of a com
 together by an engine inside this process, at temperature 0. Models that are missing under models/
 are trained first.
 
+The models are sure of the taught questions and answer most of them in one forward, whatever the
+algorithm. So each is also asked with words before it that no model was taught; then the order of
+committing matters.
+
 Written: quality_speed.csv, .json, .md (tables) and .png (accuracy against tokens per forward).
 
     accuracy              share of answers that are exactly right
@@ -32,8 +36,9 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 # An engine of a tiny model starts in under a second here; read when vllm is imported. More threads
 # than a tiny matrix can use only wait for each other.
@@ -49,9 +54,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
 from vllm.diffusion import params  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 DEFAULT_MODELS = ("llada-tiny", "dream-tiny", "llada-moe-tiny")
+
+# How a question is asked: as it was taught, or in words that no model was taught.
+WORDINGS = {"taught": "{question}", "reworded": "Please tell me. {question}"}
 
 # Values of parameters that set the pace. An algorithm that uses none of them is paced by its number
 # of steps.
@@ -63,6 +71,9 @@ PACE: dict[str, tuple[float, ...]] = {
     "block_add_threshold": (0.1, 0.5),
 }
 STEPS_PER_TOKEN = (1.0, 0.5, 0.25, 0.125)
+
+
+T = TypeVar("T")
 
 
 class BenchmarkError(Exception):
@@ -99,6 +110,7 @@ class Row:
     """What one case gave on one model; `failed` answers count as wrong."""
 
     model: str
+    wording: str
     algorithm: str
     cache: str
     parameters: str
@@ -116,6 +128,7 @@ class Refused:
     """A case that the engine does not run on a model."""
 
     model: str
+    wording: str
     algorithm: str
     cache: str
     parameters: str
@@ -154,6 +167,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--algorithms", nargs="+", choices=params.ALGORITHMS, default=list(params.ALGORITHMS)
     )
     parser.add_argument("--caches", nargs="+", choices=params.CACHES, default=list(params.CACHES))
+    parser.add_argument("--wordings", nargs="+", choices=WORDINGS, default=list(WORDINGS))
     parser.add_argument("--limit", type=positive, help="questions per model (default: all)")
     parser.add_argument("--gen-length", type=positive, default=32, help="canvas length in tokens")
     parser.add_argument("--block-length", type=positive, default=8, help="tokens of one block")
@@ -197,7 +211,12 @@ def cases(
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
     """Settings of an algorithm: its defaults, then each choice and pace of its own parameters."""
     own = [spec for spec in params.FIELDS if algorithm in spec.algorithms]
-    paced = [{spec.name: value} for spec in own for value in PACE.get(spec.name, ())]
+    paced = [
+        {spec.name: value}
+        for spec in own
+        for value in PACE.get(spec.name, ())
+        if f"{value:g}" != spec.default
+    ]
     if paced:
         return [{}, *paced]
     steps = {max(num_blocks, round(gen_length * share)) for share in STEPS_PER_TOKEN}
@@ -223,14 +242,17 @@ def measure_all(
     folders = [checkpoint(name) for name in options.models]
     rows: list[Row] = []
     refused: list[Refused] = []
-    with tqdm(total=len(folders) * len(plan), unit="case") as progress:
+    num_cases = len(folders) * len(options.wordings) * len(plan)
+    with tqdm(total=num_cases, unit="case") as progress:
         for folder in folders:
             facts = read_facts(folder, options.limit)
             with engine(folder, options) as llm:
                 ask(llm, facts[:1], {"gen_length": options.gen_length})  # warm-up
-                for case in plan:
+                for case, wording in product(plan, options.wordings):
                     progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.told()}")
-                    found = measure(llm, folder.name, facts, case, options)
+                    identity = (folder.name, wording, case.algorithm, case.cache, case.told())
+                    request = case.request(options.gen_length, options.block_length)
+                    found = measure(llm, worded(facts, wording), request, identity)
                     if isinstance(found, Row):
                         rows.append(found)
                     else:
@@ -267,6 +289,12 @@ def read_facts(folder: Path, limit: int | None) -> list[tuple[str, str]]:
     return [facts[i * len(facts) // limit] for i in range(limit)]
 
 
+def worded(facts: Sequence[tuple[str, str]], wording: str) -> list[tuple[str, str]]:
+    """The facts with their questions as `wording` asks them."""
+    template = WORDINGS[wording]
+    return [(template.format(question=question), answer) for question, answer in facts]
+
+
 @contextmanager
 def engine(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
     """A `vllm.LLM` whose engine lives in this process, and is gone when the block ends.
@@ -294,15 +322,17 @@ def engine(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
 
 
 def measure(
-    llm: Any, model: str, facts: Sequence[tuple[str, str]], case: Case, options: argparse.Namespace
+    llm: Any,
+    facts: Sequence[tuple[str, str]],
+    request: dict[str, Any],
+    identity: tuple[str, str, str, str, str],
 ) -> Row | Refused:
-    """Ask all questions in one case."""
+    """Ask all questions with the parameters `request`; `identity` is model to parameters of Row."""
     from vllm.exceptions import VLLMValidationError
 
-    identity = (model, case.algorithm, case.cache, case.told())
     started = time.perf_counter()
     try:
-        outputs = ask(llm, facts, case.request(options.gen_length, options.block_length))
+        outputs = ask(llm, facts, request)
     except VLLMValidationError as error:
         return Refused(*identity, reason=one_line(error))
     seconds = time.perf_counter() - started
@@ -390,12 +420,12 @@ def write_results(
 def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
     """One table of all rows, and the refused cases with their reasons."""
     lines = [
-        "| model | algorithm | parameters | cache | accuracy | forwards per answer "
+        "| model | questions | algorithm | parameters | cache | accuracy | forwards per answer "
         "| tokens per forward | seconds |",
-        "|---|---|---|---|---:|---:|---:|---:|",
+        "|---|---|---|---|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row.model} | `{row.algorithm}` | {row.parameters} | {row.cache} "
+        f"| {row.model} | {row.wording} | `{row.algorithm}` | {row.parameters} | {row.cache} "
         f"| {row.accuracy:.1%} | {row.forwards_per_answer:.1f} | {row.tokens_per_forward:.2f} "
         f"| {row.seconds:.1f} |"
         for row in rows
@@ -409,11 +439,13 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
 
 def told(case: Row | Refused) -> str:
     """Which case this was, in words."""
-    return f"{case.model}, {case.algorithm}, {case.parameters}, cache {case.cache}"
+    return f"{case.model}, {case.wording}, {case.algorithm}, {case.parameters}, cache {case.cache}"
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Accuracy against tokens per forward: a panel a model, a colour an algorithm, a mark a cache.
+    """Accuracy against tokens per forward: a colour an algorithm, a mark a cache.
+
+    A column of panels a model, a row a wording.
 
     Raises:
         BenchmarkError: matplotlib is not installed.
@@ -425,44 +457,60 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    models, algorithms, caches = (
-        in_order(getattr(row, name) for row in rows) for name in ("model", "algorithm", "cache")
+    models, wordings = (
+        in_order(getattr(row, name) for row in rows) for name in ("model", "wording")
     )
-    colours = dict(zip(algorithms, matplotlib.colormaps["tab20"].colors, strict=False))
-    marks = dict(zip(caches, "osD^vP", strict=False))
+    styles = line_styles(rows, pyplot.get_cmap("tab10"))
     figure, axes = pyplot.subplots(
-        1, len(models), figsize=(5 * len(models) + 2, 4.5), sharey=True, squeeze=False
+        len(wordings),
+        len(models),
+        figsize=(4 * len(models) + 2, 3.5 * len(wordings) + 0.5),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
     )
-    for axis, model in zip(axes[0], models, strict=True):
-        for algorithm in algorithms:
-            for cache in caches:
-                found = [
-                    r for r in rows if (r.model, r.algorithm, r.cache) == (model, algorithm, cache)
-                ]
-                found.sort(key=lambda row: row.tokens_per_forward)
-                label = algorithm if cache == "none" else f"{algorithm}, {cache} cache"
-                axis.plot(
-                    [row.tokens_per_forward for row in found],
-                    [100 * row.accuracy for row in found],
-                    color=colours[algorithm],
-                    marker=marks[cache],
-                    linewidth=0.8,
-                    alpha=0.8,
-                    label=label,
-                )
-        axis.set(title=model, xlabel="tokens per forward")
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
+    for (row, wording), (column, model) in product(enumerate(wordings), enumerate(models)):
+        axis = axes[row][column]
+        for (algorithm, cache), style in styles.items():
+            wanted = (model, wording, algorithm, cache)
+            found = [r for r in rows if (r.model, r.wording, r.algorithm, r.cache) == wanted]
+            found.sort(key=lambda r: r.tokens_per_forward)
+            points = [(r.tokens_per_forward, 100 * r.accuracy) for r in found]
+            axis.plot(*zip(*points, strict=True) if points else ([], []), **style)
+        axis.set_title(f"{model}, {wording} questions", fontsize="medium")
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("accuracy, %")
+    axes[0][0].set_xscale("log", base=2)
+    axes[0][0].xaxis.set_major_formatter("{x:g}")
+    figure.supxlabel("tokens per forward")
+    figure.supylabel("accuracy, %")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
 
 
-def in_order(values: Iterable[str]) -> list[str]:
+def line_styles(
+    rows: Sequence[Row], colour: Callable[[int], Any]
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """(algorithm, cache) -> how its line is drawn."""
+    algorithms, caches = (
+        in_order(getattr(row, name) for row in rows) for name in ("algorithm", "cache")
+    )
+    marks = "osD^vP"
+    return {
+        (algorithm, cache): {
+            "color": colour(algorithms.index(algorithm)),
+            "marker": marks[caches.index(cache) % len(marks)],
+            "linewidth": 0.8,
+            "alpha": 0.8,
+            "label": algorithm if cache == "none" else f"{algorithm}, {cache} cache",
+        }
+        for algorithm, cache in in_order((row.algorithm, row.cache) for row in rows)
+    }
+
+
+def in_order(values: Iterable[T]) -> list[T]:
     """The different values, each where it came first."""
     return list(dict.fromkeys(values))
 
