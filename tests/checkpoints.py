@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random LLaDA checkpoints in the released format, written to a folder of a test.
+"""Tiny random checkpoints in the released formats, written to a folder of a test.
+
+Families: LLaDA ("llada"), Dream ("dream") and LLaDA-MoE ("moe").
 
 The weights are scaled up, norm gains too: with a plain initialisation the softmax is nearly
 uniform, every confidence ties and no decoding rule can be told from another.
@@ -15,11 +17,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference.llada_model import LLaDASettings, tensor_shapes
+from tests.reference import dream_model, llada_model, llada_moe_model
 
 UNKNOWN_ID = 245
 BOS_ID = 246
@@ -51,8 +53,68 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 
+DREAM_SPECIAL_TOKENS = {
+    "<|unknown|>": UNKNOWN_ID,
+    "<|beginoftext|>": BOS_ID,
+    "<|im_start|>": START_HEADER_ID,
+    "<|vision_pad|>": END_HEADER_ID,
+    "<|im_end|>": EOT_ID,
+    "<|endoftext|>": EOS_ID,
+    "<|mask|>": MASK_ID,
+}
+MOE_SPECIAL_TOKENS = {
+    "<|unknown|>": UNKNOWN_ID,
+    "<|startoftext|>": BOS_ID,
+    "<role>": START_HEADER_ID,
+    "</role>": END_HEADER_ID,
+    "<|role_end|>": EOT_ID,
+    "<|endoftext|>": EOS_ID,
+    "<|mask|>": MASK_ID,
+}
+DREAM_CHAT_TEMPLATE = (
+    "{% if not messages or messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MOE_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% set role = 'HUMAN' if message['role'] == 'user' else message['role'] | upper %}"
+    "{{ '<role>' + role + '</role>' + message['content'] + '<|role_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<role>ASSISTANT</role>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class TokenizerStyle:
+    """What differs between the tokenizers of the families; ids are the same in all."""
+
+    special_tokens: dict[str, int]
+    bos_token: str
+    mask_token: str
+    chat_template: str
+    nfc: bool = False
+
+
+TOKENIZER_STYLES = {
+    "llada": TokenizerStyle(SPECIAL_TOKENS, "<|startoftext|>", "<|mdm_mask|>", CHAT_TEMPLATE),
+    "dream": TokenizerStyle(
+        DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", DREAM_CHAT_TEMPLATE, nfc=True
+    ),
+    "moe": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
+}
+
 WEIGHT_GAIN = 3.0
-QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
+# A very sharp attention or routing would magnify rounding until near-ties are everywhere.
+KEEP_SIZE = (
+    *("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"),
+    *("mlp.gate.weight", "mlp.expert_bias"),
+)
+EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -61,6 +123,8 @@ class Case:
 
     seed: int
     overrides: dict[str, Any] = field(default_factory=dict)
+    family: str = "llada"
+    fused_experts: bool = False
 
 
 # Seeds for which runs have no near-ties and predict no mask; nothing else is special about them.
@@ -77,6 +141,15 @@ CASES: dict[str, Case] = {
     "model_dtype_rope": Case(seed=12, overrides={"rope_full_precision": False}),
     # At some positions the likeliest token is the mask itself, for a 20-token random_prompt.
     "predicts_mask": Case(seed=11),
+}
+
+FAMILY_CASES: dict[str, Case] = {
+    "dream": Case(seed=11, family="dream"),
+    "dream_tied": Case(seed=1, family="dream", overrides={"tie_word_embeddings": True}),
+    "moe": Case(seed=9, family="moe"),
+    "moe_fused": Case(seed=9, family="moe", fused_experts=True),
+    "moe_dense_mix": Case(seed=1, family="moe", overrides={"moe_layer_freq": [1, 0, 1]}),
+    "moe_bias": Case(seed=13, family="moe", overrides={"moe_router_enable_expert_bias": True}),
 }
 
 
@@ -134,6 +207,100 @@ def llada_config(**overrides: Any) -> dict[str, Any]:
     return config
 
 
+def dream_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny Dream with the keys of the released one, then the overrides."""
+    config: dict[str, Any] = {
+        "architectures": ["DreamModel"],
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamModel",
+        },
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "mask_token_id": MASK_ID,
+        "max_position_embeddings": 256,
+        "max_window_layers": 3,
+        "model_type": "Dream",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "pad_token_id": EOS_ID,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.46.2",
+        "use_cache": False,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+    config.update(overrides)
+    return config
+
+
+def moe_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny LLaDA-MoE with the keys of the released one, then the overrides."""
+    config: dict[str, Any] = {
+        "architectures": ["LLaDAMoEModelLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "dense_intermediate_size": 96,
+        "eos_token_id": EOS_ID,
+        "expert_intermediate_size": 32,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "mask_token_id": MASK_ID,
+        "max_position_embeddings": 256,
+        "model_type": "lladamoe",
+        "moe_layer_freq": [1, 1, 1],
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": None,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "pad_token_id": EOS_ID,
+        "partial_rotary_factor": 1.0,
+        "qk_layernorm": True,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "router_aux_loss_coef": 0.01,
+        "shared_expert_intermediate_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.53.2",
+        "use_cache": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+    config.update(overrides)
+    return config
+
+
+CONFIGS = {"llada": llada_config, "dream": dream_config, "moe": moe_config}
+
+
+def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor (experts unfused) of a checkpoint of any family with its shape."""
+    architecture = config["architectures"][0]
+    if architecture.startswith("Dream"):
+        return dream_model.tensor_shapes(dream_model.DreamSettings.from_config(config))
+    if architecture.startswith("LLaDAMoE"):
+        return llada_moe_model.tensor_shapes(llada_moe_model.LLaDAMoESettings.from_config(config))
+    return llada_model.tensor_shapes(llada_model.LLaDASettings.from_config(config))
+
+
 def random_weights(
     config: dict[str, Any], seed: int, gain: float = WEIGHT_GAIN
 ) -> dict[str, Tensor]:
@@ -141,26 +308,47 @@ def random_weights(
 
     Embedding rows are Gaussian, matrices uniform in +-1/sqrt(fan in) (a tied embedding too, as it
     is the head). Norm gains differ from channel to channel so that exchanged or forgotten norms
-    show. Queries and keys keep their usual size: a very sharp attention would magnify rounding
-    until near-ties are everywhere. Where the model divides its logits by sqrt(D), the last norm
-    makes up for it, so that confidences are spread as elsewhere.
+    show. Queries, keys and routers keep their usual size (see KEEP_SIZE). Where the model divides
+    its logits by sqrt(D), the last norm makes up for it, so that confidences are spread as
+    elsewhere.
     """
     generator = torch.Generator().manual_seed(seed)
+    tied = config.get("weight_tying", config.get("tie_word_embeddings"))
     weights = {}
-    for name, shape in tensor_shapes(LLaDASettings.from_config(config)).items():
-        if name.endswith("wte.weight") and not config["weight_tying"]:
+    for name, shape in checkpoint_shapes(config).items():
+        if name.endswith(EMBEDDINGS) and not tied:
             values = torch.randn(shape, generator=generator)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_bias")):
             values = 0.1 * torch.randn(shape, generator=generator)
         elif len(shape) == 1:
             values = 1.0 + 0.1 * torch.randn(shape, generator=generator)
         else:
             values = (2.0 * torch.rand(shape, generator=generator) - 1.0) / shape[1] ** 0.5
-        keeps_size = name.endswith(QUERY_KEY_WEIGHTS)
-        weights[name] = values if keeps_size else gain * values
-    if config["scale_logits"]:
+        weights[name] = values if name.endswith(KEEP_SIZE) else gain * values
+    if config.get("scale_logits"):
         weights["model.transformer.ln_f.weight"] *= config["d_model"] ** 0.5
     return weights
+
+
+def fuse_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fused layout of an unfused LLaDA-MoE checkpoint.
+
+    mlp.w1 [E, 2I, D] holds each expert's gate rows and then its up rows, mlp.w2 [E, D, I] its
+    down matrix.
+    """
+    fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    mlps = sorted({name.split(".experts.")[0] for name in weights if ".experts." in name})
+    for mlp in mlps:
+        num_experts = len(weights[f"{mlp}.gate.weight"])
+
+        def part(mlp: str, expert: int, name: str) -> Tensor:
+            return weights[f"{mlp}.experts.{expert}.{name}_proj.weight"]
+
+        fused[f"{mlp}.w1"] = torch.stack(
+            [torch.cat([part(mlp, e, "gate"), part(mlp, e, "up")]) for e in range(num_experts)]
+        )
+        fused[f"{mlp}.w2"] = torch.stack([part(mlp, e, "down") for e in range(num_experts)])
+    return fused
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor], num_shards: int = 2) -> None:
@@ -178,8 +366,35 @@ def save_weights(folder: Path, weights: dict[str, Tensor], num_shards: int = 2) 
     write_json(folder / "model.safetensors.index.json", index)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(family: str = "llada") -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of ASCII text: 128 bytes, 117 merges, 7 special tokens."""
+    style = TOKENIZER_STYLES[family]
+    vocab, merges = bpe_vocabulary()
+    vocab["<|unknown|>"] = UNKNOWN_ID
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<|unknown|>"))
+    if style.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in style.special_tokens]
+    )
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        unk_token="<|unknown|>",
+        bos_token=style.bos_token,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        mask_token=style.mask_token,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+    fast.chat_template = style.chat_template
+    return fast
+
+
+def bpe_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Symbols with ids 0..244 and merges, without special tokens."""
     byte_symbols = pre_tokenizers.ByteLevel.alphabet()
     symbol_of_byte = _byte_symbols()
     if set(symbol_of_byte.values()) != set(byte_symbols):
@@ -192,60 +407,103 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     merges = merges[: UNKNOWN_ID - len(vocab)]
     for first, second in merges:
         vocab[first + second] = len(vocab)
-    vocab["<|unknown|>"] = UNKNOWN_ID
+    return vocab, merges
 
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<|unknown|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+
+def save_dream_tokenizer_files(folder: Path) -> None:
+    """Dream's tokenizer as released: no tokenizer.json, and a class that is remote code.
+
+    vocab.json, merges.txt, added_tokens.json, special_tokens_map.json, tokenizer_config.json.
+    """
+    vocab, merges = bpe_vocabulary()
+    style = TOKENIZER_STYLES["dream"]
+    write_json(folder / "vocab.json", vocab)
+    lines = ["#version: 0.2", *(f"{first} {second}" for first, second in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_json(folder / "added_tokens.json", style.special_tokens)
+    named: dict[str, Any] = {
+        "bos_token": style.bos_token,
+        "eos_token": "<|endoftext|>",
+        "mask_token": style.mask_token,
+        "pad_token": "<|endoftext|>",
+        "unk_token": "<|unknown|>",
+    }
+    write_json(folder / "special_tokens_map.json", named)
+    flags = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
+    added = {str(id): {"content": token, **flags} for token, id in style.special_tokens.items()}
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            **named,
+            "add_bos_token": False,
+            "add_prefix_space": False,
+            "added_tokens_decoder": added,
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+            "chat_template": style.chat_template,
+            "clean_up_tokenization_spaces": False,
+            "errors": "replace",
+            "model_max_length": 256,
+            "split_special_tokens": False,
+            "tokenizer_class": "DreamTokenizer",
+        },
     )
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        unk_token="<|unknown|>",
-        bos_token="<|startoftext|>",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        mask_token="<|mdm_mask|>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def make_checkpoint(
     folder: str | Path,
     *,
+    family: str = "llada",
     seed: int = 0,
     gain: float = WEIGHT_GAIN,
     dtype: torch.dtype = torch.float32,
     num_shards: int = 2,
+    fused_experts: bool = False,
+    released_tokenizer_files: bool = False,
     **overrides: Any,
 ) -> Path:
     """Writes a whole tiny checkpoint to `folder` (made when missing) and returns it.
 
     `overrides` replace or add keys of config.json. The weights depend on `seed` and the shapes
-    only, and are rounded to `dtype` after scaling.
+    only, and are rounded to `dtype` after scaling. released_tokenizer_files (Dream): instead of
+    a tokenizer.json, see save_dream_tokenizer_files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = llada_config(**{"torch_dtype": str(dtype).removeprefix("torch."), **overrides})
+    config = CONFIGS[family](**{"torch_dtype": str(dtype).removeprefix("torch."), **overrides})
     write_json(folder / "config.json", config)
+    bos_token_id = config.get("bos_token_id", BOS_ID)
     write_json(
         folder / "generation_config.json",
-        {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "transformers_version": "4.46.2"},
+        {"bos_token_id": bos_token_id, "eos_token_id": EOS_ID, "transformers_version": "4.46.2"},
     )
     weights = random_weights(config, seed, gain)
+    if fused_experts:
+        weights = fuse_experts(weights)
     save_weights(folder, {name: w.to(dtype) for name, w in weights.items()}, num_shards)
-    make_tokenizer().save_pretrained(str(folder))
+    if released_tokenizer_files:
+        save_dream_tokenizer_files(folder)
+    else:
+        make_tokenizer(family).save_pretrained(str(folder))
     return folder
 
 
 def make_case(folder: str | Path, name: str) -> Path:
-    """`make_checkpoint` of one entry of CASES."""
-    case = CASES[name]
-    return make_checkpoint(folder, seed=case.seed, **case.overrides)
+    """`make_checkpoint` of one entry of CASES or FAMILY_CASES."""
+    case = {**CASES, **FAMILY_CASES}[name]
+    return make_checkpoint(
+        folder,
+        family=case.family,
+        seed=case.seed,
+        fused_experts=case.fused_experts,
+        **case.overrides,
+    )
 
 
 def random_prompt(num_tokens: int, seed: int = 0) -> list[int]:

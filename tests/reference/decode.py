@@ -19,11 +19,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tests.reference.layers import shift_right
+
 MINUS_INF = float("-inf")
 
 
 class LogitModel(Protocol):
-    """Anything with logits(ids int64 [B, T]) -> [B, T, V], without shift."""
+    """Anything with logits(ids int64 [B, T]) -> [B, T, V], as the head gives them.
+
+    An attribute logit_shift of 1 says that logits at position i predict the token at i + 1; the
+    loops then read those of the position before. Without the attribute there is no shift.
+    """
 
     def logits(self, ids: Tensor) -> Tensor: ...
 
@@ -73,9 +79,52 @@ class Candidates:
 
     positions: list[int]
     tokens: list[int]
+    plain_tokens: list[int]  # chosen without noise
     scores: list[float]
     token_gaps: list[float]  # best minus second best, in (noised) logits
     logit_scale: float  # largest finite |logit|
+
+
+class Margin(NamedTuple):
+    """How far a score was from deciding otherwise."""
+
+    kind: str  # "order" or "threshold"
+    candidate: int  # its index
+    gap: float
+    scale: float  # of the scores compared
+
+
+class Selection(NamedTuple):
+    """Indices of the accepted candidates in order of acceptance, and the close decisions."""
+
+    accepted: list[int]
+    margins: list[Margin]
+    plain: Collection[int] = ()  # of these the token chosen without noise is committed
+
+
+@dataclass(frozen=True)
+class Score:
+    """What ranks the candidates; the highest is accepted first.
+
+    confidence: probability of the token. entropy: sum p log(p + epsilon), the negative entropy.
+    With remasking random both are replaced by a random number U, the entropy by -U.
+    """
+
+    kind: str
+    epsilon: float = 0.0
+
+
+CONFIDENCE = Score("confidence")
+Select = Callable[[Candidates], Selection]
+
+
+class NearTie(NamedTuple):
+    """A decision that a small rounding difference could turn."""
+
+    step: int
+    kind: str  # "token", "order" or "threshold"
+    positions: list[int]
+    gap: float
 
 
 @dataclass(frozen=True)
@@ -88,11 +137,11 @@ class Step:
     candidates: Candidates
     accepted: list[int]  # positions in order of acceptance, tokens may be the mask
     guarded: bool
-    threshold: float | None
     last_accepted: float | None  # score
     first_rejected: float | None  # score
     exact_scores: bool  # scores are injected random numbers, not computed confidences
     demotes: bool  # confidence_eos_eot_inf: tokens of positions not accepted matter too
+    margins: list[Margin]
 
     @property
     def committed(self) -> dict[int, int]:
@@ -106,19 +155,23 @@ class Decoded(NamedTuple):
     trace: list[Step]
 
 
-class NearTie(NamedTuple):
-    """A decision that a small rounding difference could turn."""
-
-    step: int
-    kind: str  # "token", "order" or "threshold"
-    positions: list[int]
-    gap: float
-
-
 def num_transfer_tokens(num_masked: int, num_steps: int) -> list[int]:
     """How many masks each step of a block commits: equal shares, the first ones take the rest."""
     share, rest = divmod(num_masked, num_steps)
     return [share + 1 if step < rest else share for step in range(num_steps)]
+
+
+def order_margin(scores: Sequence[float], last: int, first: int) -> Margin:
+    """Candidate `last` was accepted and `first` not, because its score is lower (or equal)."""
+    return Margin("order", last, scores[last] - scores[first], _scale(scores[last]))
+
+
+def threshold_margins(
+    scores: Sequence[float], limit: float, indices: Iterable[int] | None = None
+) -> list[Margin]:
+    """Candidates (all by default) were compared with a limit."""
+    indices = range(len(scores)) if indices is None else indices
+    return [Margin("threshold", i, abs(scores[i] - limit), _scale(limit)) for i in indices]
 
 
 def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Tensor:
@@ -131,28 +184,62 @@ def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Ten
     return noised
 
 
+def aligned(model: LogitModel, raw: Tensor) -> Tensor:
+    """Logits [..., T, V] whose row i predicts the token at i; row 0 is its own if they shift."""
+    return shift_right(raw) if getattr(model, "logit_shift", 0) else raw
+
+
 def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Options) -> Tensor:
     """Logits [T, V] of a row [T]; with cfg_scale, guided by the row whose prompt is masked.
 
     known [T] marks the positions that were no masks before decoding began.
     """
     if options.cfg_scale == 0:
-        return model.logits(row[None])[0]
+        return aligned(model, model.logits(row[None]))[0]
     unprompted = torch.where(known, options.ids.mask, row)
-    conditional, unconditional = model.logits(torch.stack([row, unprompted]))
+    conditional, unconditional = aligned(model, model.logits(torch.stack([row, unprompted])))
     guided: Tensor = unconditional + (options.cfg_scale + 1) * (conditional - unconditional)
     return guided
 
 
 def select_quota(scores: Sequence[float], quota: int) -> list[int]:
     """Indices of the `quota` highest scores, best first, ties to the lowest index."""
-    return _best_first(scores)[:quota]
+    return best_first(scores)[:quota]
 
 
 def select_threshold(scores: Sequence[float], threshold: float) -> list[int]:
     """The best index always, and every other whose score is at least the threshold."""
-    order = _best_first(scores)
+    order = best_first(scores)
     return order[:1] + [i for i in order[1:] if scores[i] >= threshold]
+
+
+def by_quota(quota: int) -> Select:
+    """`select_quota` as a rule of a loop."""
+
+    def select(candidates: Candidates) -> Selection:
+        scores, order = candidates.scores, best_first(candidates.scores)
+        margins = []
+        if 0 < quota < len(order):
+            last, first = order[quota - 1], order[quota]
+            # Two scores of exactly 0 are demoted tokens, not rounding: the lowest position wins.
+            if scores[last] != 0 or scores[first] != 0:
+                margins.append(order_margin(scores, last, first))
+        return Selection(select_quota(scores, quota), margins)
+
+    return select
+
+
+def by_threshold(threshold: float) -> Select:
+    """`select_threshold` as a rule of a loop."""
+
+    def select(candidates: Candidates) -> Selection:
+        scores, order = candidates.scores, best_first(candidates.scores)
+        margins = threshold_margins(scores, threshold)
+        if len(order) > 1 and scores[order[0]] < threshold:
+            margins.append(order_margin(scores, order[0], order[1]))
+        return Selection(select_threshold(scores, threshold), margins)
+
+    return select
 
 
 def semi_ar(
@@ -172,8 +259,8 @@ def semi_ar(
     after a block without masks that contains one of them; later canvas positions stay masked.
     Other keywords: see Options. Raises ValueError when the lengths do not divide.
     """
-    loop = _Loop(model, prompt_ids, gen_length, Options(**options))
-    num_blocks, block_steps = _split_steps(gen_length, block_length, steps)
+    loop = Loop(model, prompt_ids, gen_length, Options(**options))
+    num_blocks, block_steps = split_steps(gen_length, block_length, steps)
     for block in range(num_blocks):
         start, end = loop.block_range(block, block_length)
         for quota in num_transfer_tokens(loop.num_masked(start, end), block_steps):
@@ -203,10 +290,10 @@ def threshold(
     Raises ValueError when the lengths do not divide, RuntimeError when masks cannot go away
     because the model predicts the mask (the published loop spins or fails there).
     """
-    loop = _Loop(model, prompt_ids, gen_length, Options(**options))
+    loop = Loop(model, prompt_ids, gen_length, Options(**options))
     if threshold is None and steps is None:
         raise ValueError("steps: quota mode (threshold None) needs it, got None")
-    num_blocks, block_steps = _split_steps(gen_length, block_length, steps)
+    num_blocks, block_steps = split_steps(gen_length, block_length, steps)
     forward_limit = 4 * len(loop.row)
     for block in range(num_blocks):
         start, end = loop.block_range(block, block_length)
@@ -219,6 +306,11 @@ def threshold(
         if loop.may_stop(end, early_stop_ids):
             break
     return loop.result()
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Indices by falling score, ties by index."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
 
 
 def truncate(
@@ -262,7 +354,7 @@ def first_difference(ids: Sequence[int], reference: Decoded, prompt_len: int) ->
     return None
 
 
-class _Loop:
+class Loop:
     """The row being decoded and its history."""
 
     def __init__(
@@ -286,8 +378,26 @@ class _Loop:
         start = self.prompt_len + block * block_length
         return start, start + block_length
 
+    def masked(self, start: int, end: int) -> list[int]:
+        """Row positions in [start, end) that hold a mask."""
+        row = self.row.tolist()
+        return [p for p in range(start, end) if row[p] == self.options.ids.mask]
+
     def num_masked(self, start: int, end: int) -> int:
-        return int((self.row[start:end] == self.options.ids.mask).sum())
+        return len(self.masked(start, end))
+
+    def check_change(self) -> None:
+        """Raises RuntimeError if the last forward changed nothing and no later one would.
+
+        That happens when the model predicts the mask at all accepted positions. With random
+        numbers the next forward may differ; a loop then ends after many forwards.
+        """
+        before = self.trace[-1].row
+        random = self.options.temperature > 0 or self.options.remasking == "random"
+        changed = before != tuple(self.row.tolist())
+        if not (changed or random) or len(self.trace) > 4 * len(self.row):
+            block = self.trace[-1].block
+            raise RuntimeError(f"block {block}: masks remain, the model predicts the mask")
 
     def may_stop(self, end: int, stop_ids: Collection[int]) -> bool:
         """Whether all up to `end` is decided and the canvas up to there holds a stop id."""
@@ -301,52 +411,67 @@ class _Loop:
         self, block: int, end: int, *, quota: int | None = None, threshold: float | None = None
     ) -> None:
         """One forward; commits among all masks before `end`, by quota or by threshold."""
-        row_before = tuple(self.row.tolist())
-        eligible = [p for p in range(end) if row_before[p] == self.options.ids.mask]
+        eligible = self.masked(0, end)
         logits = guided_logits(self.model, self.row, self.known, self.options)
-        candidates = self._propose(logits[eligible], eligible)
+
         if quota is not None:
-            chosen = select_quota(candidates.scores, quota)
+            select = by_quota(quota)
         elif threshold is not None:
-            chosen = select_threshold(candidates.scores, threshold)
+            select = by_threshold(threshold)
         else:
             raise ValueError("quota and threshold: one of them must be given, got neither")
+        self.decide(block, logits, eligible, select)
 
+    def decide(
+        self,
+        block: int,
+        logits: Tensor,
+        eligible: list[int],
+        select: Select,
+        *,
+        score: Score = CONFIDENCE,
+    ) -> Step:
+        """Commits some of the eligible row positions by the logits [T, V] of one forward."""
+        row_before = tuple(self.row.tolist())
+        candidates = self._propose(logits[eligible], eligible, score)
+        chosen, margins, plain = select(candidates)
+        for i in plain:
+            candidates.tokens[i] = candidates.plain_tokens[i]
         guarded = self.options.guard_mask_token and self._changes_nothing(candidates, chosen)
         if guarded:
-            candidates = self._propose(logits[eligible], eligible, exclude_mask=True)
-            chosen = select_quota(candidates.scores, 1)
+            candidates = self._propose(logits[eligible], eligible, score, exclude_mask=True)
+            chosen, margins, _ = by_quota(1)(candidates)
 
         for i in chosen:
             self.row[candidates.positions[i]] = candidates.tokens[i]
-        rejected = [i for i in _best_first(candidates.scores) if i not in chosen]
-        self.trace.append(
-            Step(
-                index=len(self.trace),
-                block=block,
-                row=row_before,
-                candidates=candidates,
-                accepted=[candidates.positions[i] for i in chosen],
-                guarded=guarded,
-                threshold=None if guarded else threshold,
-                last_accepted=candidates.scores[chosen[-1]] if chosen else None,
-                first_rejected=candidates.scores[rejected[0]] if rejected else None,
-                exact_scores=self.options.remasking == "random",
-                demotes=self.options.confidence_eos_eot_inf,
-            )
+        rejected = [i for i in best_first(candidates.scores) if i not in chosen]
+        step = Step(
+            index=len(self.trace),
+            block=block,
+            row=row_before,
+            candidates=candidates,
+            accepted=[candidates.positions[i] for i in chosen],
+            guarded=guarded,
+            last_accepted=candidates.scores[chosen[-1]] if chosen else None,
+            first_rejected=candidates.scores[rejected[0]] if rejected else None,
+            exact_scores=self.options.remasking == "random",
+            demotes=self.options.confidence_eos_eot_inf,
+            margins=margins,
         )
+        self.trace.append(step)
+        return step
 
     def _changes_nothing(self, candidates: Candidates, chosen: list[int]) -> bool:
         return bool(chosen) and all(candidates.tokens[i] == self.options.ids.mask for i in chosen)
 
     def _propose(
-        self, logits: Tensor, eligible: list[int], exclude_mask: bool = False
+        self, logits: Tensor, eligible: list[int], score: Score, exclude_mask: bool = False
     ) -> Candidates:
         """Token and score of each eligible position from its logits [R, V]."""
         options, step = self.options, len(self.trace)
         canvas_positions = [p - self.prompt_len for p in eligible]
         if not eligible:
-            return Candidates([], [], [], [], 0.0)
+            return Candidates([], [], [], [], [], 0.0)
         logits = logits.clone()
         if options.logits_eos_inf:
             logits[:, options.ids.eos] = MINUS_INF
@@ -361,6 +486,7 @@ class _Loop:
             choice = noised.clone()
             choice[:, options.ids.mask] = MINUS_INF
         tokens = choice.argmax(dim=1)
+        plain_tokens = logits.argmax(dim=1).tolist()
         # In the log domain before the next lines write into the same storage.
         top_two = choice.double().topk(2, dim=1).values
         if options.temperature > 0:
@@ -375,30 +501,41 @@ class _Loop:
         return Candidates(
             positions=eligible,
             tokens=tokens.tolist(),
-            scores=self._scores(logits, tokens, canvas_positions),
+            plain_tokens=plain_tokens,
+            scores=self._scores(logits, tokens, canvas_positions, score),
             token_gaps=(top_two[:, 0] - top_two[:, 1]).tolist(),
             logit_scale=float(finite.abs().max()) if finite.numel() else 0.0,
         )
 
-    def _scores(self, logits: Tensor, tokens: Tensor, canvas_positions: list[int]) -> list[float]:
-        """Noise-free probability of each token, or the injected random number."""
+    def _scores(
+        self, logits: Tensor, tokens: Tensor, canvas_positions: list[int], score: Score
+    ) -> list[float]:
+        """Noise-free score of each token, or the injected random number."""
         options = self.options
+        sign = -1 if score.kind == "entropy" else 1
         if options.remasking == "random":
             if options.uniform_scores is None:
                 raise ValueError("uniform_scores: needed for remasking random, got None")
-            random: list[float] = options.uniform_scores(len(self.trace), canvas_positions).tolist()
-            return random
+            return [
+                sign * number
+                for number in options.uniform_scores(len(self.trace), canvas_positions).tolist()
+            ]
         dtypes = {"logits": logits.dtype, "float32": torch.float32, "float64": torch.float64}
-        probabilities = torch.softmax(logits.to(dtypes[options.confidence_dtype]), dim=1)
-        scores: list[float] = probabilities.gather(1, tokens[:, None])[:, 0].tolist()
-        return scores
+        p = torch.softmax(logits.to(dtypes[options.confidence_dtype]), dim=1)
+        if score.kind == "entropy":
+            scores = (p * (p + score.epsilon).log()).sum(dim=1)
+        else:
+            scores = p.gather(1, tokens[:, None])[:, 0]
+        values: list[float] = scores.tolist()
+        return values
 
 
-def _best_first(scores: Sequence[float]) -> list[int]:
-    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+def _scale(value: float) -> float:
+    """What a gap is relative to; near 0 the rounding of logits does not shrink any further."""
+    return max(abs(value), 0.05)
 
 
-def _split_steps(gen_length: int, block_length: int, steps: int | None) -> tuple[int, int]:
+def split_steps(gen_length: int, block_length: int, steps: int | None) -> tuple[int, int]:
     """Number of blocks and steps of each; without steps, one step per token."""
     if block_length < 1 or gen_length < 1 or gen_length % block_length != 0:
         raise ValueError(
@@ -423,17 +560,8 @@ def _near_token_ties(step: Step, tolerance: float) -> list[NearTie]:
 
 
 def _near_score_ties(step: Step, tolerance: float) -> list[NearTie]:
-    last, first = step.last_accepted, step.first_rejected
-    found = []
-    by_order = step.threshold is None or (last is not None and last < step.threshold)
-    # Two scores of exactly 0 are demoted tokens, not rounding: the lowest position wins.
-    if by_order and last is not None and first is not None and last > 0:
-        gap = last - first
-        if gap <= tolerance * last:
-            found.append(NearTie(step.index, "order", step.accepted[-1:], gap))
-    if step.threshold is not None:
-        for position, score in zip(step.candidates.positions, step.candidates.scores, strict=True):
-            gap = abs(score - step.threshold)
-            if gap <= tolerance * abs(step.threshold):
-                found.append(NearTie(step.index, "threshold", [position], gap))
-    return found
+    return [
+        NearTie(step.index, margin.kind, [step.candidates.positions[margin.candidate]], margin.gap)
+        for margin in step.margins
+        if margin.gap <= tolerance * margin.scale
+    ]

@@ -2,25 +2,34 @@
 """The LLaDA forward pass as plainly as it can be written.
 
 Sources: the LLaDA paper (arXiv:2502.09992) and the public model card with its configuration.
-One batch of rows of equal length, no cache, no padding, no parallel layers. Letters: B rows,
+One batch of rows of equal length, no padding, no parallel layers. Letters: B rows,
 T positions, D hidden size, H heads, K key/value heads, hd = D / H, M MLP width, V logit columns.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from tests.reference.layers import (
+    KeyValues,
+    attention,
+    check_shapes,
+    read_checkpoint,
+    rms_norm,
+    rotate,
+    seen_by_window,
+    split_heads,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 ALIASES = {
     "hidden_size": "d_model",
@@ -151,55 +160,13 @@ def tensor_shapes(settings: LLaDASettings) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm: statistics in fp32, cast back, and only then times the gain."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def rotate(x: Tensor, theta: float, full_precision: bool) -> Tensor:
-    """Rotary embedding of x [B, heads, T, hd], half-split pairing, positions 0..T-1.
-
-    full_precision rotates in fp32 and casts back; otherwise the tables are cast to x's dtype.
-    """
-    dtype = x.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    num_positions, head_dim = x.shape[-2:]
-    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=wide) / head_dim)
-    angle = torch.arange(num_positions, dtype=wide)[:, None] * inv_freq[None, :]
-    angle = torch.cat([angle, angle], dim=-1)  # [T, hd]
-    cos, sin = angle.cos(), angle.sin()
-    if full_precision:
-        x = x.to(wide)
-    else:
-        cos, sin = cos.to(dtype), sin.to(dtype)
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(dtype)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Bidirectional attention: q [B, H, T, hd], k and v [B, K, T, hd] -> [B, H, T, hd].
-
-    Query head h reads key/value head h // (H / K).
-    """
-    num_repeats = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(num_repeats, dim=1)
-    v = v.repeat_interleave(num_repeats, dim=1)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return torch.softmax(scores.to(wide), dim=-1).to(q.dtype) @ v
-
-
 class LLaDAReference:
-    """A LLaDA checkpoint whose logits are computed by the plain formulae above."""
+    """A LLaDA checkpoint whose logits are computed by plain formulae."""
+
+    logit_shift = 0  # logits at a position predict the token at that position
 
     def __init__(self, settings: LLaDASettings, weights: Mapping[str, Tensor]) -> None:
-        wanted = tensor_shapes(settings)
-        given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        if wanted != given:
-            differing = sorted(set(wanted.items()) ^ set(given.items()))
-            raise ValueError(f"weights: these names or shapes do not fit the config: {differing}")
+        check_shapes(tensor_shapes(settings), weights)
         self.settings = settings
         self.weights = dict(weights)
 
@@ -212,27 +179,30 @@ class LLaDAReference:
         dtype is the model dtype. float64 keeps every step in float64, also those that the
         released model does in fp32.
         """
-        folder = Path(path)
-        config = json.loads((folder / "config.json").read_text())
-        index = folder / "model.safetensors.index.json"
-        files = ["model.safetensors"]
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        weights: dict[str, Tensor] = {}
-        for name in files:
-            weights.update(load_file(str(folder / name)))
-        settings = LLaDASettings.from_config(config)
-        return cls(settings, {name: tensor.to(dtype) for name, tensor in weights.items()})
+        config, weights = read_checkpoint(path, dtype)
+        return cls(LLaDASettings.from_config(config), weights)
 
-    @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """Logits [B, T, embedding_size], model dtype, of ids int64 [B, T]; no shift."""
+        return self.forward_with_kv(ids, range(ids.shape[1]), None)[0]
+
+    @torch.no_grad()
+    def forward_with_kv(
+        self, ids: Tensor, positions: Sequence[int], past: KeyValues | None
+    ) -> tuple[Tensor, KeyValues]:
+        """Logits [B, W, embedding_size] of a window ids [B, W], and keys and values.
+
+        The window attends to itself and to the rows of `past` at other positions. Returned are
+        the rows of `past` overwritten by those of the window.
+        """
         settings = self.settings
         x = self.weights["model.transformer.wte.weight"][ids]
         if settings.input_emb_norm:
             x = x * settings.d_model**0.5
+        fresh = []
         for layer in range(settings.n_layers):
-            x = self.layer(layer, x)
+            x, kv = self.layer(layer, x, positions, past)
+            fresh.append(kv)
         x = rms_norm(x, self.weights["model.transformer.ln_f.weight"], settings.rms_norm_eps)
         if settings.weight_tying:
             logits = functional.linear(x, self.weights["model.transformer.wte.weight"])
@@ -240,13 +210,15 @@ class LLaDAReference:
             logits = self._linear("model.transformer.ff_out", x)
         if settings.scale_logits:
             logits = logits * (1.0 / math.sqrt(settings.d_model))
-        return logits
+        window = KeyValues(tuple(positions), tuple(fresh))
+        return logits, window if past is None else past.overwrite(window)
 
-    @torch.no_grad()
-    def layer(self, layer: int, x: Tensor) -> Tensor:
-        """One transformer block on the residual stream x [B, T, D]."""
+    def layer(
+        self, layer: int, x: Tensor, positions: Sequence[int], past: KeyValues | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One transformer block on the residual stream x [B, W, D]; also its keys and values."""
         settings, block = self.settings, block_prefix(self.settings, layer)
-        eps = settings.rms_norm_eps
+        eps, head_dim = settings.rms_norm_eps, settings.head_dim
 
         h = rms_norm(x, self.weights[f"{block}.attn_norm.weight"], eps)
         q = self._linear(f"{block}.q_proj", h)
@@ -255,20 +227,17 @@ class LLaDAReference:
         if settings.attention_layer_norm:  # over all heads at once, before the split
             q = rms_norm(q, self.weights[f"{block}.q_norm.weight"], eps)
             k = rms_norm(k, self.weights[f"{block}.k_norm.weight"], eps)
-        q, k, v = (self._split_heads(y) for y in (q, k, v))
-        q = rotate(q, settings.rope_theta, settings.rope_full_precision)
-        k = rotate(k, settings.rope_theta, settings.rope_full_precision)
-        a = attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self._linear(f"{block}.attn_out", a)
+        q, k, v = (split_heads(y, head_dim) for y in (q, k, v))
+        q = rotate(q, settings.rope_theta, settings.rope_full_precision, positions)
+        k = rotate(k, settings.rope_theta, settings.rope_full_precision, positions)
+        a = attention(q, *seen_by_window(past, layer, positions, k, v))
+        x = x + self._linear(f"{block}.attn_out", a.transpose(1, 2).flatten(2))
 
         h = rms_norm(x, self.weights[f"{block}.ff_norm.weight"], eps)
         gate = functional.silu(self._linear(f"{block}.ff_proj", h))
         up = self._linear(f"{block}.up_proj", h)
-        return x + self._linear(f"{block}.ff_out", gate * up)
+        return x + self._linear(f"{block}.ff_out", gate * up), (k, v)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         bias = self.weights.get(f"{name}.bias")  # present exactly when the config says so
         return functional.linear(x, self.weights[f"{name}.weight"], bias)
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:-1], -1, self.settings.head_dim).transpose(1, 2)

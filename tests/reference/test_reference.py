@@ -37,7 +37,8 @@ from tests.reference.decode import (
     threshold,
     truncate,
 )
-from tests.reference.llada_model import LLaDAReference, rms_norm
+from tests.reference.layers import rms_norm
+from tests.reference.llada_model import LLaDAReference
 from tests.reference.philox import uniform, uniform_matrix
 
 if TYPE_CHECKING:

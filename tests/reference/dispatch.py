@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference run behind the parameters of a request."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+from tests.reference import d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
+from tests.reference.philox import uniform_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+# Purposes of the random numbers of a request.
+TOKEN_NOISE, REMASKING_SCORE, DREAM_TOKEN, DREAM_COMMIT, DREAM_CHOICE = range(5)
+
+BLOCK_CACHES = ("none", "prefix", "dual")
+CACHES: dict[str, tuple[str, ...]] = {
+    "semi_ar": BLOCK_CACHES,
+    "threshold": BLOCK_CACHES,
+    "factor": BLOCK_CACHES,
+    "local_leap": BLOCK_CACHES,
+    "entropy_threshold": BLOCK_CACHES,
+    "hierarchy": BLOCK_CACHES,
+    "credit": BLOCK_CACHES,
+    "full_attn_multi_block": ("none",),
+    "multi_block": ("none", "delayed"),
+    "dream": ("none",),
+}
+LOOPS: dict[str, Callable[..., decode.Decoded]] = {
+    "factor": fast_dllm.factor,
+    "local_leap": local_leap.local_leap,
+    "entropy_threshold": sglang.entropy_threshold,
+    "hierarchy": dinfer.hierarchy,
+    "credit": dinfer.credit,
+    "full_attn_multi_block": sglang.full_attn_multi_block,
+    "multi_block": d3llm.multi_block,
+    "dream": dream.diffusion_generate,
+}
+
+
+def run(
+    model: decode.LogitModel,
+    prompt_ids: Iterable[int],
+    *,
+    ids: decode.SpecialIds,
+    algorithm: str,
+    cache: str = "none",
+    seed: int | None = None,
+    confidence_dtype: str = "float32",
+    **asked: Any,
+) -> decode.Decoded:
+    """The whole canvas that the source of `algorithm` makes of a request.
+
+    `asked` are request parameters by their own names: gen_length and, but for dream,
+    block_length; steps for semi_ar and dream; what else the loop takes. Idle steps of semi_ar and
+    dream make no forward. multi_block follows d3LLM-Dream (variant "dream") for a model with
+    shifted logits, unless told otherwise. With a seed, random numbers are those of Philox.
+    Raises ValueError for a cache that the algorithm does not have.
+    """
+    if cache not in CACHES[algorithm]:
+        raise ValueError(f"cache: {algorithm} wants one of {CACHES[algorithm]}, got {cache!r}")
+    options: dict[str, Any] = {"ids": ids, **asked}
+    if algorithm == "dream":
+        options.setdefault("skip_idle_steps", True)
+        if seed is not None:
+            options["uniform_tokens"] = partial(_columns, seed, DREAM_TOKEN)
+            options["uniform_commits"] = partial(_first_column, seed, DREAM_COMMIT)
+            options["uniform_choices"] = partial(_first_column, seed, DREAM_CHOICE)
+        return LOOPS[algorithm](model, prompt_ids, **options)
+
+    options["confidence_dtype"] = confidence_dtype
+    if seed is not None:
+        options["uniform_logits"] = partial(_columns, seed, TOKEN_NOISE)
+        options["uniform_scores"] = partial(_first_column, seed, REMASKING_SCORE)
+    if algorithm in ("semi_ar", "threshold"):
+        return _llada(model, prompt_ids, algorithm, cache, options)
+    if algorithm == "multi_block" and getattr(model, "logit_shift", 0):
+        options.setdefault("variant", "dream")
+    if len(CACHES[algorithm]) > 1:
+        options["cache"] = cache
+    return LOOPS[algorithm](model, prompt_ids, **options)
+
+
+def _llada(
+    model: decode.LogitModel,
+    prompt_ids: Iterable[int],
+    algorithm: str,
+    cache: str,
+    options: dict[str, Any],
+) -> decode.Decoded:
+    if algorithm == "threshold":
+        options.setdefault("threshold", 0.9)
+    if cache != "none":
+        window_model = cast(fast_dllm.WindowModel, model)
+        return fast_dllm.cached(window_model, prompt_ids, cache=cache, **options)
+    if algorithm == "threshold":
+        return decode.threshold(model, prompt_ids, **options)
+    return decode.semi_ar(model, prompt_ids, skip_idle_steps=True, **options)
+
+
+def _columns(
+    seed: int, purpose: int, step: int, positions: Sequence[int], columns: Sequence[int]
+) -> Tensor:
+    return _matrix(seed, purpose, step, tuple(positions), len(columns))
+
+
+def _first_column(seed: int, purpose: int, step: int, positions: Sequence[int]) -> Tensor:
+    return _matrix(seed, purpose, step, tuple(positions), 1)[:, 0]
+
+
+@lru_cache(maxsize=4096)
+def _matrix(
+    seed: int, purpose: int, step: int, positions: tuple[int, ...], num_columns: int
+) -> Tensor:
+    return uniform_matrix(seed, purpose, step, positions, num_columns)

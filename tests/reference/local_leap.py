@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LocalLeap (arXiv:2510.07081): a lower threshold near very confident positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.reference.decode import (
+    Candidates,
+    Decoded,
+    LogitModel,
+    Loop,
+    Options,
+    Select,
+    Selection,
+    best_first,
+    by_threshold,
+    order_margin,
+    threshold_margins,
+)
+from tests.reference.fast_dllm import by_rule, run_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+
+def select_local_leap(
+    positions: Sequence[int],
+    scores: Sequence[float],
+    threshold: float,
+    relaxed_threshold: float,
+    radius: int,
+) -> list[int]:
+    """Indices, best first: the best, and all whose score reaches the threshold that holds there.
+
+    That is the relaxed one within `radius` positions of an anchor, a candidate that reaches the
+    threshold itself.
+    """
+    order = best_first(scores)
+    anchors = [p for p, score in zip(positions, scores, strict=True) if score >= threshold]
+    accepted = []
+    for i in order:
+        near = any(abs(positions[i] - anchor) <= radius for anchor in anchors)
+        limit = relaxed_threshold if near else threshold
+        if i == order[0] or scores[i] >= limit:
+            accepted.append(i)
+    return accepted
+
+
+def by_local_leap(threshold: float, relaxed_threshold: float | None, radius: int) -> Select:
+    """`select_local_leap` as a rule of a loop; without a relaxed threshold, a plain threshold."""
+    if relaxed_threshold is None:
+        return by_threshold(threshold)
+
+    def select(candidates: Candidates) -> Selection:
+        scores, order = candidates.scores, best_first(candidates.scores)
+        margins = threshold_margins(scores, threshold)
+        margins += threshold_margins(scores, relaxed_threshold)
+        if len(order) > 1 and scores[order[0]] < threshold:
+            margins.append(order_margin(scores, order[0], order[1]))
+        accepted = select_local_leap(
+            candidates.positions, scores, threshold, relaxed_threshold, radius
+        )
+        return Selection(accepted, margins)
+
+    return select
+
+
+def local_leap(
+    model: LogitModel,
+    prompt_ids: Iterable[int],
+    *,
+    gen_length: int,
+    block_length: int,
+    threshold: float = 0.9,
+    relaxed_threshold: float | None = 0.75,
+    radius: int = 4,
+    early_stop: bool = False,
+    early_stop_ids: Collection[int] = (),
+    cache: str = "none",
+    **options: Any,
+) -> Decoded:
+    """Blocks with LocalLeap's selection.
+
+    early_stop: after a block that holds EOS, everything behind the block becomes EOS and decoding
+    ends. Other keywords: see Options and fast_dllm.run_blocks.
+    """
+    options.setdefault("confidence_dtype", "float64")
+    loop = Loop(model, prompt_ids, gen_length, Options(**options))
+    return run_blocks(
+        loop,
+        gen_length,
+        block_length,
+        by_rule(by_local_leap(threshold, relaxed_threshold, radius)),
+        cache=cache,
+        early_stop_ids=[loop.options.ids.eos] if early_stop else early_stop_ids,
+        fill_after_stop=early_stop,
+    )

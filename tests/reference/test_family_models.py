@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Dream and LLaDA-MoE references against independent float64 forward passes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+from tests.checkpoints import (
+    BOS_ID,
+    EOS_ID,
+    EOT_ID,
+    FAMILY_CASES,
+    MASK_ID,
+    make_case,
+    make_checkpoint,
+    random_prompt,
+)
+from tests.reference.decode import SpecialIds, near_ties, semi_ar, threshold
+from tests.reference.dream_model import DreamReference
+from tests.reference.layers import KeyValues, shift_right
+from tests.reference.llada_model import LLaDAReference
+from tests.reference.llada_moe_model import LLaDAMoEReference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+Array = NDArray[np.float64]
+Reference = DreamReference | LLaDAMoEReference | LLaDAReference
+IDS = random_prompt(11) + [MASK_ID] * 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_case(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return get
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    if json.loads((folder / "config.json").read_text())["model_type"] == "Dream":
+        return DreamReference.from_checkpoint(folder, dtype)
+    return LLaDAMoEReference.from_checkpoint(folder, dtype)
+
+
+def norm(x: Array, gain: Array, eps: float) -> Array:
+    out: Array = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * gain
+    return out
+
+
+def turn(x: Array, theta: float, rotary_dim: int) -> Array:
+    """x [T, hd]: of the first rotary_dim channels, (j, j + rotary_dim/2) as one complex number."""
+    half = rotary_dim // 2
+    pairs = x[:, :half] + 1j * x[:, half:rotary_dim]
+    pairs = pairs * np.exp(1j * np.outer(np.arange(len(x)), theta ** (-np.arange(half) / half)))
+    return np.concatenate([pairs.real, pairs.imag, x[:, rotary_dim:]], axis=1)
+
+
+def numpy_forward(folder: Path, ids: Sequence[int]) -> Array:
+    """Raw logits [T, V] of one row in float64, head by head and token by token."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors: dict[str, Array] = {}
+    for file in folder.glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            tensors[name.removeprefix("model.")] = value.astype(np.float64)
+    eps, theta = config["rms_norm_eps"], config["rope_theta"]
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config["hidden_size"] // num_heads
+    rotary_dim = int(size * config.get("partial_rotary_factor", 1.0))
+
+    def head_of(block: str, part: str, head: int, h: Array) -> Array:
+        """Channels [T, size] of one head of q, k or v."""
+        rows = slice(head * size, (head + 1) * size)
+        y = h @ tensors[f"{block}.self_attn.{part}_proj.weight"][rows].T
+        bias = tensors.get(f"{block}.self_attn.{part}_proj.bias")
+        if bias is not None:
+            y = y + bias[rows]
+        clip = config.get("clip_qkv")
+        if clip is not None:
+            y = np.clip(y, -clip, clip)
+        if config.get("qk_layernorm") and part != "v":
+            y = norm(y, tensors[f"{block}.self_attn.{part}_norm.weight"], eps)
+        return y if part == "v" else turn(y, theta, rotary_dim)
+
+    def gated(gate: Array, up: Array, down: Array, h: Array) -> Array:
+        g = gate @ h
+        out: Array = down @ (g / (1.0 + np.exp(-g)) * (up @ h))
+        return out
+
+    def mlp_of(mlp: str, h: Array) -> Array:
+        """The MLP or mixture of one token h [D]."""
+        if f"{mlp}.gate.weight" not in tensors:
+            gate, up, down = (tensors[f"{mlp}.{part}_proj.weight"] for part in PARTS)
+            return gated(gate, up, down, h)
+        scores = tensors[f"{mlp}.gate.weight"] @ h
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
+        ranking = p + tensors.get(f"{mlp}.expert_bias", np.zeros(len(p)))
+        out = np.zeros_like(h)
+        for expert in np.argsort(-ranking)[: config["num_experts_per_tok"]]:
+            if f"{mlp}.w1" in tensors:
+                width = config["expert_intermediate_size"]
+                both, down = tensors[f"{mlp}.w1"][expert], tensors[f"{mlp}.w2"][expert]
+                gate, up = both[:width], both[width:]
+            else:
+                names = (f"{mlp}.experts.{expert}.{part}_proj.weight" for part in PARTS)
+                gate, up, down = (tensors[name] for name in names)
+            out += p[expert] * gated(gate, up, down, h)
+        return out
+
+    x = tensors["embed_tokens.weight"][list(ids)]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"layers.{layer}"
+        h = norm(x, tensors[f"{block}.input_layernorm.weight"], eps)
+        heads = []
+        for head in range(num_heads):
+            kv_head = head * num_kv_heads // num_heads
+            q = head_of(block, "q", head, h)
+            k, v = (head_of(block, part, kv_head, h) for part in "kv")
+            weights = np.exp(q @ k.T / math.sqrt(size))
+            heads.append(weights / weights.sum(axis=1, keepdims=True) @ v)
+        x = x + np.concatenate(heads, axis=1) @ tensors[f"{block}.self_attn.o_proj.weight"].T
+        h = norm(x, tensors[f"{block}.post_attention_layernorm.weight"], eps)
+        x = x + np.stack([mlp_of(f"{block}.mlp", row) for row in h])
+    x = norm(x, tensors["norm.weight"], eps)
+    tied = config["tie_word_embeddings"]
+    out: Array = x @ tensors["embed_tokens.weight" if tied else "lm_head.weight"].T
+    return out
+
+
+PARTS = ("gate", "up", "down")
+
+
+@pytest.mark.parametrize("name", list(FAMILY_CASES))
+def test_logits_equal_an_independent_float64_forward(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = checkpoint(name)
+    wanted = numpy_forward(folder, IDS)
+    wide = load(folder, torch.float64).logits(torch.tensor([IDS]))[0]
+    assert wide.shape == wanted.shape == (17, 256)
+    np.testing.assert_allclose(wide.numpy(), wanted, rtol=0, atol=1e-9)
+    narrow = load(folder).logits(torch.tensor([IDS]))[0]
+    assert narrow.dtype == torch.float32
+    np.testing.assert_allclose(narrow.numpy(), wanted, rtol=0, atol=1e-3)
+
+
+def test_clipping_partial_rotary_and_untouched_heads(tmp_path: Path) -> None:
+    """Fields that the released LLaDA-MoE leaves at their neutral value."""
+    folder = make_checkpoint(
+        tmp_path, family="moe", clip_qkv=0.7, partial_rotary_factor=0.5, qk_layernorm=False
+    )
+    wide = load(folder, torch.float64).logits(torch.tensor([IDS]))[0]
+    np.testing.assert_allclose(wide.numpy(), numpy_forward(folder, IDS), rtol=0, atol=1e-9)
+
+
+def test_fused_experts_are_the_same_model(checkpoint: Callable[[str], Path]) -> None:
+    logits = [load(checkpoint(name)).logits(torch.tensor([IDS])) for name in ("moe", "moe_fused")]
+    assert torch.equal(logits[0], logits[1])
+    files = list(checkpoint("moe_fused").glob("*.safetensors"))
+    names = {name for file in files for name in load_file(file)}
+    assert "model.layers.0.mlp.w1" in names
+    assert not any(".experts." in name for name in names)
+
+
+def test_router_weights_do_not_sum_to_one_and_bias_only_chooses(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    model = LLaDAMoEReference.from_checkpoint(checkpoint("moe_bias"))
+    h = torch.randn(1, 50, 64, generator=torch.Generator().manual_seed(0))
+    mlp = "model.layers.0.mlp"
+    chosen, weights = model.route(mlp, h)
+    p = torch.softmax(h @ model.weights[f"{mlp}.gate.weight"].T, dim=-1)
+    torch.testing.assert_close(weights, p.gather(-1, chosen))
+    assert weights.sum(-1).max() < 0.999
+    unbiased = p.topk(2, dim=-1).indices
+    assert (chosen.sort().values != unbiased.sort().values).any()
+    model.weights[f"{mlp}.expert_bias"] = torch.tensor([0.0] * 6 + [9.0, 9.0])
+    assert set(model.route(mlp, h)[0].flatten().tolist()) == {6, 7}
+
+
+def test_equal_experts_are_chosen_from_the_lowest(checkpoint: Callable[[str], Path]) -> None:
+    model = LLaDAMoEReference.from_checkpoint(checkpoint("moe"))
+    chosen, weights = model.route("model.layers.0.mlp", torch.zeros(1, 3, 64))
+    assert chosen.tolist() == [[[0, 1]] * 3]
+    assert weights.unique().tolist() == [0.125]
+
+
+def test_shift_right() -> None:
+    raw = torch.arange(4.0)[None, :, None].expand(1, 4, 2)
+    assert shift_right(raw)[0, :, 0].tolist() == [0.0, 0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["mha", "qk_norm", "dream", "moe_dense_mix"])
+def test_a_window_with_the_keys_of_the_same_row_gives_the_same_logits(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Keys and values of an unchanged row are exact, wherever the window lies."""
+    folder = checkpoint(name)
+    if name in ("mha", "qk_norm"):
+        model: Reference = LLaDAReference.from_checkpoint(folder, torch.float64)
+    else:
+        model = load(folder, torch.float64)
+    ids = torch.tensor([IDS])
+    whole, kv = model.forward_with_kv(ids, range(17), None)
+    assert kv.positions == tuple(range(17))
+    for start, end in ((0, 5), (6, 9), (11, 17), (16, 17)):
+        window = range(start, end)
+        for past in (kv, kv.keep(set(range(17)) - set(window))):
+            part, after = model.forward_with_kv(ids[:, start:end], window, past)
+            torch.testing.assert_close(part, whole[:, start:end], rtol=0, atol=1e-9)
+            assert after.positions == kv.positions
+            for (k, v), (old_k, old_v) in zip(after.layers, kv.layers, strict=True):
+                torch.testing.assert_close(k, old_k, rtol=0, atol=1e-9)
+                torch.testing.assert_close(v, old_v, rtol=0, atol=1e-9)
+
+
+def test_a_window_sees_changed_tokens_only_inside(checkpoint: Callable[[str], Path]) -> None:
+    model = load(checkpoint("dream"), torch.float64)
+    ids = torch.tensor([IDS])
+    whole, kv = model.forward_with_kv(ids, range(17), None)
+    changed = ids.clone()
+    changed[0, 12] += 1
+    stale, after = model.forward_with_kv(changed[:, 11:], range(11, 17), kv.keep(range(11)))
+    exact = model.logits(changed)[:, 11:]
+    assert (stale - whole[:, 11:]).abs().max() > 0.01  # the window's own change is seen
+    assert (stale - exact).abs().max() > 1e-6  # but the prefix did not hear of it
+    assert torch.equal(after.keep(range(11)).layers[2][0], kv.keep(range(11)).layers[2][0])
+
+
+def test_overwriting_rows_keeps_positions_ascending() -> None:
+    def rows(*positions: int, value: float) -> KeyValues:
+        k = torch.full((1, 1, len(positions), 1), value)
+        return KeyValues(positions, ((k, -k),))
+
+    merged = rows(0, 1, 2, 5, value=1.0).overwrite(rows(2, 3, value=2.0))
+    assert merged.positions == (0, 1, 2, 3, 5)
+    assert merged.layers[0][0].flatten().tolist() == [1, 1, 2, 2, 1]
+    assert merged.layers[0][1].flatten().tolist() == [-1, -1, -2, -2, -1]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("dream", {"hidden_act": "gelu"}, "hidden_act"),
+        ("dream", {"tie_word_embeddings": True}, "lm_head"),
+        ("moe", {"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
+        ("moe", {"moe_layer_freq": [1, 1, 0]}, "experts"),
+        ("moe", {"moe_router_enable_expert_bias": True}, "expert_bias"),
+    ],
+)
+def test_unfitting_configs_are_refused(
+    family: str, change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, family=family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", list(FAMILY_CASES))
+def test_runs_have_no_near_ties_and_thresholds_differ(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    model = load(checkpoint(name))
+    prompt = random_prompt(12, 12) if name.startswith("dream") else random_prompt(20, 20)
+    special = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+    blocks: dict[str, Any] = {"gen_length": 32, "block_length": 16, "ids": special}
+    runs = [threshold(model, prompt, threshold=value, **blocks) for value in (0.3, 0.6, 0.9)]
+    runs.append(semi_ar(model, prompt, steps=16, **blocks))
+    assert [near_ties(run.trace) for run in runs] == [[]] * 4
+    assert all(MASK_ID not in run.ids for run in runs)
+    counts = [run.num_forwards for run in runs[:3]]
+    assert 2 < counts[0] < counts[1] < counts[2] < 32
+
+
+# ---- tokenizers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "end_of_turn", "mask", "rendered"),
+    [
+        (
+            "dream",
+            "<|im_end|>",
+            "<|mask|>",
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "moe",
+            "<|role_end|>",
+            "<|mask|>",
+            "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>",
+        ),
+    ],
+)
+def test_family_tokenizers(
+    family: str, end_of_turn: str, mask: str, rendered: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, family=family)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert tokenizer.convert_tokens_to_ids([end_of_turn, mask]) == [EOT_ID, MASK_ID]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (
+        BOS_ID,
+        EOS_ID,
+        MASK_ID,
+    )
+    text = "What is 2 + 3?"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode([*ids, EOT_ID, EOS_ID], skip_special_tokens=True) == text
+    given = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert given == rendered
+    assert tokenizer(given, add_special_tokens=False).input_ids.count(EOT_ID) == rendered.count(
+        end_of_turn
+    )
+
+
+def test_released_dream_tokenizer_files(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family="dream", released_tokenizer_files=True)
+    assert not (folder / "tokenizer.json").exists()
+    vocab = json.loads((folder / "vocab.json").read_text())
+    assert sorted(vocab.values()) == list(range(245))
+    merges = (folder / "merges.txt").read_text().splitlines()[1:]
+    assert len(merges) == 117
+    assert all("".join(merge.split(" ")) in vocab for merge in merges)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "DreamTokenizer"
+    added = {value["content"]: int(id) for id, value in config["added_tokens_decoder"].items()}
+    assert added == json.loads((folder / "added_tokens.json").read_text())
+    assert added["<|mask|>"] == MASK_ID

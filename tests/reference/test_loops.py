@@ -1,0 +1,879 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of the other sources: hand-worked selections, counts, and what must be equal."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import (
+    EOS_ID,
+    EOT_ID,
+    FAMILY_CASES,
+    MASK_ID,
+    make_checkpoint,
+    random_prompt,
+)
+from tests.reference import (
+    d3llm,
+    decode,
+    dinfer,
+    dispatch,
+    dream,
+    fast_dllm,
+    local_leap,
+    sglang,
+)
+from tests.reference.decode import Decoded, SpecialIds, near_ties
+from tests.reference.dream_model import DreamReference
+from tests.reference.llada_model import LLaDAReference
+from tests.reference.llada_moe_model import LLaDAMoEReference
+from tests.reference.philox import uniform_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from tests.reference.layers import KeyValues
+
+Model = LLaDAReference | DreamReference | LLaDAMoEReference
+IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+SMALL = SpecialIds(mask=15, eos=14, eot=13)
+BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 16, "ids": IDS}
+SHORT_BLOCKS = {**BLOCKS, "block_length": 8}
+# The seeds of `mha`, `dream` and `moe`, and how long the prompt is.
+SEEDS = {"llada": 14, "dream": FAMILY_CASES["dream"].seed, "moe": FAMILY_CASES["moe"].seed}
+PROMPTS = {
+    "llada": random_prompt(20, 20),
+    "dream": random_prompt(12, 12),
+    "moe": random_prompt(20, 20),
+}
+REFERENCES: dict[str, type[Model]] = {
+    "llada": LLaDAReference,
+    "dream": DreamReference,
+    "moe": LLaDAMoEReference,
+}
+ONE_LAYER: dict[str, dict[str, Any]] = {
+    "llada": {"n_layers": 1},
+    "dream": {"num_hidden_layers": 1},
+    "moe": {"num_hidden_layers": 1, "moe_layer_freq": [1]},
+}
+FAMILIES = list(SEEDS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+    folders: dict[tuple[str, bool], Path] = {}
+
+    def get(family: str, dtype: torch.dtype = torch.float32, one_layer: bool = False) -> Model:
+        key = (family, one_layer)
+        if key not in folders:
+            overrides = ONE_LAYER[family] if one_layer else {}
+            folders[key] = make_checkpoint(
+                tmp_path_factory.mktemp(family), family=family, seed=SEEDS[family], **overrides
+            )
+        return REFERENCES[family].from_checkpoint(folders[key], dtype)
+
+    return get
+
+
+class TableModel:
+    """Fixed logits, whatever the tokens: `rows` [N, V] for the last N positions, else 0."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def logits(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, self.rows.shape[1], dtype=self.rows.dtype)
+        logits[:, -len(self.rows) :] = self.rows
+        return logits
+
+
+class Recorder:
+    """A model that remembers the positions of its forwards and the rows they reused."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.logit_shift = model.logit_shift
+        self.windows: list[tuple[int, int]] = []
+        self.reused: list[int] = []
+
+    def logits(self, ids: Tensor) -> Tensor:
+        self.windows.append((0, ids.shape[1]))
+        self.reused.append(0)
+        return self.model.logits(ids)
+
+    def forward_with_kv(
+        self, ids: Tensor, positions: Sequence[int], past: KeyValues | None
+    ) -> tuple[Tensor, KeyValues]:
+        self.windows.append((positions[0], positions[-1] + 1))
+        rows = set(past.positions if past else ()) - set(positions)
+        self.reused.append(len(rows))
+        return self.model.forward_with_kv(ids, positions, past)
+
+
+def peaked(*confidences: float, tokens: Sequence[int] | None = None) -> Tensor:
+    """Logits [N, 16] (float64) whose softmax gives each row's token the wanted probability."""
+    rows = torch.zeros(len(confidences), 16, dtype=torch.float64)
+    for i, confidence in enumerate(confidences):
+        token = tokens[i] if tokens else i % 10
+        rows[i, token] = math.log(confidence * 15 / (1 - confidence))
+    return rows
+
+
+def entropy_of(confidence: float) -> float:
+    rest = (1 - confidence) / 15
+    return -confidence * math.log(confidence) - 15 * rest * math.log(rest)
+
+
+def accepted(decoded: Decoded, prompt_len: int = 1) -> list[set[int]]:
+    """Canvas positions that each forward accepted."""
+    return [{p - prompt_len for p in step.accepted} for step in decoded.trace]
+
+
+def same(first: Decoded, second: Decoded) -> bool:
+    """The same commits in the same forwards."""
+    return (
+        first.ids == second.ids
+        and first.num_forwards == second.num_forwards
+        and [step.committed for step in first.trace] == [step.committed for step in second.trace]
+    )
+
+
+# ---- runs of every family and algorithm --------------------------------------------------------
+
+DECODED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "threshold 0.3": (decode.threshold, {"threshold": 0.3, **BLOCKS}),
+    "threshold 0.6": (decode.threshold, {"threshold": 0.6, **BLOCKS}),
+    "threshold 0.9": (decode.threshold, {"threshold": 0.9, **BLOCKS}),
+    "prefix 0.6": (fast_dllm.cached, {"cache": "prefix", "threshold": 0.6, **BLOCKS}),
+    "dual 0.6": (fast_dllm.cached, {"cache": "dual", "threshold": 0.6, **BLOCKS}),
+    "prefix quota": (fast_dllm.cached, {"cache": "prefix", "steps": 16, **BLOCKS}),
+    "factor 0.3": (fast_dllm.factor, {"factor": 0.3, **BLOCKS}),
+    "factor 1": (fast_dllm.factor, {"factor": 1.0, **BLOCKS}),
+    "factor dual": (fast_dllm.factor, {"factor": 1.0, "cache": "dual", **BLOCKS}),
+    "local_leap": (local_leap.local_leap, {"threshold": 0.9, **BLOCKS}),
+    "entropy 0.95": (sglang.entropy_threshold, {"threshold": 0.95, **BLOCKS}),
+    "entropy 2": (sglang.entropy_threshold, {"threshold": 2.0, **BLOCKS}),
+    "full_attn 0.4": (
+        sglang.full_attn_multi_block,
+        {"threshold": 0.4, **SHORT_BLOCKS, "gen_length": 30},
+    ),
+    "full_attn 2": (
+        sglang.full_attn_multi_block,
+        {"threshold": 2.0, **SHORT_BLOCKS, "gen_length": 30},
+    ),
+    "hierarchy": (dinfer.hierarchy, {"threshold": 0.9, **BLOCKS}),
+    "dinfer 0.6": (dinfer.threshold, {"threshold": 0.6, **BLOCKS}),
+    "credit 0.6": (dinfer.credit, {"threshold": 0.6, **BLOCKS}),
+    "credit 0.9": (dinfer.credit, {"threshold": 0.9, **BLOCKS}),
+    "generate 0.5": (d3llm.generate, {"threshold": 0.5, **BLOCKS}),
+}
+OPENING = {"block_add_threshold": 0.1, "decoded_token_threshold": 0.95, **SHORT_BLOCKS}
+DELAYED = {"cache": "delayed", "cache_delay_iter": 2, "threshold": 1.0, **OPENING}
+for _variant in d3llm.VARIANTS:
+    _common = {"variant": _variant}
+    DECODED |= {
+        f"multi {_variant} 0.5": (d3llm.multi_block, {"threshold": 0.5, **_common, **OPENING}),
+        f"multi {_variant} 1": (d3llm.multi_block, {"threshold": 1.0, **_common, **OPENING}),
+        f"multi {_variant} delayed": (d3llm.multi_block, {**_common, **DELAYED}),
+        f"multi {_variant} refresh": (
+            d3llm.multi_block,
+            {**_common, **DELAYED, "refresh_interval": 4},
+        ),
+    }
+for _alg in dream.ALGS[1:]:
+    _options = {"alg": _alg, "gen_length": 32, "steps": 12, "ids": IDS}
+    DECODED[f"dream {_alg}"] = (dream.diffusion_generate, _options)
+
+# Forwards of each run (llada, dream, moe): between the extremes, so that rules show.
+FORWARDS: dict[str, tuple[int, int, int]] = {
+    "threshold 0.3": (4, 4, 4),
+    "threshold 0.6": (12, 13, 8),
+    "threshold 0.9": (28, 24, 24),
+    "prefix 0.6": (11, 11, 14),
+    "dual 0.6": (11, 12, 10),
+    "prefix quota": (16, 16, 16),
+    "factor 0.3": (28, 26, 27),
+    "factor 1": (18, 18, 16),
+    "factor dual": (18, 12, 18),
+    "local_leap": (27, 14, 26),
+    "entropy 0.95": (21, 22, 13),
+    "entropy 2": (5, 5, 5),
+    "full_attn 0.4": (22, 20, 22),
+    "full_attn 2": (5, 6, 4),
+    "hierarchy": (17, 14, 17),
+    "dinfer 0.6": (12, 13, 8),
+    "credit 0.6": (8, 5, 10),
+    "credit 0.9": (29, 27, 10),
+    "generate 0.5": (26, 22, 22),
+    "multi llada 0.5": (16, 15, 13),
+    "multi llada 1": (14, 11, 9),
+    "multi llada delayed": (12, 10, 10),
+    "multi llada refresh": (14, 8, 9),
+    "multi dream 0.5": (23, 19, 14),
+    "multi dream 1": (18, 11, 9),
+    "multi dream delayed": (14, 11, 10),
+    "multi dream refresh": (18, 10, 9),
+    "dream maskgit_plus": (12, 12, 12),
+    "dream topk_margin": (12, 12, 12),
+    "dream entropy": (12, 12, 12),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runs_are_decided_by_more_than_rounding(family: str, models: Callable[..., Model]) -> None:
+    counts = {}
+    narrow, wide = models(family), models(family, torch.float64)
+    for name, (run, options) in DECODED.items():
+        decoded = run(narrow, PROMPTS[family], **options)
+        assert near_ties(decoded.trace) == [], name
+        assert MASK_ID not in decoded.ids, name
+        exact = run(wide, PROMPTS[family], **options)
+        assert [set(step.accepted) for step in exact.trace] == [
+            set(step.accepted) for step in decoded.trace
+        ], name
+        assert exact.ids == decoded.ids, name
+        counts[name] = decoded.num_forwards
+    assert counts == {name: forwards[FAMILIES.index(family)] for name, forwards in FORWARDS.items()}
+
+
+# ---- keys and values between forwards ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_are_exact_for_one_layer(
+    family: str, cache: str, models: Callable[..., Model]
+) -> None:
+    """Keys and values of the only layer depend on their own token, and none of those changes.
+
+    A window that misses a row, or Dream's shift across its border, would show.
+    """
+    model, prompt = models(family, torch.float64, one_layer=True), PROMPTS[family]
+    for threshold in (0.6, 0.9):
+        plain = decode.threshold(model, prompt, threshold=threshold, **SHORT_BLOCKS)
+        reused = fast_dllm.cached(model, prompt, cache=cache, threshold=threshold, **SHORT_BLOCKS)
+        assert same(plain, reused)
+        assert plain.num_forwards > 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_are_approximations(family: str, models: Callable[..., Model]) -> None:
+    model, prompt = models(family), PROMPTS[family]
+    plain = decode.threshold(model, prompt, threshold=0.6, **BLOCKS)
+    for cache in ("prefix", "dual"):
+        reused = fast_dllm.cached(model, prompt, cache=cache, threshold=0.6, **BLOCKS)
+        assert reused.ids != plain.ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_of_the_caches(family: str, models: Callable[..., Model]) -> None:
+    prompt = PROMPTS[family]
+    p, shift = len(prompt), 1 if family == "dream" else 0
+    for cache in ("prefix", "dual"):
+        model = Recorder(models(family))
+        decoded = fast_dllm.cached(model, prompt, cache=cache, threshold=0.6, **BLOCKS)
+        assert len(model.windows) == decoded.num_forwards
+        seen = []
+        for step, window, reused in zip(decoded.trace, model.windows, model.reused, strict=True):
+            start = p + 16 * step.block - shift
+            end = p + 32 if cache == "prefix" else p + 16 * step.block + 16
+            first = step.block not in seen
+            seen.append(step.block)
+            assert window == ((0, p + 32) if first else (start, end))
+            suffix = p + 32 - end
+            assert reused == (0 if first else start + suffix)
+        assert seen.count(0) > 1
+        assert seen.count(1) > 1
+
+
+def test_one_block_has_no_suffix(models: Callable[..., Model]) -> None:
+    options: dict[str, Any] = {"gen_length": 16, "block_length": 16, "ids": IDS, "threshold": 0.6}
+    for family in FAMILIES:
+        prefix, dual = (
+            fast_dllm.cached(models(family), PROMPTS[family], cache=cache, **options)
+            for cache in ("prefix", "dual")
+        )
+        assert same(prefix, dual)
+
+
+def test_a_finished_block_makes_no_further_forward(models: Callable[..., Model]) -> None:
+    """With a threshold of 0, or one step per block, all forwards are whole ones."""
+    model, prompt = Recorder(models("llada")), PROMPTS["llada"]
+    for options in ({"threshold": 0.0}, {"steps": 4}):
+        model.windows.clear()
+        runs = [
+            fast_dllm.cached(model, prompt, cache=cache, **options, **SHORT_BLOCKS)
+            for cache in ("prefix", "dual")
+        ]
+        plain = decode.threshold(model, prompt, **{"threshold": None, **options, **SHORT_BLOCKS})
+        assert same(runs[0], plain)
+        assert same(runs[1], plain)
+        assert model.windows == [(0, 52)] * 12
+
+
+def test_cached_quotas_count_every_forward(models: Callable[..., Model]) -> None:
+    for cache in ("prefix", "dual"):
+        for steps in (4, 8, 32, 64):
+            decoded = fast_dllm.cached(
+                models("llada"), PROMPTS["llada"], cache=cache, steps=steps, **SHORT_BLOCKS
+            )
+            assert decoded.num_forwards == min(steps, 32)
+            shares = decode.num_transfer_tokens(8, steps // 4)
+            assert [len(step.accepted) for step in decoded.trace] == [
+                share for share in shares if share
+            ] * 4
+
+
+def test_cached_runs_with_noise_follow_the_injected_numbers(
+    models: Callable[..., Model],
+) -> None:
+    def noise(seed: int) -> Any:
+        return lambda step, positions, columns: uniform_matrix(
+            seed, 0, step, positions, len(columns)
+        )
+
+    options: dict[str, Any] = {
+        "gen_length": 8,
+        "block_length": 4,
+        "ids": IDS,
+        "cache": "prefix",
+        "threshold": 0.5,
+        "temperature": 1.0,
+    }
+    runs = [
+        fast_dllm.cached(models("llada"), PROMPTS["llada"], uniform_logits=noise(seed), **options)
+        for seed in (1, 1, 2)
+    ]
+    assert same(runs[0], runs[1])
+    assert runs[0].ids != runs[2].ids
+
+
+def test_cache_refusals(models: Callable[..., Model]) -> None:
+    model, prompt = models("llada"), PROMPTS["llada"]
+    with pytest.raises(ValueError, match="cache: wanted one of"):
+        fast_dllm.cached(model, prompt, cache="all", threshold=0.9, **BLOCKS)
+    with pytest.raises(ValueError, match="cfg_scale"):
+        fast_dllm.cached(model, prompt, cache="dual", threshold=0.9, cfg_scale=1.0, **BLOCKS)
+    with pytest.raises(ValueError, match="steps"):
+        fast_dllm.cached(model, prompt, cache="dual", **BLOCKS)
+
+
+# ---- factor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scores", "factor", "wanted"),
+    [
+        ([0.1], 1.0, [0]),  # one candidate: always
+        ([0.1, 0.9, 0.8], 1.0, [1, 2, 0]),  # limits 2/3 and 3/4: the failure at the last is taken
+        ([0.9, 0.1, 0.8], 1.0, [0, 2, 1]),
+        ([0.9, 0.8, 0.76, 0.7, 0.1], 1.0, [0, 1, 2]),  # first failure at rank 3 of 5
+        ([0.9, 0.8, 0.76, 0.81], 1.0, [0, 3, 1, 2]),  # rank 3 = the last fails: taken
+        ([0.9, 0.6, 0.5, 0.4], 1.0, [0]),  # failure at rank 1: the best alone
+        ([0.1, 0.05, 0.01, 0.01], 1.0, [0]),
+        ([0.1, 0.05], 1.0, [0, 1]),  # rank 1 is also the last
+        ([0.9, 0.6, 0.5, 0.4], 3.0, [0, 1, 2, 3]),  # limits 0, 0.25, 0.4: nothing fails
+        ([0.99, 0.999, 1.0, 0.5], 0.0, [2]),  # limits of 1
+        ([0.7, 0.7, 0.7, 0.7], 1.0, [0, 1]),  # ties to the lowest
+    ],
+)
+def test_factor_selection(scores: list[float], factor: float, wanted: list[int]) -> None:
+    assert fast_dllm.select_factor(scores, factor) == wanted
+
+
+def test_factor_of_a_table() -> None:
+    model = TableModel(peaked(0.9, 0.6, 0.5, 0.8, 0.95, 0.3))
+    decoded = fast_dllm.factor(model, [1], gen_length=6, block_length=6, ids=SMALL)
+    # 0.95 0.9 0.8 | 0.6: three; then 0.6 fails nothing at rank 0, 0.5 fails 2/3; then 0.3 last.
+    assert accepted(decoded) == [{4, 0, 3}, {1}, {2, 5}]
+    assert decoded.ids == [0, 1, 2, 3, 4, 5]
+
+
+# ---- LocalLeap ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("positions", "scores", "radius", "wanted"),
+    [
+        ([3, 4, 5, 9], [0.95, 0.8, 0.7, 0.8], 4, [0, 1]),  # 9 is too far, 0.7 too low
+        ([3, 4, 5, 7], [0.95, 0.8, 0.7, 0.8], 4, [0, 1, 3]),  # distance of the radius counts
+        ([3, 4, 5, 7], [0.95, 0.8, 0.7, 0.8], 0, [0]),
+        ([3, 4], [0.8, 0.85], 4, [1]),  # no anchor: the best only, relaxed or not
+        ([3, 4], [0.9, 0.75], 4, [0, 1]),  # reaching is enough
+        ([3, 20, 22], [0.2, 0.92, 0.76], 2, [1, 2]),
+        ([3, 4, 5], [0.1, 0.1, 0.1], 1, [0]),
+    ],
+)
+def test_local_leap_selection(
+    positions: list[int], scores: list[float], radius: int, wanted: list[int]
+) -> None:
+    assert local_leap.select_local_leap(positions, scores, 0.9, 0.75, radius) == wanted
+
+
+def test_local_leap_without_a_lower_threshold_is_a_threshold(
+    models: Callable[..., Model],
+) -> None:
+    model, prompt = models("llada"), PROMPTS["llada"]
+    plain = decode.threshold(model, prompt, threshold=0.6, confidence_dtype="float64", **BLOCKS)
+    for options in (
+        {"relaxed_threshold": None},
+        {"relaxed_threshold": 0.6},
+        {"relaxed_threshold": 0.1, "radius": 0},
+    ):
+        leap = local_leap.local_leap(model, prompt, threshold=0.6, **options, **BLOCKS)
+        assert same(leap, plain)
+
+
+def test_local_leap_needs_fewer_forwards() -> None:
+    table = peaked(0.95, 0.8, 0.7, 0.5, 0.8, 0.8)
+    options: dict[str, Any] = {"gen_length": 6, "block_length": 6, "ids": SMALL, "radius": 2}
+    decoded = local_leap.local_leap(TableModel(table), [1], **options)
+    # No anchor is left after the first forward: one position each.
+    assert accepted(decoded) == [{0, 1}, {4}, {5}, {2}, {3}]
+
+
+def test_early_stop_fills_after_the_block() -> None:
+    table = peaked(*[0.95] * 8, tokens=[1, 14, 2, 3, 4, 5, 6, 7])
+    for run in (local_leap.local_leap, dinfer.hierarchy):
+        decoded = run(
+            TableModel(table), [1], gen_length=8, block_length=4, ids=SMALL, early_stop=True
+        )
+        assert decoded.ids == [1, 14, 2, 3, 14, 14, 14, 14]
+        assert decoded.num_forwards == 1
+
+
+# ---- entropy -----------------------------------------------------------------------------------
+
+
+def test_entropy_at_the_threshold() -> None:
+    entropies = [0.5, 0.3, 0.5, 0.6, 0.1]
+    assert d3llm.select_entropy(entropies, 0.5) == [4, 1, 0, 2]
+    assert sglang.select_entropy_strict(entropies, 0.5) == [4, 1]
+    for select in (d3llm.select_entropy, sglang.select_entropy_strict):
+        assert select([2.0, 1.0, 1.0], 0.0) == [1]
+        assert select([], 1.0) == []
+
+
+def test_entropies_are_those_of_the_noise_free_distribution() -> None:
+    table = peaked(0.9, 0.5, 0.7, 0.3)
+    decoded = sglang.entropy_threshold(
+        TableModel(table), [1], gen_length=4, block_length=4, ids=SMALL, threshold=1.5
+    )
+    wanted = [-entropy_of(confidence) for confidence in (0.9, 0.5, 0.7, 0.3)]
+    assert decoded.trace[0].candidates.scores == pytest.approx(wanted, abs=1e-6)
+    assert [entropy_of(c) < 1.5 for c in (0.9, 0.5, 0.7, 0.3)] == [True, False, True, False]
+    assert accepted(decoded) == [{0, 2}, {1}, {3}]
+
+
+def test_entropy_with_random_remasking_ranks_by_the_number() -> None:
+    numbers = [0.8, 0.1, 0.4, 0.25]
+    decoded = d3llm.generate(
+        TableModel(peaked(0.9, 0.5, 0.7, 0.3)),
+        [1],
+        gen_length=4,
+        block_length=4,
+        ids=SMALL,
+        threshold=0.25,
+        remasking="random",
+        uniform_scores=lambda step, positions: torch.tensor(numbers)[list(positions)],
+    )
+    assert accepted(decoded) == [{1, 3}, {2}, {0}]
+
+
+# ---- several blocks at once --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_thresholds_of_one_open_blocks_in_turn(
+    family: str, models: Callable[..., Model]
+) -> None:
+    model, prompt = models(family), PROMPTS[family]
+    closed = {"block_add_threshold": 1.0, "decoded_token_threshold": 1.0, **SHORT_BLOCKS}
+    runs: list[tuple[Any, dict[str, Any]]] = [
+        (d3llm.multi_block, {"variant": "dream"}),
+        (sglang.full_attn_multi_block, {}),
+    ]
+    for threshold in (0.5, 2.0):
+        one = d3llm.generate(model, prompt, threshold=threshold, **SHORT_BLOCKS)
+        assert same(d3llm.multi_block(model, prompt, threshold=threshold, **closed), one)
+        # The forced position of the first full block is the lowest of all.
+        strict = sglang.entropy_threshold(model, prompt, threshold=threshold, **SHORT_BLOCKS)
+        for run, options in runs:
+            other = run(model, prompt, threshold=threshold, **options, **closed)
+            assert [set(s.accepted) for s in other.trace] == [set(s.accepted) for s in strict.trace]
+            assert other.ids == strict.ids
+
+
+def test_full_attn_opens_blocks_by_progress() -> None:
+    low = entropy_of(0.5) + 0.01
+    table = peaked(0.9, 0.9, 0.3, 0.3, 0.9, 0.3, 0.3, 0.3, 0.9, 0.9)
+    decoded = sglang.full_attn_multi_block(
+        TableModel(table),
+        [1],
+        gen_length=10,
+        block_length=4,
+        ids=SMALL,
+        threshold=low,
+        block_add_threshold=0.5,
+        decoded_token_threshold=0.75,
+    )
+    assert accepted(decoded) == [
+        {0, 1},  # block 0 alone
+        {4, 2},  # half of it is decoded: block 1 is active; block 0 takes its best
+        {3},  # block 1 holds nothing low, and is full now that 3/4 of block 0 are decoded
+        {5},  # the first full block with masks
+        {8, 9, 6},  # half of block 1 is decoded: the short last block is active
+        {7},
+    ]
+    assert decoded.ids == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_multi_block_takes_one_lowest_of_all_and_forces_one() -> None:
+    table = peaked(0.5, 0.3, 0.9, 0.25)
+    options: dict[str, Any] = {
+        "gen_length": 4,
+        "block_length": 2,
+        "ids": SMALL,
+        "threshold": 1.0,
+        "block_add_threshold": 0.0,
+        "decoded_token_threshold": 1.0,
+    }
+    assert entropy_of(0.9) < 1.0 < entropy_of(0.5)
+    decoded = d3llm.multi_block(TableModel(table), [1], **options)
+    # The second block opens at once; the first, full one is forced to take its best.
+    assert accepted(decoded) == [{2, 0}, {1}, {3}]
+    assert decoded.trace[0].accepted == [3, 1]
+    nothing_low = {**options, "threshold": 0.0}
+    llada = d3llm.multi_block(TableModel(table), [1], variant="llada", **nothing_low)
+    assert accepted(llada) == [{2, 0}, {1}, {3}]  # the lowest of all, always
+    strict = d3llm.multi_block(TableModel(table), [1], variant="dream", **nothing_low)
+    assert accepted(strict) == [{0}, {1}, {2}, {3}]  # the forced one only
+
+
+def test_multi_block_creates_one_block_at_a_time() -> None:
+    table = peaked(*[0.9] * 8)
+    decoded = d3llm.multi_block(
+        TableModel(table), [1], gen_length=8, block_length=2, ids=SMALL, threshold=1.0
+    )
+    assert accepted(decoded) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    eager = d3llm.multi_block(
+        TableModel(table),
+        [1],
+        gen_length=8,
+        block_length=2,
+        ids=SMALL,
+        threshold=1.0,
+        block_add_threshold=0.0,
+    )
+    assert accepted(eager) == [{0, 1, 2, 3}, {4, 5}, {6, 7}]
+
+
+def test_multi_block_early_stop_fills_at_once() -> None:
+    tokens = [1, 14, 2, 3, 4, 5]
+    options: dict[str, Any] = {
+        "gen_length": 6,
+        "block_length": 2,
+        "ids": SMALL,
+        "threshold": 0.0,
+        "block_add_threshold": 1.0,
+        "decoded_token_threshold": 1.0,
+    }
+    table = peaked(0.5, 0.9, 0.3, 0.3, 0.2, 0.2, tokens=tokens)
+    decoded = d3llm.multi_block(TableModel(table), [1], early_stop=True, **options)
+    assert accepted(decoded) == [{1}, {0}]
+    assert decoded.ids == [1, 14, 14, 14, 14, 14]
+    whole = d3llm.multi_block(TableModel(table), [1], **options)
+    assert (whole.ids, whole.num_forwards) == (tokens, 6)
+    assert decoded.trace[1].row == (1, 15, 14, 14, 14, 14, 14)  # the model sees the filling
+
+
+def test_multi_block_early_stop_may_be_overwritten_for_one_iteration() -> None:
+    """Candidates are told before the filling, so a filled position may still be accepted."""
+    table = peaked(0.3, 0.9, 0.5, 0.4, tokens=[1, 14, 2, 3])
+    decoded = d3llm.multi_block(
+        TableModel(table),
+        [1],
+        gen_length=4,
+        block_length=4,
+        ids=SMALL,
+        threshold=0.0,
+        early_stop=True,
+    )
+    assert accepted(decoded) == [{1}, {2}, {0}]
+    assert decoded.trace[1].row == (1, 15, 14, 14, 14)
+    assert decoded.trace[2].row == (1, 15, 14, 14, 14)
+    assert decoded.ids == [1, 14, 14, 14]
+
+
+# ---- the delayed cache -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", d3llm.VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_delayed_cache_is_exact_for_one_layer(
+    family: str, variant: str, models: Callable[..., Model]
+) -> None:
+    model = Recorder(models(family, torch.float64, one_layer=True))
+    options: dict[str, Any] = {"threshold": 1.0, "variant": variant, **OPENING}
+    starts: set[int] = set()
+    for delay, refresh, progress in ((1, 10000, 0.1), (2, 3, 0.1), (1, 10000, 1.0), (2, 4, 1.0)):
+        options["block_add_threshold"] = progress
+        plain = d3llm.multi_block(model, PROMPTS[family], **options)
+        model.windows.clear()
+        reused = d3llm.multi_block(
+            model,
+            PROMPTS[family],
+            cache="delayed",
+            cache_delay_iter=delay,
+            refresh_interval=refresh,
+            **options,
+        )
+        assert same(plain, reused)
+        assert len(model.windows) == plain.num_forwards
+        starts |= {start for start, _ in model.windows}
+        assert all(end == len(PROMPTS[family]) + 32 for _, end in model.windows)
+    shift = 1 if family == "dream" else 0
+    assert len(starts) > 3
+    assert starts <= {0} | {len(PROMPTS[family]) + 8 * b - shift for b in range(4)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_delay_that_never_ends_reuses_nothing(family: str, models: Callable[..., Model]) -> None:
+    options: dict[str, Any] = {"threshold": 1.0, **OPENING}
+    plain = d3llm.multi_block(models(family), PROMPTS[family], **options)
+    assert same(
+        d3llm.multi_block(models(family), PROMPTS[family], cache="delayed", **options), plain
+    )
+    reused = d3llm.multi_block(models(family), PROMPTS[family], **DELAYED)
+    assert [step.committed for step in reused.trace] != [step.committed for step in plain.trace]
+
+
+def test_windows_of_the_delayed_cache(models: Callable[..., Model]) -> None:
+    """Everything is accepted at once, so that block b is decoded in iteration b + 1."""
+    model = Recorder(models("llada"))
+    options: dict[str, Any] = {"gen_length": 24, "block_length": 4, "ids": IDS, "threshold": 99.0}
+    decoded = d3llm.multi_block(
+        model, PROMPTS["llada"], cache="delayed", cache_delay_iter=1, **options
+    )
+    assert decoded.num_forwards == 6
+    # Iteration 1 finds the prompt waiting since 0 and keeps its rows: whole. In iteration 2 block
+    # 1 is done but not waiting long enough: whole. From then on a block is kept in every
+    # iteration, and the window starts where the kept rows ended before.
+    assert [start for start, _ in model.windows] == [0, 0, 20, 24, 28, 32]
+    model.windows.clear()
+    d3llm.multi_block(model, PROMPTS["llada"], cache="delayed", cache_delay_iter=10000, **options)
+    assert model.windows == [(0, 44)] * 6
+
+
+def test_a_refresh_reads_the_whole_row(models: Callable[..., Model]) -> None:
+    model = Recorder(models("llada"))
+    options: dict[str, Any] = {"gen_length": 8, "block_length": 8, "ids": IDS, "threshold": 0.0}
+    d3llm.multi_block(
+        model,
+        PROMPTS["llada"],
+        cache="delayed",
+        cache_delay_iter=1,
+        refresh_interval=3,
+        **options,
+    )
+    starts = [start for start, _ in model.windows]
+    assert starts == [0, 20, 0, 20, 20, 0, 20, 20]
+
+
+def test_multi_block_refusals(models: Callable[..., Model]) -> None:
+    model, prompt = models("llada"), PROMPTS["llada"]
+    for change, message in (
+        ({"gen_length": 30}, "block_length"),
+        ({"cache": "dual"}, "cache: wanted none or delayed"),
+        ({"variant": "moe"}, "variant"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            d3llm.multi_block(model, prompt, **{**SHORT_BLOCKS, **change})
+    with pytest.raises(ValueError, match="prompt_ids"):
+        d3llm.multi_block(model, [1, MASK_ID, 2], **SHORT_BLOCKS)
+
+
+# ---- dInfer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "wanted"),
+    [
+        ([1, 2, 3], [0.95, 0.9, 0.89], [0, 1]),
+        ([1, 2, 3], [0.5, 0.5 - 5e-6, 0.4], [0, 1]),  # within 1e-5 of the best
+        ([15, 2, 3], [0.99, 0.5, 0.4], [1]),  # the mask is no candidate
+        ([15, 15], [0.99, 0.5], []),
+        ([1, 2], [0.900001, 0.9], [0, 1]),
+    ],
+)
+def test_dinfer_threshold(tokens: list[int], scores: list[float], wanted: list[int]) -> None:
+    assert dinfer.select_threshold_eligible(tokens, scores, 0.9, 15) == wanted
+
+
+def test_dinfer_threshold_raises_where_only_masks_are_predicted() -> None:
+    table = peaked(0.9, 0.9, tokens=[15, 15])
+    with pytest.raises(RuntimeError, match="predicts the mask"):
+        dinfer.threshold(TableModel(table), [1], gen_length=2, block_length=2, ids=SMALL)
+
+
+def test_runs_of_positions() -> None:
+    assert dinfer.runs_of([3, 4, 6, 8, 9, 10]) == [[0, 1], [2], [3, 4, 5]]
+    assert dinfer.runs_of([]) == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "wanted"),
+    [
+        ([0.5, 0.6, 0.45, 0.3, 0.41], None, [1, 2, 4]),  # the best of each run above 0.4
+        ([0.5, 0.6, 0.4, 0.3, 0.39], None, [1]),  # 0.4 is not above 0.4
+        ([0.2, 0.1, 0.1, 0.3, 0.2], None, [3]),  # the best, always
+        ([0.95, 0.6, 0.95, 0.92, 0.5], 0.9, [0, 2, 3, 4]),
+        ([0.9, 0.91, 0.1, 0.1, 0.1], 0.9, [1]),  # strictly above
+        ([0.6, 0.6, 0.1, 0.1, 0.1], None, [0, 1]),  # all equal to the run's maximum
+    ],
+)
+def test_hierarchy_selection(
+    scores: list[float], threshold: float | None, wanted: list[int]
+) -> None:
+    # Runs: 3 4 | 6 | 8 | 10.
+    assert dinfer.select_hierarchy([3, 4, 6, 8, 10], scores, threshold, 0.4) == wanted
+
+
+def test_hierarchy_splits_runs_as_they_are_decided() -> None:
+    table = peaked(0.5, 0.6, 0.7, 0.6, 0.5)
+    decoded = dinfer.hierarchy(
+        TableModel(table), [1], gen_length=5, block_length=5, ids=SMALL, threshold=None
+    )
+    assert accepted(decoded) == [{2}, {1, 3}, {0, 4}]
+
+
+def test_credit_by_hand() -> None:
+    table = torch.zeros(2, 16, dtype=torch.float64)
+    table[0, 3], table[1, 5] = 2.0, 1.0
+    decoded = dinfer.credit(
+        TableModel(table), [1], gen_length=2, block_length=2, ids=SMALL, threshold=0.95
+    )
+    p0, p1 = (math.exp(x) / (math.exp(x) + 15) for x in (2.0, 1.0))
+
+    def confidence(logit: float, credit: float) -> float:
+        used: float = math.exp(logit) * (credit + 1.0) ** 0.7
+        return used / (used + 15)
+
+    first = [confidence(2.0, p0**0.2), confidence(1.0, p1**0.2)]
+    assert decoded.trace[0].candidates.scores == pytest.approx(first, rel=1e-5)
+    assert accepted(decoded) == [{0}, {1}]
+    second = confidence(1.0, 0.8 * p1**0.2 + p1**0.2)
+    assert decoded.trace[1].candidates.scores == pytest.approx([second], rel=1e-5)
+    assert decoded.ids == [3, 5]
+
+
+def test_credit_of_a_new_block_is_zero() -> None:
+    table = peaked(0.5, 0.5, 0.5, 0.5)
+    decoded = dinfer.credit(TableModel(table), [1], gen_length=4, block_length=2, ids=SMALL)
+    starts = [step for i, step in enumerate(decoded.trace) if i == 0 or step.block == 1]
+    assert starts[0].candidates.scores == pytest.approx(starts[1].candidates.scores)
+
+
+def test_credit_without_weight_is_the_threshold_decoder(models: Callable[..., Model]) -> None:
+    model, prompt = models("moe"), PROMPTS["moe"]
+    plain = dinfer.threshold(model, prompt, threshold=0.6, **BLOCKS)
+    assert same(dinfer.credit(model, prompt, threshold=0.6, alpha=0.0, **BLOCKS), plain)
+    assert plain.ids == decode.threshold(model, prompt, threshold=0.6, **BLOCKS).ids
+
+
+# ---- a model that predicts the mask ------------------------------------------------------------
+
+LOOPS = [
+    fast_dllm.factor,
+    local_leap.local_leap,
+    sglang.entropy_threshold,
+    sglang.full_attn_multi_block,
+    dinfer.hierarchy,
+    dinfer.threshold,
+    dinfer.credit,
+    d3llm.generate,
+    d3llm.multi_block,
+]
+
+
+@pytest.mark.parametrize("run", LOOPS)
+def test_predicted_masks_raise_unless_guarded(run: Callable[..., Decoded]) -> None:
+    table = peaked(0.9, 0.8, 0.7, 0.6, tokens=[15] * 4)
+    table[:, 4] = torch.tensor([0.1, 0.2, 0.3, 0.4])  # the best other token
+    options: dict[str, Any] = {"gen_length": 4, "block_length": 2, "ids": SMALL}
+    with pytest.raises(RuntimeError, match="predicts the mask"):
+        run(TableModel(table), [1], **options)
+    decoded = run(TableModel(table), [1], guard_mask_token=True, **options)
+    assert decoded.ids == [4] * 4
+    assert all(step.guarded for step in decoded.trace)
+    assert decoded.num_forwards == 4
+
+
+def test_cached_loops_raise_too(models: Callable[..., Model]) -> None:
+    model = models("llada")
+    model.weights["model.transformer.ff_out.weight"][MASK_ID] *= 50
+    for options in ({"threshold": 0.9}, {"steps": 4}):
+        with pytest.raises(RuntimeError, match="predicts the mask"):
+            fast_dllm.cached(model, PROMPTS["llada"], cache="dual", **options, **SHORT_BLOCKS)
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "semi_ar": {"steps": 8},
+    "threshold": {"threshold": 0.6},
+    "factor": {},
+    "local_leap": {"radius": 2},
+    "entropy_threshold": {"threshold": 1.0},
+    "hierarchy": {"threshold": 0.8},
+    "credit": {"threshold": 0.8},
+    "full_attn_multi_block": {"threshold": 1.0},
+    "multi_block": {"threshold": 1.0},
+    "dream": {"steps": 8},
+}
+
+
+@pytest.mark.parametrize("algorithm", list(dispatch.CACHES))
+def test_requests_of_every_algorithm_and_cache(
+    algorithm: str, models: Callable[..., Model]
+) -> None:
+    for family in FAMILIES:
+        for cache in (*fast_dllm.CACHES, "delayed"):
+            asked = {"gen_length": 16, **REQUESTS[algorithm], "cache": cache, "ids": IDS}
+            asked["guard_mask_token"] = True
+            if algorithm != "dream":
+                asked["block_length"] = 8
+            arguments = (models(family), PROMPTS[family])
+            if cache not in dispatch.CACHES[algorithm]:
+                with pytest.raises(ValueError, match="wants one of"):
+                    dispatch.run(*arguments, algorithm=algorithm, **asked)
+                continue
+            decoded = dispatch.run(*arguments, algorithm=algorithm, **asked)
+            assert MASK_ID not in decoded.ids
+            assert 1 < decoded.num_forwards <= 16
+
+
+@pytest.mark.parametrize("algorithm", list(dispatch.CACHES))
+def test_seeded_requests_depend_on_the_seed_alone(
+    algorithm: str, models: Callable[..., Model]
+) -> None:
+    asked = {"gen_length": 4, **REQUESTS[algorithm], "temperature": 1.0, "ids": IDS}
+    if algorithm == "dream":
+        asked |= {"steps": 2, "alg_temp": 0.5}
+    else:
+        asked |= {"block_length": 4}
+    if algorithm == "semi_ar":
+        asked |= {"steps": 2, "remasking": "random"}
+    runs = [
+        dispatch.run(models("dream"), PROMPTS["dream"], algorithm=algorithm, seed=seed, **asked)
+        for seed in (1, 1, 2)
+    ]
+    assert same(runs[0], runs[1])
+    assert runs[0].ids != runs[2].ids
