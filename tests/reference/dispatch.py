@@ -95,7 +95,7 @@ def _llada(
     if algorithm == "threshold":
         options.setdefault("threshold", 0.9)
     if cache != "none":
-        window_model = cast(fast_dllm.WindowModel, model)
+        window_model = cast("fast_dllm.WindowModel", model)
         return fast_dllm.cached(window_model, prompt_ids, cache=cache, **options)
     if algorithm == "threshold":
         return decode.threshold(model, prompt_ids, **options)
