@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operation: check the arguments, then launch the kernel or run the reference."""
+"""The public operations: check the arguments, then launch a kernel or run the reference."""
 
 import warnings
 from contextlib import nullcontext
@@ -47,17 +47,18 @@ def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = No
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
     """
-    _check("x", x, x, (-1, -1))
-    _check("weight", weight, x, (-1, x.shape[1]))
+    op = "gather_gemm"
+    _check(op, "x", x, x, (-1, -1))
+    _check(op, "weight", weight, x, (-1, x.shape[1]))
     if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:
         raise ValueError(
-            f"gather_gemm: rows must be int64 [R] on {x.device}, "
+            f"{op}: rows must be int64 [R] on {x.device}, "
             f"got {rows.dtype} {list(rows.shape)} on {rows.device}"
         )
     shape = (len(rows), len(weight))
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    _check("out", out, x, shape)
+    _check(op, "out", out, x, shape)
     if 0 in shape:
         return out
     if _kernel is None or not _has_kernel(x):
@@ -66,6 +67,54 @@ def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = No
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         _kernel.launch(x, rows.contiguous(), weight, out, config)
     return out
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
+    """Products of consecutive groups of rows, each group with a matrix of its own.
+
+    No group is padded to the size of another, and an empty one costs nothing. Sums in fp32. On
+    CUDA bf16 runs `torch._grouped_mm` where torch has it; all else runs the reference, which
+    copies `ends` to the host.
+
+    Args:
+        x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; D is contiguous.
+        weight: [E, N, D] of the same dtype, a matrix for each group; D is contiguous.
+        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked:
+            looking at values on a GPU would make the host wait for it.
+        out: [S, N] of the same dtype. Allocated when not given.
+
+    Returns:
+        [S, N]: ``x[start:end] @ weight[e].T`` for each group e.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride is not as above.
+    """
+    op = "grouped_gemm"
+    _check(op, "x", x, x, (-1, -1))
+    _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
+    if ends.shape != weight.shape[:1] or ends.dtype != torch.int32 or ends.device != x.device:
+        raise ValueError(
+            f"{op}: ends must be int32 [{len(weight)}] on {x.device}, "
+            f"got {ends.dtype} {list(ends.shape)} on {ends.device}"
+        )
+    shape = (len(x), weight.shape[1])
+    if out is not None:
+        _check(op, "out", out, x, shape)
+    if 0 in shape:
+        return x.new_empty(shape) if out is None else out
+    if not _has_grouped_mm(x, weight):
+        return reference.grouped_gemm(x, weight, ends, out)
+    product: Tensor = torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return product if out is None else out.copy_(product)
+
+
+def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's own grouped product takes these: bf16 on CUDA, rows on whole 16 bytes."""
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
+        return False
+    strides = (x.stride(0), weight.stride(0), weight.stride(1), weight.shape[1])
+    starts = (x.data_ptr(), weight.data_ptr())
+    return all(stride % 8 == 0 for stride in strides) and all(at % 16 == 0 for at in starts)
 
 
 def _has_kernel(x: Tensor) -> bool:
@@ -81,8 +130,8 @@ def _is_interpreted() -> bool:
     return type(_kernel.gather_gemm_kernel).__name__ == "InterpretedFunction"
 
 
-def _check(argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, int]) -> None:
-    fits = tensor.dim() == 2 and all(
+def _check(op: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    fits = tensor.dim() == len(shape) and all(
         wanted in (-1, given) for wanted, given in zip(shape, tensor.shape, strict=True)
     )
     is_like = (
@@ -91,12 +140,11 @@ def _check(argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, int]) 
     if not (fits and is_like):
         wanted_shape = ["any" if size == -1 else size for size in shape]
         raise ValueError(
-            f"gather_gemm: {argument} must be {wanted_shape} of one of bf16, fp16 and fp32, the "
+            f"{op}: {argument} must be {wanted_shape} of one of bf16, fp16 and fp32, the "
             f"same for x, weight and out, on {like.device}, "
             f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"gather_gemm: the columns of {argument} must be contiguous, "
-            f"got strides {tensor.stride()}"
+            f"{op}: the columns of {argument} must be contiguous, got strides {tensor.stride()}"
         )

@@ -3,6 +3,7 @@
 """Trains a tiny model on a few facts and writes it as a checkpoint of a released model family.
 
     scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
+    scripts/make_tiny_model.py --family all  one of every family: llada, dream, llada-moe
     scripts/make_tiny_model.py --check       only verify an existing one
 
 The model answers single questions, with or without the chat template; it was taught no system
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 SCRIPTS = Path(__file__).resolve().parent
 REPOSITORY = SCRIPTS.parent
 SOURCES = (Path(__file__).resolve(), *(SCRIPTS / "tiny_model").glob("*.py"))
+ALL = "all"
 MAX_SEED = 2**63 - 1
 
 
@@ -48,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         validate(options)
-        output = options.output or REPOSITORY / "models" / f"{options.family}-tiny"
-        if options.check:
-            check(output.resolve(), options.family)
-        else:
-            make(output.resolve(), options.family, options.seed, force=options.force)
+        for family in FAMILY_NAMES if options.family == ALL else (options.family,):
+            output = (options.output or REPOSITORY / "models" / f"{family}-tiny").resolve()
+            if options.check:
+                check(output, family)
+            else:
+                make(output, family, options.seed, force=options.force)
     except PackageNotFoundError as error:
         return fail(f"package {error.name} is not installed in {sys.prefix}")
     except (TinyModelError, OSError) as error:
@@ -67,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a tiny diffusion language model on a few facts."
     )
-    families = ", ".join(FAMILY_NAMES)
+    families = ", ".join((*FAMILY_NAMES, ALL))
     parser.add_argument("--family", default="llada", help=f"model family: {families}")
     parser.add_argument(
         "--output", type=Path, help="checkpoint directory (default: models/FAMILY-tiny)"
@@ -80,8 +83,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def validate(options: argparse.Namespace) -> None:
     """Raises TinyModelError for values that argparse lets through."""
-    if options.family not in FAMILY_NAMES:
-        raise TinyModelError(f"--family: wanted {' or '.join(FAMILY_NAMES)}, got {options.family}")
+    if options.family not in (*FAMILY_NAMES, ALL):
+        wanted = " or ".join((*FAMILY_NAMES, ALL))
+        raise TinyModelError(f"--family: wanted {wanted}, got {options.family}")
+    if options.family == ALL and options.output:
+        raise TinyModelError("--output: wanted one family with it, got --family all")
     if not 0 <= options.seed <= MAX_SEED:
         raise TinyModelError(f"--seed: wanted 0 to {MAX_SEED}, got {options.seed}")
 

@@ -7,7 +7,8 @@
 # Environment:
 #   MODEL_DIR                        the checkpoint; wins over the two below
 #   LLADA_MODEL_DIR                  the checkpoint
-#   MOSAIC_MODEL_ROOT                folder that holds llada-8b-instruct (default $MOSAIC_HOME/models)
+#   MOSAIC_MODEL_ROOT                folder that holds llada-8b-instruct
+#                                    (default $MOSAIC_HOME/models)
 #   MOSAIC_HOME                      this repository (default: where this script lies)
 #   HOST, PORT                       default 127.0.0.1 and 8901
 #   MAX_MODEL_LEN                    prompt and canvas together, in tokens (default 204800)
@@ -25,4 +26,4 @@ esac
 
 # shellcheck source=scripts/serve.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/serve.sh"
-serve_family LLADA_MODEL_DIR llada-8b-instruct "$@"
+serve_family LLADA_MODEL_DIR llada-8b-instruct 8901 204800 "$@"

@@ -6,13 +6,14 @@
 
 set -euo pipefail
 
-# serve_family DIR_VARIABLE DEFAULT_NAME [server arguments]
+# serve_family DIR_VARIABLE DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
 #
 # The model is the first that is set of $MODEL_DIR, the family's own variable, and
-# $MOSAIC_MODEL_ROOT/DEFAULT_NAME. Replaces the shell by the server, so signals reach it.
+# $MOSAIC_MODEL_ROOT/DEFAULT_NAME; $PORT and $MAX_MODEL_LEN win over the last two defaults. Replaces
+# the shell by the server, so signals reach it.
 serve_family() {
-  local variable=$1 default_name=$2
-  shift 2
+  local variable=$1 default_name=$2 default_port=$3 default_max_len=$4
+  shift 4
   local home=${MOSAIC_HOME:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}
   local root=${MOSAIC_MODEL_ROOT:-$home/models}
   local model=${MODEL_DIR:-${!variable:-$root/$default_name}}
@@ -44,8 +45,8 @@ except ValueError as error:
   exec "$python" -m vllm.entrypoints.api_server \
     --model "$model" \
     --host "${HOST:-127.0.0.1}" \
-    --port "${PORT:-8901}" \
-    --max-model-len "${MAX_MODEL_LEN:-204800}" \
+    --port "${PORT:-$default_port}" \
+    --max-model-len "${MAX_MODEL_LEN:-$default_max_len}" \
     --gpu-memory-utilization "${GPU_MEMORY_UTILIZATION:-0.92}" \
     "${extra[@]}" "$@"
 }

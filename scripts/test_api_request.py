@@ -29,12 +29,29 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What a client must know about a family: the mask token of its released checkpoints."""
+    """What a client must know about a family.
+
+    Attributes:
+        mask_id: the mask token of its released checkpoints.
+        port: where its server script listens.
+        block_length: tokens of one block where none is given; None where blocks have no meaning.
+        fields: more fields of the body, which choose the decoding of the family's authors.
+    """
 
     mask_id: int
+    port: int
+    block_length: int | None
+    fields: dict[str, Any]
 
 
-FAMILIES = {"llada": ModelFamily(mask_id=126336)}
+SEMI_AUTOREGRESSIVE = {"cfg_scale": 0.0, "remasking": "low_confidence"}
+FAMILIES = {
+    "llada": ModelFamily(126336, port=8901, block_length=32, fields=SEMI_AUTOREGRESSIVE),
+    "dream": ModelFamily(
+        151666, port=8701, block_length=None, fields={"algorithm": "dream", "alg": "entropy"}
+    ),
+    "llada-moe": ModelFamily(156895, port=10001, block_length=32, fields=SEMI_AUTOREGRESSIVE),
+}
 
 
 class RequestError(Exception):
@@ -44,7 +61,8 @@ class RequestError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     options = parse_arguments(arguments)
-    url = options.host.rstrip("/") + "/generate"
+    host = options.host or f"http://127.0.0.1:{FAMILIES[options.model_family].port}"
+    url = host.rstrip("/") + "/generate"
     try:
         answer = post(url, payload(options), options.timeout)
     except RequestError as error:
@@ -58,14 +76,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="Send one request to POST /generate.")
     parser.add_argument("--model-family", choices=sorted(FAMILIES), default="llada")
-    parser.add_argument("--host", default="http://127.0.0.1:8901", metavar="URL", type=server_url)
+    parser.add_argument(
+        "--host",
+        metavar="URL",
+        type=server_url,
+        help="the server (default: this machine, the port of the family's server script)",
+    )
     parser.add_argument("--prompt", default="What is the capital of France?")
     parser.add_argument(
         "--raw", action="store_true", help="send the prompt as it is, without the chat template"
     )
     parser.add_argument("--steps", type=int, default=32, help="denoise steps")
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length in tokens")
-    parser.add_argument("--block-length", type=int, default=32, help="tokens of one block")
+    parser.add_argument(
+        "--block-length", type=int, help="tokens of one block (default: 32; none for dream)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--mask-id",
@@ -100,19 +125,23 @@ def mask_id(text: str) -> int | str:
 
 def payload(options: argparse.Namespace) -> dict[str, Any]:
     """The JSON body of the request."""
+    family = FAMILIES[options.model_family]
     body: dict[str, Any] = {
         "prompt": options.prompt,
         "steps": options.steps,
         "gen_length": options.gen_length,
-        "block_length": options.block_length,
         "temperature": options.temperature,
-        "cfg_scale": 0.0,
-        "remasking": "low_confidence",
+        **family.fields,
     }
+    block_length = options.block_length
+    if block_length is None:
+        block_length = family.block_length
+    if block_length is not None:
+        body["block_length"] = block_length
     if not options.raw:
         body["apply_chat_template"] = True
     if options.mask_id == "family":
-        body["mask_id"] = FAMILIES[options.model_family].mask_id
+        body["mask_id"] = family.mask_id
     elif options.mask_id != "none":
         body["mask_id"] = options.mask_id
     return body

@@ -24,7 +24,10 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 GPU_MARKERS = ("gpu", "multi_gpu")
-MODEL_VARIABLES = ("MODEL_DIR", "LLADA_MODEL_DIR", "MOSAIC_MODEL_ROOT")
+MODEL_VARIABLES = (
+    *("MODEL_DIR", "LLADA_MODEL_DIR", "DREAM_MODEL_DIR", "LLADA_MOE_MODEL_DIR"),
+    "MOSAIC_MODEL_ROOT",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

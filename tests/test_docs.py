@@ -53,8 +53,9 @@ def test_the_test_sees_missing_paths() -> None:
     assert named_paths(text) == {"scripts/nowhere.sh", "docs/none.md", "scripts/absent"}
 
 
-def test_readme_documents_every_variable_of_the_server_script() -> None:
-    script = (ROOT / "scripts" / "run_llada_server.sh").read_text(encoding="utf-8")
+@pytest.mark.parametrize("family", ["llada", "dream", "llada_moe"])
+def test_readme_documents_every_variable_of_the_server_scripts(family: str) -> None:
+    script = (ROOT / "scripts" / f"run_{family}_server.sh").read_text(encoding="utf-8")
     header = script.split("\ncase", 1)[0]
     variables = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", header))
     assert len(variables) >= 8

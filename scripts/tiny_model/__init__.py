@@ -3,10 +3,12 @@
 
 facts.py         what the model is taught                   (no torch)
 family.py        what a model family must provide           (no torch)
-llada.py         the LLaDA family: configuration, network, chat template
+llada.py, dream.py, llada_moe.py    the families: configuration, network, chat template
+decoder.py       the transformer that Dream and LLaDA-MoE share
+layers.py        what all networks share
 tokenizer.py     byte-level BPE tokenizer files
 training.py      masked-diffusion training, the same for every family
-decoding.py      the plain semi-autoregressive loop, to verify the result
+decoding.py      the families' own decoding loops, to verify the result
 verification.py  share of right answers of a written checkpoint
 checkpoint.py    safetensors shards and JSON files of a checkpoint directory
 cache.py         manifest: is a directory complete and made by these sources? (no torch)

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_MODULES = {"llada": "tiny_model.llada"}
+    from tiny_model.settings import DecodingSetting
+
+_MODULES = {
+    "llada": "tiny_model.llada",
+    "dream": "tiny_model.dream",
+    "llada-moe": "tiny_model.llada_moe",
+}
 FAMILY_NAMES = tuple(_MODULES)
 
 
@@ -58,6 +64,25 @@ class Network(Protocol):
         ...
 
 
+class Decode(Protocol):
+    """A decoding loop."""
+
+    def __call__(
+        self,
+        network: Network,
+        prompts: Tensor,
+        mask_id: int,
+        setting: DecodingSetting,
+        after_forward: Callable[[Tensor], object],
+    ) -> Tensor:
+        """Fills a canvas behind every prompt.
+
+        prompts [B, P] int64 without `mask_id` -> rows [B, P + canvas] int64. `after_forward` is
+        shown the rows after each forward.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: its tokens, files and network."""
@@ -65,8 +90,10 @@ class Family:
     name: str
     special_tokens: SpecialTokens
     chat_template: str  # Jinja
+    template_texts: tuple[str, ...]  # whose words must be single tokens, too
     config: Callable[[TokenIds], dict[str, Any]]  # -> contents of config.json
     network: Callable[[dict[str, Any]], nn.Module]  # config.json -> a module that is a Network
+    decode: Decode  # the loop that the family's authors publish as its default
 
 
 def load_family(name: str) -> Family:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 # Keeps small matrices from being spread over dozens of cores.
 _MAX_THREADS = 4
-# Words of the chat template that must be single tokens, too.
-_TEMPLATE_TEXTS = ("\n\n", "system", "user", "assistant")
 
 
 def write_checkpoint(
@@ -40,7 +38,7 @@ def write_checkpoint(
     facts = all_facts()
     special_tokens = family.special_tokens
     texts = [text for fact in facts for text in (fact.question, fact.answer)]
-    tokenizer = train_tokenizer([*texts, *_TEMPLATE_TEXTS], special_tokens)
+    tokenizer = train_tokenizer([*texts, *family.template_texts], special_tokens)
     write_tokenizer(directory, tokenizer, special_tokens, family.chat_template)
 
     token_id = tokenizer.get_vocab()

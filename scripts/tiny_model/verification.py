@@ -10,7 +10,6 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tiny_model.checkpoint import load_weights, read_config
-from tiny_model.decoding import denoise
 from tiny_model.tokenizer import chat_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ class Verifier:
         config = read_config(directory)
         network = family.network(config)
         load_weights(directory, network)
+        self._decode = family.decode
         self._network = cast("Network", network.eval())
         self._mask_id: int = config["mask_token_id"]
         self._end_ids = {
@@ -61,7 +61,7 @@ class Verifier:
         with tqdm(total=num_forwards, desc=f"verify canvas {setting.canvas}") as progress:
             for length, indices in by_length.items():
                 rows = torch.tensor([prompts[index] for index in indices])
-                filled = denoise(
+                filled = self._decode(
                     self._network, rows, self._mask_id, setting, lambda _: progress.update()
                 )
                 for index, row in zip(indices, filled, strict=True):

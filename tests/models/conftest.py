@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
-from tests.checkpoints import CASES, make_case, make_checkpoint
+from tests.checkpoints import CASES, FAMILY_CASES, Case, make_case, make_checkpoint
 from tests.models.support import engine_config, join_world, load
 
 if TYPE_CHECKING:
@@ -38,16 +38,25 @@ def load_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 
 @pytest.fixture(scope="package")
 def case_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of one of the tiny checkpoints of `tests.checkpoints.CASES`, or of ours."""
+    """The folder of one of the tiny checkpoints of `tests.checkpoints`, or of ours."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def path_of(name: str) -> Path:
         folder = root / name
         if folder.exists():
             return folder
-        if name in CASES:
+        if name in CASES or name in FAMILY_CASES:
             return make_case(folder, name)
-        return make_checkpoint(folder, seed=20, **OUR_CASES[name])
+        if name in OUR_CASES:
+            return make_checkpoint(folder, seed=20, **OUR_CASES[name])
+        case = OUR_FAMILY_CASES[name]
+        return make_checkpoint(
+            folder,
+            family=case.family,
+            seed=case.seed,
+            fused_experts=case.fused_experts,
+            **case.overrides,
+        )
 
     return path_of
 
@@ -59,6 +68,29 @@ OUR_CASES: dict[str, dict[str, Any]] = {
     "odd_vocab_tied": {"embedding_size": 300, "weight_tying": True},
     "one_kv_head": {"n_kv_heads": 1, "attention_layer_norm": True},
     "all_biases": {"include_bias": True, "embedding_size": 300, "n_kv_heads": 2},
+}
+
+OUR_FAMILY_CASES: dict[str, Case] = {
+    "dream_odd_vocab": Case(20, {"vocab_size": 300, "num_key_value_heads": 4}, "dream"),
+    "dream_odd_tied": Case(
+        20,
+        {"vocab_size": 300, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        "dream",
+    ),
+    # half of a head's channels turn; most elements of q, k and v are clipped
+    "moe_partial_clipped": Case(
+        20, {"partial_rotary_factor": 0.5, "clip_qkv": 0.5, "num_key_value_heads": 2}, "moe"
+    ),
+    "moe_plain_heads_tied": Case(20, {"qk_layernorm": False, "tie_word_embeddings": True}, "moe"),
+    "moe_fused_mix": Case(
+        20,
+        {"moe_layer_freq": [0, 1, 1], "moe_router_enable_expert_bias": True, "vocab_size": 300},
+        "moe",
+        fused_experts=True,
+    ),
+    "moe_all_dense": Case(20, {"moe_layer_freq": [0, 0, 0]}, "moe"),
+    "moe_one_expert": Case(20, {"num_experts": 5, "num_experts_per_tok": 1}, "moe"),
+    "moe_all_experts": Case(20, {"num_experts": 3, "num_experts_per_tok": 3}, "moe"),
 }
 
 

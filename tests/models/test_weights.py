@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.checkpoints import CASES, llada_config, random_weights
-from tests.models.conftest import OUR_CASES
+from tests.checkpoints import (
+    CASES,
+    CONFIGS,
+    FAMILY_CASES,
+    fuse_experts,
+    llada_config,
+    random_weights,
+)
+from tests.models.conftest import OUR_CASES, OUR_FAMILY_CASES
 from vllm.diffusion.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,11 +41,20 @@ def scratch_model(
 
 
 def weights_of(name: str) -> dict[str, Tensor]:
+    case = {**FAMILY_CASES, **OUR_FAMILY_CASES}.get(name)
+    if case is not None:
+        weights = random_weights(CONFIGS[case.family](**case.overrides), seed=40)
+        return fuse_experts(weights) if case.fused_experts else weights
     overrides = CASES[name].overrides if name in CASES else OUR_CASES[name]
     return random_weights(llada_config(**overrides), seed=40)
 
 
-@pytest.mark.parametrize("name", ["mha", "tied", "all_biases", "qk_norm", "grouped"])
+LLADA_NAMES = ["mha", "tied", "all_biases", "qk_norm", "grouped"]
+
+
+@pytest.mark.parametrize(
+    "name", [*LLADA_NAMES, "dream", "dream_tied", "moe_bias", "moe_fused_mix", "moe_all_dense"]
+)
 def test_all_tensors_in_any_order(
     name: str, scratch_model: Callable[[str], DiffusionModel]
 ) -> None:
@@ -127,3 +143,91 @@ def test_a_tied_model_skips_a_head_that_is_there(
     model.load_weights(weights.items())
     head = model.get_submodule(HEAD)
     assert torch.equal(head.weight, weights["model.transformer.wte.weight"])
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "listed"),
+    [
+        ("dream", "model.embed_tokens.weight", None),
+        ("dream", "model.layers.2.self_attn.k_proj.bias", None),
+        ("dream", "lm_head.weight", None),
+        ("moe", "model.layers.2.self_attn.q_norm.weight", None),
+        ("moe", "model.layers.0.mlp.gate.weight", None),
+        ("moe", f"{EXPERTS}.7.up_proj.weight", None),
+        ("moe", f"{EXPERTS}.0.down_proj.weight", None),
+        ("moe_bias", "model.layers.1.mlp.expert_bias", None),
+        ("moe_dense_mix", "model.layers.1.mlp.down_proj.weight", None),
+        ("moe_fused", "model.layers.1.mlp.w1", f"{EXPERTS}.0.gate_proj.weight"),
+        ("moe_fused", "model.layers.1.mlp.w2", f"{EXPERTS}.0.down_proj.weight"),
+    ],
+)
+def test_missing_tensors_of_other_families_are_named(
+    name: str, missing: str, listed: str | None, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    weights = weights_of(name)
+    del weights[missing]
+    with pytest.raises(CheckpointError, match="missing") as refused:
+        scratch_model(name).load_weights(weights.items())
+    assert (listed or missing) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "unknown"),
+    [
+        ("dream", "model.layers.0.self_attn.o_proj.bias"),
+        ("dream", "model.layers.0.self_attn.q_norm.weight"),
+        ("dream", "model.layers.0.mlp.gate.weight"),
+        ("moe", "model.layers.0.self_attn.q_proj.bias"),
+        ("moe", "model.layers.0.mlp.expert_bias"),
+        ("moe", "model.layers.0.mlp.shared_experts.up_proj.weight"),
+        ("moe", "model.layers.0.mlp.gate_proj.weight"),
+        ("moe", f"{EXPERTS}.8.up_proj.weight"),
+        ("moe_dense_mix", f"{EXPERTS}.0.up_proj.weight"),
+    ],
+)
+def test_unknown_tensors_of_other_families_are_named(
+    name: str, unknown: str, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    weights = {**weights_of(name), unknown: torch.zeros(64)}
+    with pytest.raises(CheckpointError, match="not part of the model") as refused:
+        scratch_model(name).load_weights(weights.items())
+    assert unknown in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("dream", "model.layers.0.self_attn.v_proj.bias"),
+        ("dream", "model.layers.0.mlp.down_proj.weight"),
+        ("moe_bias", "model.layers.0.mlp.expert_bias"),
+        ("moe", "model.layers.0.mlp.gate.weight"),
+        ("moe", f"{EXPERTS}.3.gate_proj.weight"),
+        ("moe", f"{EXPERTS}.3.down_proj.weight"),
+        ("moe_fused", "model.layers.1.mlp.w1"),
+        ("moe_fused", "model.layers.1.mlp.w2"),
+    ],
+)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_wrong_shapes_of_other_families_are_named(
+    name: str, tensor: str, change: int, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    weights = weights_of(name)
+    shape = list(weights[tensor].shape)
+    shape[0] += change
+    weights[tensor] = torch.zeros(shape)
+    with pytest.raises(CheckpointError, match="shape") as refused:
+        scratch_model(name).load_weights(weights.items())
+    assert tensor in str(refused.value)
+
+
+def test_a_tied_dream_skips_a_head_that_is_there(
+    scratch_model: Callable[[str], DiffusionModel],
+) -> None:
+    model, weights = scratch_model("dream_tied"), weights_of("dream_tied")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = torch.full_like(embedding, 7.0)
+    model.load_weights(weights.items())
+    assert torch.equal(model.get_submodule("lm_head").weight, embedding)

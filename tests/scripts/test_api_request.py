@@ -100,6 +100,67 @@ def test_sends_the_documented_body(server: Server, request_once: Callable[..., A
     ]
 
 
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        (
+            "llada",
+            {
+                "block_length": 32,
+                "cfg_scale": 0.0,
+                "remasking": "low_confidence",
+                "mask_id": 126336,
+            },
+        ),
+        ("dream", {"algorithm": "dream", "alg": "entropy", "mask_id": 151666}),
+        (
+            "llada-moe",
+            {
+                "block_length": 32,
+                "cfg_scale": 0.0,
+                "remasking": "low_confidence",
+                "mask_id": 156895,
+            },
+        ),
+    ],
+)
+def test_defaults_of_a_family(
+    server: Server, request_once: Callable[..., Any], family: str, wanted: dict[str, Any]
+) -> None:
+    assert request_once("--model-family", family, "--prompt", "x").returncode == 0
+    common = {
+        "prompt": "x",
+        "apply_chat_template": True,
+        "steps": 32,
+        "gen_length": 32,
+        "temperature": 0.0,
+    }
+    assert server.bodies == [("/generate", common | wanted)]
+
+
+def test_a_block_length_that_is_given_is_sent(
+    server: Server, request_once: Callable[..., Any]
+) -> None:
+    assert request_once("--model-family", "dream", "--block-length", "16").returncode == 0
+    assert server.bodies[0][1]["block_length"] == 16
+
+
+@pytest.mark.parametrize(
+    ("family", "port"), [("llada", 8901), ("dream", 8701), ("llada-moe", 10001)]
+)
+def test_default_address_is_that_of_the_server_script(family: str, port: int) -> None:
+    script = (SCRIPT.parent / f"run_{family.replace('-', '_')}_server.sh").read_text()
+    assert f" {port} " in script.splitlines()[-1]
+    program = (
+        "import runpy, sys\n"
+        f"names = runpy.run_path({str(SCRIPT)!r})\n"
+        "names['main'].__globals__['post'] = lambda url, body, timeout: url\n"
+        f"sys.exit(names['main'](['--model-family', {family!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"http://127.0.0.1:{port}/generate\n")
+
+
 @pytest.mark.parametrize(("given", "sent"), [("none", None), ("7", 7), ("family", 126336)])
 def test_mask_id(
     server: Server, request_once: Callable[..., Any], given: str, sent: int | None

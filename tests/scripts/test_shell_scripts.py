@@ -16,7 +16,26 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-WITH_HELP = ("quickstart.sh", "test.sh", "check", "lint", "clean", "run_llada_server.sh")
+# Script, the family's variable, the default folder, port and length.
+SERVERS = {
+    "llada": ("run_llada_server.sh", "LLADA_MODEL_DIR", "llada-8b-instruct", 8901, 204800),
+    "dream": ("run_dream_server.sh", "DREAM_MODEL_DIR", "dream-v0-instruct-7b", 8701, 4096),
+    "llada-moe": (
+        "run_llada_moe_server.sh",
+        "LLADA_MOE_MODEL_DIR",
+        "llada-moe-7b-a1b",
+        10001,
+        8192,
+    ),
+}
+WITH_HELP = (
+    "quickstart.sh",
+    "test.sh",
+    "check",
+    "lint",
+    "clean",
+    *(s[0] for s in SERVERS.values()),
+)
 
 # Prints its arguments and the variables that matter, one per line.
 RECORDER = """#!/bin/sh
@@ -69,26 +88,37 @@ def test_unknown_argument_is_one_line(home: Path, name: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("family", list(SERVERS))
+def test_defaults_of_a_family(home: Path, family: str) -> None:
+    script, variable, name, port, length = SERVERS[family]
+    add_recorder(home)
+    for folder in (home / "models" / name, home / "mine"):
+        folder.mkdir(parents=True)
+    done = run(home / "scripts" / script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("-m", "vllm.entrypoints.api_server", "--model", str(home / "models" / name)),
+        *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(length)),
+        *("--gpu-memory-utilization", "0.92", f"PYTHONPATH={home}", "LONG=1"),
+    ]
+    done = run(home / "scripts" / script, env={variable: str(home / "mine")})
+    assert done.stdout.splitlines()[3] == str(home / "mine")
+    done = run(home / "scripts" / script, env={variable: str(home / "none")})
+    assert done.returncode == 1
+    assert variable in done.stderr and name in done.stderr
+    help_text = run(home / "scripts" / script, "--help").stdout
+    for word in (variable, name, str(port), str(length)):
+        assert word in help_text
+
+
 class TestServer:
-    """scripts/run_llada_server.sh."""
+    """What the server scripts share, tried with scripts/run_llada_server.sh."""
 
     def serve(
         self, home: Path, *arguments: str, **env: str
     ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         done = run(home / "scripts" / "run_llada_server.sh", *arguments, env=env)
         return done, done.stdout.splitlines()
-
-    def test_defaults(self, home: Path) -> None:
-        add_recorder(home)
-        model = home / "models" / "llada-8b-instruct"
-        model.mkdir(parents=True)
-        done, words = self.serve(home)
-        assert done.returncode == 0, done.stderr
-        assert words == [
-            *("-m", "vllm.entrypoints.api_server", "--model", str(model)),
-            *("--host", "127.0.0.1", "--port", "8901", "--max-model-len", "204800"),
-            *("--gpu-memory-utilization", "0.92", f"PYTHONPATH={home}", "LONG=1"),
-        ]
 
     def test_variables_and_arguments(self, home: Path) -> None:
         add_recorder(home)

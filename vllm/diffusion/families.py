@@ -37,7 +37,26 @@ LLADA = Family(
     default_algorithm="semi_ar",
 )
 
-FAMILIES: tuple[Family, ...] = (LLADA,)
+DREAM = Family(
+    name="dream",
+    architectures=("DreamModel", "DreamForDiffusionLM"),
+    model_types=("Dream",),
+    model_class="vllm.diffusion.models.dream:DreamModelLM",
+    default_algorithm="dream",
+    logit_shift=1,
+    end_of_turn_tokens=("<|im_end|>",),
+)
+
+LLADA_MOE = Family(
+    name="llada-moe",
+    architectures=("LLaDAMoEModelLM", "LLaDAMoEForDiffusionLM"),
+    model_types=("lladamoe", "dllm", "llada"),
+    model_class="vllm.diffusion.models.llada_moe:LLaDAMoEModelLM",
+    default_algorithm="semi_ar",
+    end_of_turn_tokens=("<|role_end|>",),
+)
+
+FAMILIES: tuple[Family, ...] = (LLADA, DREAM, LLADA_MOE)
 
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in FAMILIES for architecture in family.architectures

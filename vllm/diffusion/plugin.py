@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make upstream know our models, their configurations and our environment variables."""
+    """Make upstream know our models, their configurations and tokenizers, and our variables."""
     import vllm.envs
     from vllm.diffusion import envs
+    from vllm.diffusion.models import tokenizers
     from vllm.diffusion.models.configs import CONFIG_CLASSES
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -36,6 +37,7 @@ def register() -> None:
             door.install(vllm_config, current_platform)
 
     envs.register(vllm.envs.environment_variables)
+    tokenizers.register()
     for model_type, config_class in CONFIG_CLASSES.items():
         _CONFIG_REGISTRY[model_type] = config_class
     for family in FAMILIES:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import uvloop
 
+from vllm.diffusion.api import cli
+from vllm.diffusion.errors import ServerConfigError
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -27,7 +29,12 @@ def main() -> None:
     parser.set_defaults(
         host="127.0.0.1", shutdown_timeout=30, disable_access_log_for_endpoints="/health"
     )
+    cli.add_arguments(parser)
     args = parser.parse_args()
+    try:
+        cli.fold_into_additional_config(args)
+    except ServerConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))

@@ -153,7 +153,8 @@ def _cumulative_ends(spans: tuple[Span, ...], device: torch.device) -> _Ends:
 class SelfAttention:
     """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
 
-    `q_norm` and `k_norm`, where the model has them, map [R, heads, hd] to the same shape.
+    `q_norm` and `k_norm`, where the model has them, map [R, heads, hd] to the same shape. `clip`
+    bounds the projections' elements, before the norms.
     """
 
     norm: RMSNorm
@@ -161,6 +162,7 @@ class SelfAttention:
     out_proj: RowParallelLinear
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    clip: float | None = None
 
     def keys_values(
         self, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, q: Tensor | None = None
@@ -178,7 +180,7 @@ class SelfAttention:
         q_width = self.qkv_proj.num_heads * self.qkv_proj.head_size
         kv_width = self.qkv_proj.num_kv_heads * self.qkv_proj.head_size
         first = 0 if q is not None else q_width
-        product = ops.linear(self.norm(x), self.qkv_proj, columns=slice(first, None))
+        product = self._project(x, slice(first, None))
         k_start = q_width - first
         if q is not None:
             _write_heads(product[:, :q_width], self.q_norm, q)
@@ -214,13 +216,17 @@ class SelfAttention:
     def _queries(self, x: Tensor, rotary: Rotary) -> Tensor:
         """The rotated queries [R, H, hd] of a chunk of the residual stream."""
         num_heads, head_dim = self.qkv_proj.num_heads, self.qkv_proj.head_size
-        columns = slice(0, num_heads * head_dim)
-        product = ops.linear(self.norm(x), self.qkv_proj, columns=columns)
+        product = self._project(x, slice(0, num_heads * head_dim))
         q = product.view(-1, num_heads, head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q)
         ops.apply_rotary(q, None, rotary.cos, rotary.sin)
         return q
+
+    def _project(self, x: Tensor, columns: slice) -> Tensor:
+        """Columns of the fused product of the normed rows, clipped where the model does so."""
+        product = ops.linear(self.norm(x), self.qkv_proj, columns=columns)
+        return product if self.clip is None else product.clamp_(-self.clip, self.clip)
 
 
 def _write_heads(product: Tensor, norm: RMSNorm | None, out: Tensor) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
+from vllm.diffusion import ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -12,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 LayerT = TypeVar("LayerT", bound="LinearBase | VocabParallelEmbedding")
 
@@ -37,3 +40,10 @@ def keep_plain(layer: LayerT) -> LayerT:
     elif isinstance(method, UnquantizedEmbeddingMethod):
         layer.quant_method = _PlainEmbeddingMethod()
     return layer
+
+
+def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
+    """Write the embeddings of ids [T] to out [T, D], summed over the ranks, and return out."""
+    if table.tp_size == 1 and ops.is_plain(table):
+        return torch.index_select(ops.plain_weight(table), 0, ids, out=out)
+    return out.copy_(table(ids))

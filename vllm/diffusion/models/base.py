@@ -68,7 +68,7 @@ class DiffusionModel(nn.Module, ABC):
         family: facts that hold for all checkpoints of the family.
         hidden_size, num_heads, num_kv_heads, head_dim: D, H, KV, hd (heads of this rank).
         vocab_size: V of the whole model, the rows of its embedding and of its head.
-        vocab_start: the first logit column of this rank.
+        vocab_start, num_columns: the first logit column of this rank, and how many it has.
     """
 
     family: ClassVar[Family]
@@ -78,6 +78,7 @@ class DiffusionModel(nn.Module, ABC):
     head_dim: int
     vocab_size: int
     vocab_start: int
+    num_columns: int
 
     @property
     @abstractmethod

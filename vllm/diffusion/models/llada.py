@@ -18,7 +18,7 @@ from vllm.diffusion.families import LLADA, Family
 from vllm.diffusion.layers.attention import SelfAttention, Span
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
-from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.layers.parallel import embed_rows, keep_plain
 from vllm.diffusion.layers.rotary import Rotary, rotary_rows
 from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
 from vllm.diffusion.models.weights import Destination, load_checkpoint
@@ -189,7 +189,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
         self.head_dim = config.head_dim
         self.vocab_size = config.embedding_size
         self.vocab_start: int = shard.org_vocab_start_index
-        self._num_columns: int = shard.num_org_elements
+        self.num_columns = shard.num_org_elements
 
     @property
     def layers(self) -> Sequence[LLaDABlock]:
@@ -206,11 +206,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
         return transformer
 
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
-        wte = self._transformer.wte
-        if wte.tp_size == 1 and ops.is_plain(wte):
-            torch.index_select(ops.plain_weight(wte), 0, ids, out=out)
-        else:
-            out.copy_(wte(ids))
+        embed_rows(self._transformer.wte, ids, out)
         if self.config.input_emb_norm:
             out.mul_(self.hidden_size**0.5)
         return out
@@ -228,7 +224,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
         return normed
 
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
-        columns = slice(0, self._num_columns)
+        columns = slice(0, self.num_columns)
         logits = ops.linear(hidden_states, self._transformer.ff_out, out=out, columns=columns)
         if self.config.scale_logits:
             logits.mul_(1.0 / self.hidden_size**0.5)

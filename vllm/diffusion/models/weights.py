@@ -22,7 +22,9 @@ class Destination(NamedTuple):
 
     module: str  # path of the model's module
     shape: tuple[int, ...]  # of the checkpoint's unquantised weight: [out, in], or [width]
-    shard: str | int | None = None  # which part of a fused module, as its weight loader names it
+    shard: str | int | tuple[int, int] | None = (
+        None  # which part of a fused module, as its weight loader names it
+    )
 
 
 def load_checkpoint(
@@ -77,7 +79,9 @@ def load_checkpoint(
     return loaded
 
 
-def _load(parameter: nn.Parameter, tensor: Tensor, shard: str | int | None) -> None:
+def _load(
+    parameter: nn.Parameter, tensor: Tensor, shard: str | int | tuple[int, int] | None
+) -> None:
     loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
     if shard is None:
         loader(parameter, tensor)

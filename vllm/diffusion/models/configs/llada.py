@@ -1,42 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration classes: config.json of a diffusion language model, checked and completed.
-
-One class is registered per `model_type`. Releases of different families share a model type
-(released LLaDA-MoE configurations say "llada"), so `from_dict` of every class here dispatches on
-`architectures` first.
-"""
+"""config.json of LLaDA."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.diffusion.models.configs.base import DiffusionConfig
+from vllm.diffusion.models.configs.checks import check_id, check_only, check_positive, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-
-class DiffusionConfig(PreTrainedConfig):
-    """Base of the configuration classes: `from_dict` picks the class by `architectures`."""
-
-    has_no_defaults_at_init: ClassVar[bool] = True
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the configuration of the checkpoint's architecture, whatever class is asked.
-
-        Returns the configuration (with the unused keyword arguments where
-        `return_unused_kwargs` is true, as in transformers).
-
-        Raises:
-            ModelConfigError: no architecture of the list is one that we run, or the
-                configuration of that architecture is refused.
-        """
-        target = _class_of(config_dict.get("architectures"), default=cls)
-        return super(DiffusionConfig, target).from_dict(config_dict, **kwargs)
+    from collections.abc import Mapping
 
 
 class LLaDAConfig(DiffusionConfig):
@@ -142,30 +116,6 @@ class LLaDAConfig(DiffusionConfig):
         return self.d_model // self.n_heads
 
 
-_CONFIG_OF_FAMILY: dict[str, type[DiffusionConfig]] = {
-    "llada": LLaDAConfig,
-}
-
-CONFIG_CLASSES: dict[str, type[DiffusionConfig]] = {
-    config.model_type: config for config in _CONFIG_OF_FAMILY.values()
-}
-"""Configuration class to register for each `model_type`."""
-
-
-def _class_of(
-    architectures: Sequence[str] | None, default: type[DiffusionConfig]
-) -> type[DiffusionConfig]:
-    """The configuration class of the first architecture that we run."""
-    if not architectures:
-        return default
-    for architecture in architectures:
-        family = BY_ARCHITECTURE.get(architecture)
-        if family is not None and family.name in _CONFIG_OF_FAMILY:
-            return _CONFIG_OF_FAMILY[family.name]
-    supported = [name for name, f in BY_ARCHITECTURE.items() if f.name in _CONFIG_OF_FAMILY]
-    raise ModelConfigError("architectures", list(architectures), f"one of {', '.join(supported)}")
-
-
 def _primary_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     """Rename each alias to its primary name; where both are given, the primary one counts."""
     primary = {key: value for key, value in values.items() if key not in aliases}
@@ -175,14 +125,10 @@ def _primary_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dic
     return primary
 
 
-def _refuse(values: Mapping[str, Any], key: str, wanted: str) -> NoReturn:
-    raise ModelConfigError(key, values.get(key), wanted)
-
-
 def _resolve_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """Fill the keys whose null means "follow another key"."""
     for key in ("d_model", "n_heads", "n_layers", "vocab_size", "mlp_ratio"):
-        _check_positive(values, key, whole=key != "mlp_ratio")
+        check_positive(values, key, whole=key != "mlp_ratio")
     if values["mlp_hidden_size"] is None:
         values["mlp_hidden_size"] = int(values["mlp_ratio"] * values["d_model"])
     if values["embedding_size"] is None:
@@ -194,7 +140,7 @@ def _resolve_nulls(values: dict[str, Any]) -> dict[str, Any]:
         implied = 1 if multi_query else values["n_heads"]
         if values["n_kv_heads"] != implied:
             wanted = f"null, or {implied} as multi_query_attention {multi_query!r} implies"
-            _refuse(values, "n_kv_heads", wanted)
+            refuse(values, "n_kv_heads", wanted)
     return values
 
 
@@ -208,48 +154,32 @@ def _check_supported(values: Mapping[str, Any]) -> None:
         "alibi": False,
         "layer_norm_with_affine": True,
     }
-    for key, wanted in only.items():
-        if values[key] != wanted:
-            _refuse(values, key, f"only {_json(wanted)} is supported")
+    check_only(values, only)
     if values["attention_layer_norm"] and not values["attention_layer_norm_with_affine"]:
-        _refuse(values, "attention_layer_norm_with_affine", "only true is supported")
+        refuse(values, "attention_layer_norm_with_affine", "only true is supported")
     norm_bias = values["bias_for_layer_norm"]
     if norm_bias or (norm_bias is None and values["include_bias"]):
         # null follows include_bias
-        _refuse(values, "bias_for_layer_norm", "only false is supported")
+        refuse(values, "bias_for_layer_norm", "only false is supported")
     for key in ("rope_scaling", "clip_qkv"):
         if values.get(key) is not None:
-            _refuse(values, key, "only null is supported")
+            refuse(values, key, "only null is supported")
 
 
 def _check_shapes(values: Mapping[str, Any]) -> None:
     """Refuse sizes and ids that contradict each other."""
     whole = ("n_kv_heads", "mlp_hidden_size", "embedding_size", "block_group_size")
     for key in (*whole, "max_sequence_length"):
-        _check_positive(values, key)
+        check_positive(values, key)
     for key in ("rope_theta", "rms_norm_eps"):
-        _check_positive(values, key, whole=False)
+        check_positive(values, key, whole=False)
     if values["d_model"] % (2 * values["n_heads"]):
         wanted = f"a divisor of d_model {values['d_model']} that leaves an even head width"
-        _refuse(values, "n_heads", wanted)
+        refuse(values, "n_heads", wanted)
     if values["n_heads"] % values["n_kv_heads"]:
-        _refuse(values, "n_kv_heads", f"a divisor of n_heads {values['n_heads']}")
+        refuse(values, "n_kv_heads", f"a divisor of n_heads {values['n_heads']}")
     if values["n_layers"] % values["block_group_size"]:
-        _refuse(values, "block_group_size", f"a divisor of n_layers {values['n_layers']}")
+        refuse(values, "block_group_size", f"a divisor of n_layers {values['n_layers']}")
     if values["embedding_size"] < values["vocab_size"]:
-        _refuse(values, "embedding_size", f"at least vocab_size {values['vocab_size']}, or null")
-    mask = values["mask_token_id"]
-    if not isinstance(mask, int) or not 0 <= mask < values["embedding_size"]:
-        wanted = f"an id from 0 to embedding_size - 1 = {values['embedding_size'] - 1}"
-        _refuse(values, "mask_token_id", wanted)
-
-
-def _check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> None:
-    value = values[key]
-    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not is_number or value <= 0:
-        _refuse(values, key, "a whole number of at least 1" if whole else "a number above 0")
-
-
-def _json(value: bool | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+        refuse(values, "embedding_size", f"at least vocab_size {values['vocab_size']}, or null")
+    check_id(values, "mask_token_id", "embedding_size")

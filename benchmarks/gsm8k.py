@@ -1,0 +1,326 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy and speed of a running server on a file in GSM8K's format.
+
+    benchmarks/gsm8k.py --host http://127.0.0.1:8901 --data test.jsonl --concurrency 8 \
+        --gen-length 256 --block-length 32 threshold=0.9 cache=dual
+
+Each line of the file is a JSON object with `question` and `answer`, whose last line is `#### N`
+(Cobbe et al. 2021, arXiv:2110.14168). The question goes zero-shot, with a request to think step by
+step, through the checkpoint's chat template to `POST /generate`; the last number of the text is the
+prediction. Further parameters of the request are given as KEY=VALUE.
+
+Written: answers.csv, every answer as soon as it is there, and summary.json. Needs nothing beyond
+the server's own requirements. Exit status: 0, or 1 with one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from test_api_request import RequestError, post, server_url  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+PROMPT = (
+    "{question}\n\nThink step by step. End your answer with the line 'The answer is N', where N is"
+    " the resulting number."
+)
+# A sign counts only where no word or number ends before it: "3-4" holds 3 and 4.
+NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)")
+
+
+class BenchmarkError(Exception):
+    """The benchmark cannot run; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of the file."""
+
+    index: int
+    question: str
+    expected: Decimal
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server made of one problem; a row of answers.csv.
+
+    Attributes:
+        predicted: the last number of `text`, or nothing.
+        num_committed: canvas tokens committed, behind the end of the answer too.
+        seconds: from sending the request to its answer.
+    """
+
+    index: int
+    right: bool
+    expected: str
+    predicted: str
+    finish_reason: str
+    completion_tokens: int
+    num_forwards: int
+    num_committed: int
+    seconds: float
+    question: str
+    text: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    try:
+        problems = read_problems(options.data, options.limit)
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        answers = write_as_they_come(
+            options.output_dir / "answers.csv", ask_all(problems, options), len(problems)
+        )
+        summary = summarise(answers, time.perf_counter() - started, options)
+        text = json.dumps(summary, indent=2)
+        (options.output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+    except (BenchmarkError, RequestError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted; answers.csv holds what was answered\n")
+        return 1
+    print(text)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="GSM8K against a running server.")
+    parser.add_argument("--host", default="http://127.0.0.1:8901", metavar="URL", type=server_url)
+    parser.add_argument("--data", type=Path, required=True, help="JSON lines: question, answer")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N problems")
+    parser.add_argument("--concurrency", type=positive, default=8, help="requests at a time")
+    parser.add_argument("--gen-length", type=positive, default=256, help="canvas in tokens")
+    parser.add_argument("--steps", type=positive, help="denoise steps (default: the server's)")
+    parser.add_argument("--block-length", type=positive, help="block (default: the server's)")
+    parser.add_argument("--algorithm", help="decoding algorithm (default: the server's)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--prompt", type=prompt_template, default=PROMPT, help="user message with {question}"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="seconds to wait for an answer"
+    )
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "gsm8k")
+    parser.add_argument(
+        "extra", nargs="*", type=key_value, metavar="KEY=VALUE", help="more request parameters"
+    )
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; wanted at least 1")
+    return number
+
+
+def prompt_template(text: str) -> str:
+    """A text that holds {question}."""
+    if "{question}" not in text:
+        raise argparse.ArgumentTypeError(f"given {text!r}; wanted a text with {{question}}")
+    return text
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; a value that is no JSON is a string."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"given {text!r}; wanted KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+# --- problems --------------------------------------------------------------------------------
+
+
+def read_problems(path: Path, limit: int | None) -> list[Problem]:
+    """The problems of a file, the first `limit` of them.
+
+    Raises:
+        BenchmarkError: a line is not in GSM8K's format, or the file has no problem.
+    """
+    problems: list[Problem] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and len(problems) == limit:
+                break
+            if line.strip():
+                problems.append(parse_problem(line, len(problems), f"{path}, line {number}"))
+    if not problems:
+        raise BenchmarkError(f"{path} holds no problem")
+    return problems
+
+
+def parse_problem(line: str, index: int, where: str) -> Problem:
+    """A line of the file; `where` names it in errors.
+
+    Raises:
+        BenchmarkError: the line is not in GSM8K's format.
+    """
+    try:
+        content = json.loads(line)
+        question, answer = content["question"], content["answer"]
+        _, marker, number = answer.rpartition("####")
+        expected = last_number(number) if marker else None
+        if not isinstance(question, str) or expected is None:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        wanted = '{"question": "...", "answer": "... #### NUMBER"}'
+        raise BenchmarkError(f"{where}: given {line.strip()[:80]!r}; wanted {wanted}") from None
+    return Problem(index, question, expected)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text; thousands commas and dollar signs are left out."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+# --- asking ----------------------------------------------------------------------------------
+
+
+def ask_all(problems: Sequence[Problem], options: argparse.Namespace) -> Iterator[Answer]:
+    """Answers in the order in which they come; the first failure ends the run.
+
+    Raises:
+        RequestError: the server is absent, refused a request, or did not answer in time.
+        BenchmarkError: the server's answer is not one of POST /generate.
+    """
+    with ThreadPoolExecutor(options.concurrency) as pool:
+        try:
+            futures = [pool.submit(ask, problem, options) for problem in problems]
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def ask(problem: Problem, options: argparse.Namespace) -> Answer:
+    """Send one problem and judge the answer; errors as `ask_all`."""
+    started = time.perf_counter()
+    text = post(options.host.rstrip("/") + "/generate", body(problem, options), options.timeout)
+    seconds = time.perf_counter() - started
+    try:
+        answer = json.loads(text)
+        report = answer["diffusion"]
+        num_forwards = report["num_forwards"]
+        return judge(
+            problem,
+            answer["text"][0],
+            finish_reason=answer["finish_reason"][0],
+            completion_tokens=answer["usage"]["completion_tokens"],
+            num_forwards=num_forwards,
+            num_committed=round(report["tokens_per_forward"] * num_forwards),
+            seconds=round(seconds, 3),
+        )
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise BenchmarkError(
+            f"{options.host} gave no answer of POST /generate: {text[:200]!r}"
+        ) from None
+
+
+def body(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON body of a request."""
+    chosen = {
+        "gen_length": options.gen_length,
+        "steps": options.steps,
+        "block_length": options.block_length,
+        "algorithm": options.algorithm,
+        "temperature": options.temperature,
+        **dict(options.extra),
+    }
+    return {
+        "prompt": options.prompt.replace("{question}", problem.question),
+        "apply_chat_template": True,
+        **{name: value for name, value in chosen.items() if value is not None},
+    }
+
+
+def judge(problem: Problem, text: str, **report: Any) -> Answer:
+    """Compare the last number of a text with the expected one; `report` is the rest of Answer."""
+    predicted = last_number(text)
+    return Answer(
+        index=problem.index,
+        right=predicted == problem.expected,
+        expected=str(problem.expected),
+        predicted="" if predicted is None else str(predicted),
+        question=problem.question,
+        text=text,
+        **report,
+    )
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def write_as_they_come(path: Path, answers: Iterable[Answer], total: int) -> list[Answer]:
+    """Write every answer to a CSV file at once, under a progress bar; returns all of them."""
+    done: list[Answer] = []
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [column.name for column in fields(Answer)])
+        writer.writeheader()
+        with tqdm(total=total, unit="answer") as progress:
+            for answer in answers:
+                done.append(answer)
+                writer.writerow(asdict(answer))
+                file.flush()
+                progress.set_postfix(right=f"{sum(a.right for a in done)}/{len(done)}")
+                progress.update()
+    return done
+
+
+def summarise(
+    answers: Sequence[Answer], seconds: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures of a run and what it asked for."""
+    num_forwards = sum(answer.num_forwards for answer in answers)
+    completion_tokens = sum(answer.completion_tokens for answer in answers)
+    right = sum(answer.right for answer in answers)
+    asked = body(Problem(0, "{question}", Decimal(0)), options)
+    return {
+        "problems": len(answers),
+        "right": right,
+        "accuracy": round(right / len(answers), 4),
+        "without_number": sum(not answer.predicted for answer in answers),
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(completion_tokens / seconds, 3),
+        "tokens_per_forward": round(
+            sum(answer.num_committed for answer in answers) / max(num_forwards, 1), 3
+        ),
+        "forwards_per_answer": round(num_forwards / len(answers), 3),
+        "completion_tokens": completion_tokens,
+        "concurrency": options.concurrency,
+        "host": options.host,
+        "data": str(options.data),
+        "request": asked,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LLaDA-MoE family at tiny size.
+
+Configuration keys, tensor names and forward pass follow the released LLaDA-MoE-7B-A1B-Instruct
+(https://huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Instruct): query and key are normed per head,
+and every feed-forward is a mixture of experts whose weights are not renormalised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiny_model.decoder import Attention, Decoder, GatedMLP, Layer
+from tiny_model.decoding import semi_autoregressive
+from tiny_model.family import Family, SpecialTokens, TokenIds
+from tiny_model.layers import embedding_rows
+
+SPECIAL_TOKENS = SpecialTokens(
+    bos="<|startoftext|>",
+    eos="<|endoftext|>",
+    mask="<|mask|>",
+    others=("<role>", "</role>"),
+    eot="<|role_end|>",
+)
+
+ROLES = ("SYSTEM", "HUMAN", "ASSISTANT")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% set role = 'HUMAN' if message['role'] == 'user' else message['role'] | upper %}"
+    "{{ '<role>' + role + '</role>' + message['content'] + '<|role_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<role>ASSISTANT</role>' }}"
+    "{% endif %}"
+)
+
+
+def config(tokens: TokenIds) -> dict[str, Any]:
+    """Contents of config.json: the keys of LLaDA-MoE-7B-A1B's, at tiny size and in fp32."""
+    num_layers = 4
+    return {
+        "architectures": ["LLaDAMoEModelLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "dense_intermediate_size": 256,
+        "eos_token_id": tokens.eos,
+        "expert_intermediate_size": 128,
+        "hidden_act": "silu",
+        "hidden_size": 128,
+        "initializer_range": 0.02,
+        "mask_token_id": tokens.mask,
+        "max_position_embeddings": 8192,
+        "model_type": "llada",  # as released; the architecture tells it from LLaDA
+        "moe_layer_freq": [1] * num_layers,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": False,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": 4,
+        "pad_token_id": tokens.eos,
+        "partial_rotary_factor": 1.0,
+        "qk_layernorm": True,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 50000,
+        "router_aux_loss_coef": 0.01,
+        "shared_expert_intermediate_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": False,
+        "vocab_size": embedding_rows(tokens.vocab_size),
+    }
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of the top experts, each times its share of a softmax over all experts."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.num_chosen = config["num_experts_per_tok"]
+        self.gate = nn.Linear(width, config["num_experts"], bias=False)
+        self.experts = nn.ModuleList(
+            GatedMLP(width, config["expert_intermediate_size"])
+            for _ in range(config["num_experts"])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        rows = x.flatten(0, -2)
+        shares, chosen = self.gate(rows).softmax(dim=-1).topk(self.num_chosen)  # [B*T, top]
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            mixed = mixed.index_add(0, row, expert(rows[row]) * shares[row, place, None])
+        return mixed.view_as(x)
+
+
+def network(config: dict[str, Any]) -> Decoder:
+    """LLaDA-MoE with random weights; its `state_dict` bears the released checkpoints' names."""
+
+    def make_layer(number: int) -> Layer:
+        mlp: nn.Module = MixtureOfExperts(config)
+        if not config["moe_layer_freq"][number]:
+            mlp = GatedMLP(config["hidden_size"], config["dense_intermediate_size"])
+        return Layer(config, Attention(config, qkv_bias=False, qk_norm=True), mlp)
+
+    return Decoder(config, make_layer, shift_rows=False)
+
+
+FAMILY = Family(
+    name="llada-moe",
+    special_tokens=SPECIAL_TOKENS,
+    chat_template=CHAT_TEMPLATE,
+    template_texts=ROLES,
+    config=config,
+    network=network,
+    decode=semi_autoregressive,
+)

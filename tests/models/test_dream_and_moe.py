@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward passes of Dream and LLaDA-MoE against the plain references."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+from tests.checkpoints import FAMILY_CASES, MASK_ID, VOCAB_SIZE, make_checkpoint
+from tests.models.conftest import OUR_FAMILY_CASES
+from tests.models.support import assert_same_logits, engine_config, load, logits, staged_logits
+from tests.reference.dream_model import DreamReference
+from tests.reference.layers import rms_norm
+from tests.reference.llada_moe_model import LLaDAMoEReference
+from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.models import llada_moe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vllm.diffusion.models.base import DiffusionModel
+
+    PathOf = Callable[[str], Path]
+    ModelOf = Callable[[str], DiffusionModel]
+
+REFERENCES = {"dream": DreamReference, "moe": LLaDAMoEReference}
+NAMES = [*FAMILY_CASES, *OUR_FAMILY_CASES]
+
+
+def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    family = "dream" if architecture.startswith("Dream") else "moe"
+    return REFERENCES[family].from_checkpoint(path, dtype)
+
+
+def some_ids(length: int, seed: int = 0) -> torch.Tensor:
+    """Ordinary tokens, with masks in the second half."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
+    ids[length // 2 :: 2] = MASK_ID
+    return ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_the_reference(name: str, case_path: PathOf, case_model: ModelOf) -> None:
+    ids = some_ids(23)
+    reference = reference_of(case_path(name)).logits(ids[None])[0]
+    assert_same_logits(logits(case_model(name), ids), reference)
+
+
+@pytest.mark.parametrize("keep_queries", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])  # one row, ragged, a sequence's end, more than all
+@pytest.mark.parametrize("name", ["dream", "moe", "moe_partial_clipped"])
+def test_chunks_do_not_change_logits(
+    name: str, rows: int, keep_queries: bool, case_model: ModelOf
+) -> None:
+    model, ids = case_model(name), some_ids(33)
+    (chunked,) = staged_logits(model, [ids], rows=rows, keep_queries=keep_queries)
+    torch.testing.assert_close(chunked, logits(model, ids), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [None, 7])
+@pytest.mark.parametrize("name", ["dream", "moe_fused_mix"])
+def test_packed_sequences_equal_each_alone(
+    name: str, rows: int | None, case_model: ModelOf
+) -> None:
+    model = case_model(name)
+    sequences = [some_ids(length, seed=length) for length in (1, 17, 4, 30)]
+    for ids, packed in zip(sequences, staged_logits(model, sequences, rows=rows), strict=True):
+        torch.testing.assert_close(packed, logits(model, ids), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dream", "moe"])
+def test_a_row_sees_rows_after_it(name: str, case_model: ModelOf) -> None:
+    model, ids = case_model(name), some_ids(12)
+    changed = ids.clone()
+    changed[-1] = (changed[-1] + 1) % VOCAB_SIZE
+    assert not torch.allclose(logits(model, ids)[0], logits(model, changed)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dream", "moe_dense_mix"])
+def test_no_rows(name: str, case_model: ModelOf) -> None:
+    model = case_model(name)
+    x = torch.empty(0, model.hidden_size)
+    kv = torch.empty(0, model.num_kv_heads, model.head_dim)
+    rotary = model.rotary(torch.empty(0, dtype=torch.int64))
+    for layer in model.layers:
+        layer.keys_values(x, rotary, kv, kv)
+        layer.attend(x, rotary, kv, kv, ())
+        layer.feed_forward(x)
+    assert model.compute_logits(model.final_norm(x)).shape == (0, model.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["dream", "dream_odd_tied", "moe"])
+def test_facts_for_the_engine(name: str, case_model: ModelOf) -> None:
+    model = case_model(name)
+    config = model.config
+    assert model.family.logit_shift == (1 if name.startswith("dream") else 0)
+    assert (model.hidden_size, model.head_dim, model.num_heads) == (64, 16, 4)
+    assert model.num_kv_heads == config.num_key_value_heads
+    assert (model.vocab_size, model.vocab_start) == (config.vocab_size, 0)
+    assert model.num_columns == config.vocab_size
+    assert model.dtype == torch.float32
+    assert len(model.layers) == 3
+
+
+@pytest.mark.parametrize("family", ["dream", "moe"])
+def test_bf16_rounds_where_the_reference_rounds(
+    family: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    path = make_checkpoint(tmp_path, family=family, seed=30, gain=1.0, dtype=torch.bfloat16)
+    ids = some_ids(40)
+    model = load_model(path, "bfloat16")
+    assert model.rotary(torch.arange(3)).cos.dtype == torch.bfloat16
+    given = logits(model, ids)
+    assert given.dtype == torch.bfloat16
+    half = reference_of(path, torch.bfloat16).logits(ids[None])[0]
+    exact = reference_of(path, torch.float64).logits(ids[None])[0]
+    # no farther from exact arithmetic than the bf16 reference is, but for the attention kernel
+    our_error = (given.double() - exact).square().mean()
+    reference_error = (half.double() - exact).square().mean()
+    assert our_error <= 1.5 * reference_error
+
+
+def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[..., Any]) -> None:
+    """One layer's feed-forward on the same rows: the same experts, roundings and order of sums."""
+    path = make_checkpoint(
+        tmp_path, family="moe", seed=31, dtype=torch.bfloat16, moe_router_enable_expert_bias=True
+    )
+    reference, model = reference_of(path, torch.bfloat16), load_model(path, "bfloat16")
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(8)).to(torch.bfloat16)
+    given = x.clone()
+    with torch.no_grad():
+        model.layers[1].feed_forward(given)
+    norm = reference.weights["model.layers.1.post_attention_layernorm.weight"]
+    h = rms_norm(x, norm, reference.settings.rms_norm_eps)
+    wanted = x + reference.experts("model.layers.1.mlp", h[None])[0]
+    differing = (given != wanted).float().mean()
+    # a product may sum its fp32 terms in another order, and round to the neighbour
+    assert differing < 0.01
+    torch.testing.assert_close(given, wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["dream", "moe_bias"])
+def test_dummy_weights(name: str, case_path: PathOf, load_model: Callable[..., Any]) -> None:
+    model = load_model(case_path(name), load_format="dummy")
+    assert torch.isfinite(logits(model, some_ids(5))).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("dream", {"architectures": ["DreamForDiffusionLM"]}),
+        ("moe", {"model_type": "llada"}),
+        ("moe", {"model_type": "dllm"}),
+        ("moe", {"architectures": ["LLaDAMoEForDiffusionLM"]}),
+    ],
+)
+def test_model_types_aliases_and_remote_code_keys_get_our_class(
+    family: str, overrides: dict[str, Any], tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", family=family, seed=32)
+    auto_map = {"AutoConfig": "configuration_x.XConfig", "AutoModel": "modeling_x.XModel"}
+    other = make_checkpoint(
+        tmp_path / "other", family=family, seed=32, auto_map=auto_map, **overrides
+    )
+    wanted, given = load_model(plain), load_model(other, trust_remote_code=True)
+    assert type(given) is type(wanted)
+    assert type(given.config) is type(wanted.config)
+    assert torch.equal(logits(given, some_ids(6)), logits(wanted, some_ids(6)))
+
+
+def test_one_number_says_which_layers_have_experts(
+    tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    path = make_checkpoint(tmp_path, family="moe", seed=33, moe_layer_freq=[1, 0, 1])
+    wanted = logits(load_model(path), some_ids(6))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "moe_layer_freq": 2}))
+    assert torch.equal(logits(load_model(path), some_ids(6)), wanted)
+
+
+def test_quantised_experts_are_refused(case_path: PathOf) -> None:
+    config = engine_config(case_path("moe"))
+    config.quant_config = Fp8Config()  # as `--quantization fp8` sets it
+    with pytest.raises(ServerConfigError, match="given fp8; wanted none"):
+        load(config)
+
+
+def test_expert_widths_must_divide_among_the_ranks() -> None:
+    with (
+        mock.patch.object(llada_moe, "get_tensor_model_parallel_world_size", return_value=3),
+        pytest.raises(ServerConfigError, match=r"given 3; wanted a divisor of .* 32"),
+    ):
+        llada_moe.ExpertMatrices(4, 2, (32, 64), sharded_dim=0)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of Dream and of LLaDA-MoE: dispatch, defaults and refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from tests.checkpoints import dream_config, llada_config, moe_config
+from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.families import BY_ARCHITECTURE, DREAM, LLADA, LLADA_MOE
+from vllm.diffusion.models.configs import (
+    CONFIG_CLASSES,
+    DLLMConfig,
+    DreamConfig,
+    LLaDAConfig,
+    LLaDAMoEConfig,
+)
+
+if TYPE_CHECKING:
+    from vllm.diffusion.models.configs import DiffusionConfig
+
+DREAM_7B = dream_config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=131072,
+    max_window_layers=28,
+    bos_token_id=151643,
+    eos_token_id=151643,
+    pad_token_id=151643,
+    mask_token_id=151666,
+)
+MOE_7B = moe_config(
+    vocab_size=157184,
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    num_experts=64,
+    num_experts_per_tok=8,
+    expert_intermediate_size=1024,
+    dense_intermediate_size=8192,
+    max_position_embeddings=8192,
+    moe_layer_freq=[1] * 16,
+    eos_token_id=156892,
+    pad_token_id=156892,
+    mask_token_id=156895,
+)
+RELEASED = {"dream": (DreamConfig, DREAM_7B), "moe": (LLaDAMoEConfig, MOE_7B)}
+
+
+def make(family: str, *without: str, **overrides: Any) -> Any:
+    kind, released = RELEASED[family]
+    values = {key: value for key, value in released.items() if key not in without}
+    config = kind.from_dict(copy.deepcopy({**values, **overrides}))
+    assert isinstance(config, kind)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("family", "num_experts", "heads", "vocab_size", "length"),
+    [("dream", 0, (28, 4), 152064, 131072), ("moe", 64, (16, 16), 157184, 8192)],
+)
+def test_upstream_reads_the_shapes_it_wants(
+    family: str, num_experts: int, heads: tuple[int, int], vocab_size: int, length: int
+) -> None:
+    config = make(family)
+    shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
+    assert shape.head_size == config.head_dim == config.rotary_dim == 128
+    assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == heads
+    assert (shape.vocab_size, shape.num_experts) == (vocab_size, num_experts)
+    assert shape.derived_max_model_len_and_key[0] == length
+    assert not hasattr(config, "canvas_length")  # upstream's own kind of diffusion
+
+
+def test_dream_class_defaults() -> None:
+    config = DreamConfig()
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (
+        151936,
+        4096,
+        22016,
+    )
+    assert (config.num_hidden_layers, config.num_attention_heads) == (32, 32)
+    assert (config.num_key_value_heads, config.max_position_embeddings) == (32, 32768)
+    assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
+    assert config.tie_word_embeddings is False
+    assert (config.mask_token_id, config.pad_token_id) == (151666, 151643)
+    assert make("dream", num_key_value_heads=None).num_key_value_heads == 28
+
+
+def test_moe_options_default_to_those_of_the_release() -> None:
+    config = make(
+        "moe",
+        *("rms_norm_eps", "partial_rotary_factor", "clip_qkv", "attention_bias", "qk_layernorm"),
+        *("moe_router_score_function", "moe_router_enable_expert_bias", "tie_word_embeddings"),
+        *("mask_token_id", "eos_token_id", "pad_token_id", "moe_layer_freq", "num_key_value_heads"),
+        "dense_intermediate_size",
+    )
+    assert (config.rms_norm_eps, config.rotary_dim, config.clip_qkv) == (1e-5, 128, None)
+    assert config.qk_layernorm is True
+    assert config.moe_router_enable_expert_bias is False
+    assert config.tie_word_embeddings is False
+    assert (config.mask_token_id, config.eos_token_id) == (156895, 156892)
+    assert config.num_key_value_heads == 16
+    assert all(config.has_experts(layer) for layer in range(16))
+
+
+@pytest.mark.parametrize(
+    ("freq", "dense"),
+    [
+        (1, []),
+        (0, list(range(16))),
+        (2, list(range(1, 16, 2))),
+        (16, list(range(1, 16))),
+        ([1] * 16, []),
+        ([0, *[1] * 15], [0]),
+    ],
+)
+def test_which_layers_have_experts(freq: int | list[int], dense: list[int]) -> None:
+    config = make("moe", moe_layer_freq=freq)
+    assert [layer for layer in range(16) if not config.has_experts(layer)] == dense
+
+
+def test_partial_rotary() -> None:
+    assert make("moe", partial_rotary_factor=0.25).rotary_dim == 32
+
+
+@pytest.mark.parametrize("family", ["dream", "moe"])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
+    described = {"rope_type": "default", "rope_theta": 12345.0}
+    config = make(family, "rope_theta", "rope_scaling", **{key: described})
+    assert config.rope_theta == 12345.0
+    assert make(family, **{key: {"type": "default"}}).rope_theta == make(family).rope_theta
+
+
+@pytest.mark.parametrize("family", ["dream", "moe"])
+def test_copies_and_round_trips(family: str) -> None:
+    config = make(family)
+    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "others"),
+    [
+        ("dream", "hidden_act", "gelu", {}),
+        ("dream", "use_sliding_window", True, {"sliding_window": 4096}),
+        ("dream", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
+        ("dream", "rope_scaling", {"type": "linear", "factor": 2.0}, {}),
+        ("dream", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e6}, {}),
+        ("dream", "num_key_value_heads", 3, {}),
+        ("dream", "num_attention_heads", 33, {}),
+        ("dream", "head_dim", 64, {}),
+        ("dream", "mask_token_id", 152064, {}),
+        ("dream", "mask_token_id", None, {}),
+        ("dream", "hidden_size", "3584", {}),
+        ("dream", "num_hidden_layers", 0, {}),
+        ("dream", "intermediate_size", None, {}),
+        ("dream", "rope_theta", 0, {}),
+        ("moe", "hidden_act", "gelu", {}),
+        ("moe", "attention_bias", True, {}),
+        ("moe", "moe_router_score_function", "sigmoid", {}),
+        ("moe", "shared_expert_intermediate_size", 1024, {}),
+        ("moe", "num_shared_experts", 1, {}),
+        ("moe", "use_sliding_window", True, {}),
+        ("moe", "quantization_config", {"quant_method": "fp8"}, {}),
+        ("moe", "rope_scaling", {"rope_type": "linear", "factor": 2.0}, {}),
+        ("moe", "rope_theta", None, {}),
+        ("moe", "num_experts_per_tok", 65, {}),
+        ("moe", "num_experts", None, {}),
+        ("moe", "expert_intermediate_size", -1, {}),
+        ("moe", "dense_intermediate_size", None, {"moe_layer_freq": 2}),
+        ("moe", "moe_layer_freq", [1] * 15, {}),
+        ("moe", "moe_layer_freq", [2] * 16, {}),
+        ("moe", "moe_layer_freq", -1, {}),
+        ("moe", "moe_layer_freq", "all", {}),
+        ("moe", "clip_qkv", 0, {}),
+        ("moe", "partial_rotary_factor", 1.5, {}),
+        ("moe", "partial_rotary_factor", 0.01, {}),
+        ("moe", "num_key_value_heads", 3, {}),
+        ("moe", "mask_token_id", 157184, {}),
+    ],
+)
+def test_refusals_name_key_given_and_wanted(
+    family: str, key: str, value: Any, others: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        make(family, **{key: value, **others})
+    assert refused.value.key == key
+    assert refused.value.given == value
+    assert refused.value.wanted
+    assert key in str(refused.value)
+
+
+def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
+    assert make("dream", sliding_window=4096).sliding_window is None
+
+
+@pytest.mark.parametrize("asked", sorted(CONFIG_CLASSES))
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (DREAM_7B, DreamConfig),
+        ({**DREAM_7B, "architectures": ["DreamForDiffusionLM"]}, DreamConfig),
+        (MOE_7B, LLaDAMoEConfig),
+        ({**MOE_7B, "model_type": "llada"}, LLaDAMoEConfig),
+        ({**MOE_7B, "model_type": "dllm"}, LLaDAMoEConfig),
+        (llada_config(), LLaDAConfig),
+    ],
+)
+def test_the_architecture_decides(
+    asked: str, values: dict[str, Any], wanted: type[DiffusionConfig]
+) -> None:
+    assert type(CONFIG_CLASSES[asked].from_dict(dict(values))) is wanted
+
+
+def test_without_an_architecture_the_model_type_decides() -> None:
+    values = {key: value for key, value in MOE_7B.items() if key != "architectures"}
+    assert type(CONFIG_CLASSES["dllm"].from_dict(values)) is DLLMConfig
+
+
+def test_architectures_of_the_families() -> None:
+    assert BY_ARCHITECTURE["DreamModel"] is BY_ARCHITECTURE["DreamForDiffusionLM"] is DREAM
+    assert BY_ARCHITECTURE["LLaDAMoEModelLM"] is LLADA_MOE
+    assert BY_ARCHITECTURE["LLaDAModelLM"] is LLADA
+    assert (DREAM.logit_shift, LLADA_MOE.logit_shift) == (1, 0)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-wide diffusion defaults on the command line.
+
+They end in `--additional-config '{"dllm": {...}}'`, which `vllm serve` and `LLM` take as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from vllm.diffusion import params
+from vllm.diffusion.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add `--dllm-algorithm` and `--dllm-algorithm-config`."""
+    group = parser.add_argument_group("Diffusion", "Defaults of requests that do not say.")
+    group.add_argument(
+        "--dllm-algorithm",
+        metavar="NAME",
+        help=f"decoding algorithm: {', '.join(params.ALGORITHMS)}",
+    )
+    group.add_argument(
+        "--dllm-algorithm-config",
+        metavar="FILE.yaml",
+        help="parameters of requests, one `name: value` a line",
+    )
+
+
+def fold_into_additional_config(args: Namespace) -> None:
+    """Move the two arguments into `args.additional_config`.
+
+    Raises:
+        ServerConfigError: for a file that cannot be read, or an unknown or unusable setting.
+    """
+    settings: dict[str, Any] = {}
+    if args.dllm_algorithm_config is not None:
+        settings.update(_read(Path(args.dllm_algorithm_config)))
+    if args.dllm_algorithm is not None:
+        settings["algorithm"] = args.dllm_algorithm
+    additional = dict(args.additional_config or {})
+    given = additional.get("dllm", {})
+    if not isinstance(given, dict):
+        raise ServerConfigError(f"additional_config.dllm: given {given!r}; wanted a JSON object")
+    additional["dllm"] = given | settings
+    params.server_defaults(additional["dllm"])
+    args.additional_config = additional
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ServerConfigError(f"--dllm-algorithm-config: {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        line = str(error).splitlines()[0]
+        raise ServerConfigError(f"--dllm-algorithm-config: {path}: not YAML: {line}") from None
+    if not isinstance(settings, dict):
+        raise ServerConfigError(
+            f"--dllm-algorithm-config: {path}: given {settings!r}; wanted `name: value` lines"
+        )
+    return settings

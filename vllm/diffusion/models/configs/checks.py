@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of config.json that the families share. All raise ModelConfigError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.diffusion.errors import ModelConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def refuse(values: Mapping[str, Any], key: str, wanted: str) -> NoReturn:
+    """Refuse the value of `key`; `wanted` says in words what would be accepted."""
+    raise ModelConfigError(key, values.get(key), wanted)
+
+
+def check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> None:
+    """The value must be a number above 0, and an integer where `whole` is true."""
+    value: Any = values.get(key)
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or value <= 0:
+        refuse(values, key, "a whole number of at least 1" if whole else "a number above 0")
+
+
+def check_only(values: Mapping[str, Any], only: Mapping[str, bool | str]) -> None:
+    """Every key of `only` must have the value given there, the one that the forward has."""
+    for key, wanted in only.items():
+        if values[key] != wanted:
+            refuse(values, key, f"only {_json(wanted)} is supported")
+
+
+def check_id(values: Mapping[str, Any], key: str, size_key: str) -> None:
+    """The value must be a row of the embedding, whose rows `size_key` counts."""
+    token, size = values[key], values[size_key]
+    if not isinstance(token, int) or not 0 <= token < size:
+        refuse(values, key, f"an id from 0 to {size_key} - 1 = {size - 1}")
+
+
+def check_heads(values: Mapping[str, Any]) -> None:
+    """Heads must tile the hidden size with an even width, and key/value heads the heads.
+
+    Reads the Hugging Face names; a `head_dim` other than null must agree with them.
+    """
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    if width % (2 * heads):
+        wanted = f"a divisor of hidden_size {width} that leaves an even head width"
+        refuse(values, "num_attention_heads", wanted)
+    if heads % values["num_key_value_heads"]:
+        refuse(values, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    if values.get("head_dim") not in (None, width // heads):
+        refuse(values, "head_dim", f"null, or hidden_size / num_attention_heads {width // heads}")
+
+
+def plain_rope_theta(values: dict[str, Any]) -> float | None:
+    """Take the descriptions of scaled rotary embeddings out of `values`; none may be in use.
+
+    Returns:
+        the base of the frequencies that such a description gives: newer configurations hold it
+        there, and not in a `rope_theta` of their own.
+    """
+    theta = None
+    for key in ("rope_scaling", "rope_parameters"):
+        described = values.get(key)
+        if described is not None:
+            kind = None
+            if isinstance(described, dict):
+                kind = described.get("rope_type", described.get("type"))
+                theta = described.get("rope_theta", theta)
+            if kind != "default":
+                refuse(values, key, 'only null, or rope_type "default", is supported')
+        values.pop(key, None)
+    return theta
+
+
+def _json(value: bool | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'

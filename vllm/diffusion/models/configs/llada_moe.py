@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of LLaDA-MoE."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.models.configs.base import DiffusionConfig
+from vllm.diffusion.models.configs.checks import (
+    check_heads,
+    check_id,
+    check_only,
+    check_positive,
+    plain_rope_theta,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class LLaDAMoEConfig(DiffusionConfig):
+    """config.json of LLaDA-MoE (arXiv:2509.24389) and of models that share its architecture.
+
+    Sizes must be written out; options that are absent or null take the value of the released
+    models. `moe_layer_freq` says which layers have experts: a list of a 0 or 1 per layer, or a
+    number n for "every n-th layer, from the first on" (0: none, absent: all).
+
+    Raises:
+        ModelConfigError: naming the key, its value and what would be accepted.
+    """
+
+    model_type: ClassVar[str] = "lladamoe"
+
+    SIZES: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "expert_intermediate_size",
+        "max_position_embeddings",
+    )
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "qk_layernorm": True,
+        "partial_rotary_factor": 1.0,
+        "dense_intermediate_size": None,
+        "shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "eos_token_id": 156892,
+        "pad_token_id": 156892,
+        "mask_token_id": 156895,
+    }
+
+    if TYPE_CHECKING:
+        vocab_size: int
+        hidden_size: int
+        num_hidden_layers: int
+        num_attention_heads: int
+        num_key_value_heads: int
+        num_experts: int
+        num_experts_per_tok: int
+        expert_intermediate_size: int
+        dense_intermediate_size: int
+        max_position_embeddings: int
+        rms_norm_eps: float
+        rope_theta: float
+        partial_rotary_factor: float
+        clip_qkv: float | None
+        qk_layernorm: bool
+        moe_router_enable_expert_bias: bool
+        moe_layer_freq: int | list[int]
+        tie_word_embeddings: bool
+        eos_token_id: int
+        pad_token_id: int
+        mask_token_id: int
+
+    def __init__(self, **values: Any) -> None:
+        theta = plain_rope_theta(values)
+        given = {key: value for key, value in values.items() if value is not None}
+        complete = {**self.DEFAULTS, "rope_theta": theta, **given}
+        for key in self.SIZES:
+            check_positive(complete, key)
+        if complete["num_key_value_heads"] is None:
+            complete["num_key_value_heads"] = complete["num_attention_heads"]
+        _check_supported(complete)
+        _check_attention(complete)
+        _check_experts(complete)
+        check_id(complete, "mask_token_id", "vocab_size")
+        complete.pop("head_dim", None)
+        super().__init__(**complete)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of one attention head, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts; else it has one dense MLP."""
+        return _has_experts(self.moe_layer_freq, layer)
+
+
+class DLLMConfig(LLaDAMoEConfig):
+    """The same under the model type that some toolkits write."""
+
+    model_type: ClassVar[str] = "dllm"
+
+
+def _has_experts(freq: int | list[int], layer: int) -> bool:
+    if isinstance(freq, list):
+        return bool(freq[layer])
+    return freq > 0 and layer % freq == 0
+
+
+def _check_supported(values: Mapping[str, Any]) -> None:
+    """Refuse every option whose value asks for a forward that is not the released models'."""
+    check_only(
+        values,
+        {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "moe_router_score_function": "softmax",
+        },
+    )
+    for key in ("shared_expert_intermediate_size", "num_shared_experts"):
+        if values.get(key):
+            refuse(values, key, "only null or 0 is supported: the experts are all routed")
+    if values.get("quantization_config") is not None:
+        refuse(values, "quantization_config", "only null is supported: experts run unquantised")
+    if values.get("use_sliding_window"):
+        refuse(values, "use_sliding_window", "only false is supported")
+
+
+def _check_attention(values: Mapping[str, Any]) -> None:
+    check_positive(values, "num_key_value_heads")
+    for key in ("rope_theta", "rms_norm_eps", "partial_rotary_factor"):
+        check_positive(values, key, whole=False)
+    if values["clip_qkv"] is not None:
+        check_positive(values, "clip_qkv", whole=False)
+    check_heads(values)
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    rotary_dim = int(head_dim * values["partial_rotary_factor"])
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        wanted = f"a share of the head width {head_dim} that is an even number of channels"
+        refuse(values, "partial_rotary_factor", wanted)
+
+
+def _check_experts(values: Mapping[str, Any]) -> None:
+    if values["num_experts_per_tok"] > values["num_experts"]:
+        refuse(values, "num_experts_per_tok", f"at most num_experts {values['num_experts']}")
+    freq, num_layers = values["moe_layer_freq"], values["num_hidden_layers"]
+    entries = freq if isinstance(freq, list) else [freq]
+    allowed = (0, 1) if isinstance(freq, list) else range(num_layers + 1)
+    if any(entry not in allowed for entry in entries) or (
+        isinstance(freq, list) and len(freq) != num_layers
+    ):
+        wanted = f"{num_layers} numbers that are 0 or 1, or one from 0 to {num_layers}"
+        raise ModelConfigError("moe_layer_freq", freq, wanted)
+    if not all(_has_experts(freq, layer) for layer in range(num_layers)):
+        check_positive(values, "dense_intermediate_size")
