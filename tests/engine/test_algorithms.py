@@ -92,8 +92,14 @@ OTHERS: list[dict[str, Any]] = [
     {**DREAM, "gen_length": 6, "steps": 4, "temperature": 0.8, "top_p": 0.8, "seed": 6},
     {
         **DREAM,
-        **{"gen_length": 6, "steps": 4, "temperature": 1.2, "top_p": 0.9, "top_k": 9, "seed": 7},
-        **{"alg": "topk_margin", "alg_temp": 0.3},
+        "gen_length": 6,
+        "steps": 4,
+        "temperature": 1.2,
+        "top_p": 0.9,
+        "top_k": 9,
+        "seed": 7,
+        "alg": "topk_margin",
+        "alg_temp": 0.3,
     },
     {**DREAM, "gen_length": 6, "steps": 4, "temperature": 0.5, "alg": "origin", "seed": 8},
 ]
