@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from vllm.diffusion import params
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
-from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, RowGroup, choose, sample
+from vllm.diffusion.sampling import Choice, NoiseSource, PhiloxNoise, RowGroup, choose, sample
+from vllm.diffusion.scoring import Scoring
 
 MASK, EOS, EOT = 38, 37, 36
 NUM_COLUMNS = 40
@@ -40,6 +43,7 @@ class HeadModel:
     def __init__(self, weight: Tensor, vocab_start: int = 0) -> None:
         self.weight = weight
         self.vocab_start = vocab_start
+        self.vocab_size = NUM_COLUMNS
         self.most_rows = 0
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -65,13 +69,36 @@ def decided(**asked: Any) -> DiffusionParams:
     return params.resolve(params.canonical({"seed": 77, **asked}), MODEL, [1])
 
 
+class Columns:
+    """The part of a model that `choose` sees: which columns of how many are given."""
+
+    def __init__(self, vocab_start: int = 0, vocab_size: int = NUM_COLUMNS) -> None:
+        self.vocab_start = vocab_start
+        self.vocab_size = vocab_size
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+WHOLE = Columns()
+
+
 def group(
-    rows: list[int], step: int = 0, forbid_mask: bool = False, twin: int | None = None, **asked: Any
+    rows: list[int],
+    step: int = 0,
+    forbid_mask: bool = False,
+    twin: int | None = None,
+    scoring: Scoring | None = None,
+    **asked: Any,
 ) -> RowGroup:
     """Rows of one request; its canvas positions are the rows plus 3."""
     index = torch.tensor(rows, dtype=torch.int64)
     return RowGroup(
         params=decided(**asked),
+        scoring=scoring or Scoring(),
         step=step,
         forbid_mask=forbid_mask,
         rows=index,
@@ -130,11 +157,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def assert_candidates(
-    found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], tolerance: float = 1e-5
+    found: Tensor, wanted: tuple[Tensor, Tensor], tolerance: float = 1e-5
 ) -> None:
-    assert found[0].dtype == torch.int64
+    assert (found.dtype, found.shape) == (torch.float64, (3, wanted[0].numel()))
     assert found[0].tolist() == wanted[0].tolist()
-    torch.testing.assert_close(found[1].double(), wanted[1], rtol=tolerance, atol=1e-12)
+    torch.testing.assert_close(found[1], wanted[1], rtol=tolerance, atol=1e-12)
 
 
 # ---- one request -------------------------------------------------------------------------------
@@ -147,7 +174,6 @@ def test_candidates_follow_the_formulas(asked: dict[str, Any], forbid_mask: bool
     part = group(list(range(0, 64, 2)), step=5, forbid_mask=forbid_mask, **asked)
     wanted = formula(logits_of(model, hidden, part.rows), part)
     found = sample(model, hidden, [part], 1000, PhiloxNoise())
-    assert found[1].dtype == torch.float64
     assert_candidates(found, wanted)
     assert not forbid_mask or MASK not in found[0].tolist()
 
@@ -166,7 +192,7 @@ def test_demoted_tokens_are_chosen_with_confidence_zero() -> None:
         logits[row, best] = 5.0
     logits[3, EOS], logits[3, 4] = 5.0, 4.0
     cold = group([0, 1, 2, 3], confidence_eos_eot_inf=True)
-    token, score = choose(logits.clone(), cold, 0, PhiloxNoise())
+    token, score, _ = choose(logits.clone(), cold, WHOLE, PhiloxNoise())
     assert token.tolist() == [EOS, EOT, 3, EOS]
     assert score[[0, 1, 3]].tolist() == [0.0, 0.0, 0.0]
     assert score[2] == pytest.approx(math.exp(5) / (math.exp(5) + NUM_COLUMNS - 3), rel=1e-6)
@@ -176,21 +202,24 @@ def test_ties_go_to_the_lowest_token() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[1, [7, 9, 30]] = 2.0
     for dtype in ("float32", "float64", "logits"):
-        token, _ = choose(logits.clone(), group([0, 1], confidence_dtype=dtype), 0, PhiloxNoise())
+        part = group([0, 1], confidence_dtype=dtype)
+        token = choose(logits.clone(), part, WHOLE, PhiloxNoise()).tokens
         assert token.tolist() == [0, 7]
 
 
 def test_confidence_saturates_as_its_dtype_says() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[0, 1], logits[1, 2] = 25.0, 30.0
-    narrow = choose(logits.clone(), group([0, 1]), 0, PhiloxNoise())[1]
-    wide = choose(logits.clone(), group([0, 1], confidence_dtype="float64"), 0, PhiloxNoise())[1]
+    narrow = choose(logits.clone(), group([0, 1]), WHOLE, PhiloxNoise())[1]
+    wide = choose(logits.clone(), group([0, 1], confidence_dtype="float64"), WHOLE, PhiloxNoise())[
+        1
+    ]
     assert narrow.tolist() == [1.0, 1.0]
     assert wide.dtype == torch.float64
     assert wide[0] < wide[1] < 1.0
     bf16 = logits.bfloat16()
     bf16[:, :20] += 1.0
-    own = choose(bf16.clone(), group([0, 1], confidence_dtype="logits"), 0, PhiloxNoise())[1]
+    own = choose(bf16.clone(), group([0, 1], confidence_dtype="logits"), WHOLE, PhiloxNoise())[1]
     assert own.dtype == torch.bfloat16
     assert torch.equal(own, torch.softmax(bf16, 1).amax(1))
 
@@ -230,10 +259,10 @@ def test_neighbours_and_chunks_change_nothing(rows_per_chunk: int) -> None:
     model, hidden, groups = head_model(), hidden_rows(50), mixed_groups()
     alone = [sample(model, hidden, [part], 1000, PhiloxNoise()) for part in groups]
     model.most_rows = 0
-    tokens, scores = sample(model, hidden, groups, rows_per_chunk, PhiloxNoise())
+    tokens, scores, _ = sample(model, hidden, groups, rows_per_chunk, PhiloxNoise())
     assert model.most_rows <= rows_per_chunk
-    assert tokens.tolist() == torch.cat([token for token, _ in alone]).tolist()
-    wanted = torch.cat([score for _, score in alone])
+    assert tokens.tolist() == torch.cat([found[0] for found in alone]).tolist()
+    wanted = torch.cat([found[1] for found in alone])
     # Products of other shapes round differently.
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-12)
 
@@ -246,16 +275,14 @@ def test_plain_requests_share_a_product() -> None:
 
 @pytest.mark.parametrize("groups", [[], [group([])], [group([]), group([], temperature=1.0)]])
 def test_no_rows(groups: list[RowGroup]) -> None:
-    tokens, scores = sample(head_model(), hidden_rows(3), groups, 4, PhiloxNoise())
-    assert (tokens.shape, tokens.dtype) == ((0,), torch.int64)
-    assert (scores.shape, scores.dtype) == ((0,), torch.float64)
+    found = sample(head_model(), hidden_rows(3), groups, 4, PhiloxNoise())
+    assert (found.shape, found.dtype) == ((3, 0), torch.float64)
 
 
 def test_empty_groups_among_others() -> None:
     model, hidden = head_model(), hidden_rows(5)
     groups = [group([]), group([1, 2]), group([]), group([4], temperature=1.0)]
-    tokens, _ = sample(model, hidden, groups, 4, PhiloxNoise())
-    assert tokens.numel() == 3
+    assert sample(model, hidden, groups, 4, PhiloxNoise()).shape == (3, 3)
 
 
 # ---- random numbers ----------------------------------------------------------------------------
@@ -287,7 +314,7 @@ def test_injected_numbers_are_used() -> None:
 
     noise: NoiseSource = OneColumn()
     part = group([0, 1, 2], step=6, temperature=1.0, remasking="random")
-    tokens, scores = sample(head_model(), hidden_rows(3) / 100, [part], 1, noise)
+    tokens, scores, _ = sample(head_model(), hidden_rows(3) / 100, [part], 1, noise)
     assert tokens.tolist() == [3, 4, 5]
     assert scores.tolist() == pytest.approx([0.15, 0.2, 0.25])
 
@@ -300,7 +327,8 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
     part = dataclasses.replace(
         group([], temperature=temperature), positions=torch.arange(num_draws)
     )
-    tokens, scores = choose(row.repeat(num_draws, 1), part, 0, PhiloxNoise())
+    five = Columns(vocab_size=5)
+    tokens, scores, _ = choose(row.repeat(num_draws, 1), part, five, PhiloxNoise())
     wanted = torch.softmax(row.double() / temperature, 0) * num_draws
     counts = torch.bincount(tokens, minlength=5)
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
@@ -315,7 +343,7 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
 
     def tokens(**changes: Any) -> list[int]:
         part = group(list(range(64)), **{"temperature": 1.0, **changes})
-        found: list[int] = choose(logits.clone(), part, 0, noise)[0].tolist()
+        found: list[int] = choose(logits.clone(), part, WHOLE, noise)[0].tolist()
         return found
 
     assert tokens() == tokens()
@@ -327,7 +355,7 @@ def test_a_seed_must_have_been_drawn() -> None:
         group([0]), params=dataclasses.replace(decided(temperature=1.0), seed=None)
     )
     with pytest.raises(ValueError, match="seed"):
-        choose(torch.zeros(1, NUM_COLUMNS), part, 0, PhiloxNoise())
+        choose(torch.zeros(1, NUM_COLUMNS), part, WHOLE, PhiloxNoise())
 
 
 # ---- vocabulary in parts -----------------------------------------------------------------------
@@ -335,31 +363,31 @@ def test_a_seed_must_have_been_drawn() -> None:
 
 def sharded(
     logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
-    """`choose` as two ranks run it, one after the other: first what each sends, then the result."""
+) -> Choice:
+    """`choose` on two ranks, which are two threads that meet at every collective."""
     shards = ((0, logits[:, :boundary]), (boundary, logits[:, boundary:]))
-    sent: list[Tensor] = []
-
-    class Sent(Exception):
-        pass
-
-    def keep(mine: Tensor, dim: int = -1) -> Tensor:
-        sent.append(mine.clone())
-        raise Sent
-
-    monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(ops_sampling, "tensor_model_parallel_all_gather", keep)
-    for start, columns in shards:
-        with pytest.raises(Sent):
-            choose(columns.clone(), part, start, PhiloxNoise())
+    meeting = threading.Barrier(2, timeout=60)
+    rank = threading.local()
+    sent: dict[int, Tensor] = {}
 
     def gather(mine: Tensor, dim: int = -1) -> Tensor:
-        return torch.cat(sent, dim=dim)
+        sent[rank.number] = mine.clone()
+        meeting.wait()
+        whole = torch.cat([sent[0], sent[1]], dim=dim)
+        meeting.wait()
+        return whole
 
+    def run(number: int) -> Choice:
+        rank.number = number
+        start, columns = shards[number]
+        return choose(columns.clone(), part, Columns(start, logits.shape[1]), PhiloxNoise())
+
+    monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(ops_sampling, "tensor_model_parallel_all_gather", gather)
-    results = [choose(columns.clone(), part, start, PhiloxNoise()) for start, columns in shards]
-    assert torch.equal(results[0][0], results[1][0])  # all ranks come to the same
-    assert torch.equal(results[0][1], results[1][1])
+    with ThreadPoolExecutor(2) as ranks:
+        results = list(ranks.map(run, range(2)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)  # all ranks come to the same
     return results[0]
 
 
@@ -389,7 +417,157 @@ def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> Non
     logits[0, 3] = logits[1, EOS] = 4.0
     part = group([0, 1], confidence_eos_eot_inf=True)
     first = logits[:, : EOT + 2]
-    token, score = sharded(first, part, EOT, monkeypatch)
+    token, score, _ = sharded(first, part, EOT, monkeypatch)
     assert token.tolist() == [3, EOS]
     assert score[0] == pytest.approx(math.exp(4) / (math.exp(4) + EOT - 1), rel=1e-6)
     assert score[1] == 0.0
+
+
+# ---- other scores ------------------------------------------------------------------------------
+
+ENTROPY = Scoring(score="negative_entropy", epsilon=1e-12)
+
+
+def negative_entropy(logits: Tensor, epsilon: float) -> Tensor:
+    p = torch.softmax(logits.double(), dim=1)
+    return (p * (p + epsilon).log()).sum(dim=1)
+
+
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-8, 1e-2])
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8}, {"confidence_dtype": "float64"}])
+def test_entropies_are_free_of_noise(asked: dict[str, Any], epsilon: float) -> None:
+    model, hidden = head_model(), hidden_rows(40)
+    scoring = Scoring(score="negative_entropy", epsilon=epsilon)
+    part = group(list(range(40)), scoring=scoring, **asked)
+    logits = logits_of(model, hidden, part.rows)
+    found = sample(model, hidden, [part], 7, PhiloxNoise())
+    assert found[0].tolist() == formula(logits, part)[0].tolist()
+    torch.testing.assert_close(found[1], negative_entropy(logits, epsilon), rtol=1e-5, atol=1e-6)
+
+
+def test_entropies_of_tables() -> None:
+    logits = torch.full((3, 4), -torch.inf)
+    logits[0, 2] = 1.0  # certain
+    logits[1, [0, 3]] = 5.0  # one of two
+    logits[2] = 0.0  # one of four
+    part = group([0, 1, 2], scoring=ENTROPY)
+    scores = choose(logits, part, Columns(vocab_size=4), PhiloxNoise()).scores
+    assert scores.tolist() == pytest.approx([0.0, -math.log(2), -math.log(4)], abs=1e-6)
+
+
+def test_random_remasking_stands_for_the_entropy() -> None:
+    part = group([0, 1, 2], scoring=ENTROPY, remasking="random", step=4)
+    scores = choose(torch.zeros(3, NUM_COLUMNS), part, WHOLE, PhiloxNoise()).scores
+    assert scores.tolist() == [-uniform(77, 1, 4, position, 0) for position in (3, 4, 5)]
+
+
+def test_the_greedy_token_is_free_of_noise() -> None:
+    scoring = Scoring(greedy=True)
+    logits = torch.randn(64, NUM_COLUMNS, generator=torch.Generator().manual_seed(3))
+    part = group(list(range(64)), scoring=scoring, temperature=1.0)
+    tokens, _, greedy = choose(logits.clone(), part, WHOLE, PhiloxNoise())
+    assert greedy.tolist() == logits.argmax(dim=1).tolist()
+    assert tokens.tolist() == formula(logits, part)[0].tolist() != greedy.tolist()
+
+
+@pytest.mark.parametrize("scoring", [ENTROPY, Scoring(greedy=True), Scoring(draw="categorical")])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_two_ranks_score_as_one(
+    scoring: Scoring, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = logits_of(head_model(), hidden_rows(20), torch.arange(20))
+    part = group(list(range(20)), scoring=scoring, temperature=temperature)
+    one = choose(logits.clone(), part, WHOLE, PhiloxNoise())
+    two = sharded(logits, part, 20, monkeypatch)
+    assert two.tokens.tolist() == one.tokens.tolist()
+    assert two.greedy.tolist() == one.greedy.tolist()
+    torch.testing.assert_close(two.scores.double(), one.scores.double(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_rule_may_adjust_whole_rows() -> None:
+    """Each row once, in chunks; the mask is forbidden afterwards."""
+    seen: list[int] = []
+
+    def adjust(logits: Tensor, positions: Tensor) -> Tensor:
+        seen.extend(positions.tolist())
+        logits[:, MASK] = 100.0
+        logits[:, 5] = 50.0
+        return logits
+
+    model, hidden = head_model(), hidden_rows(10)
+    part = dataclasses.replace(group(list(range(10)), forbid_mask=True), adjust=adjust)
+    tokens, scores, _ = sample(model, hidden, [part], 3, PhiloxNoise())
+    assert seen == list(range(3, 13))
+    assert tokens.tolist() == [5] * 10
+    assert scores.tolist() == pytest.approx([1.0] * 10)
+
+
+# ---- Dream's draw ------------------------------------------------------------------------------
+
+CONFIDENCE = Scoring(draw="categorical")
+
+
+def dream_choice(logits: Tensor, scoring: Scoring = CONFIDENCE, **asked: Any) -> Choice:
+    part = group(list(range(len(logits))), scoring=scoring, algorithm="dream", **asked)
+    return choose(logits.clone(), part, Columns(vocab_size=logits.shape[1]), PhiloxNoise())
+
+
+def test_the_best_probability_and_what_else_is_scored() -> None:
+    p = torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.2, 0.4]])
+    tokens, scores, _ = dream_choice(p.log())
+    assert tokens.tolist() == [1, 0]
+    assert scores.tolist() == pytest.approx([0.6, 0.4])
+    margins = dream_choice(p.log(), Scoring(score="margin", draw="categorical")).scores
+    assert margins.tolist() == pytest.approx([0.3, 0.0], abs=1e-6)
+    entropy = Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical")
+    wanted = [0.1 * math.log(0.1) + 0.6 * math.log(0.6) + 0.3 * math.log(0.3)]
+    assert dream_choice(p.log(), entropy).scores[0].tolist() == pytest.approx(wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({"top_p": 0.45}, [0]),  # the first entry always stays
+        ({"top_p": 0.55}, [0, 1]),  # the one that exceeds the sum stays
+        ({"top_p": 0.8}, [0, 1, 2]),
+        ({"top_p": 0.0}, [0]),
+        ({"top_p": 1.0}, [0, 1, 2, 3]),
+        ({"top_k": 1}, [0]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 3}, [0, 1, 2, 3]),  # 2 and 3 are equal: ties with the k-th stay
+        ({"top_k": 99}, [0, 1, 2, 3]),
+        ({"top_k": 2, "top_p": 0.45}, [0]),
+    ],
+)
+def test_what_top_p_and_top_k_keep(asked: dict[str, Any], kept: list[int]) -> None:
+    p = torch.tensor([[0.5, 0.26, 0.12, 0.12]])
+    scores = dream_choice(p.log(), **asked).scores
+    assert float(scores[0]) == pytest.approx(0.5 / float(p[0, kept].sum()), rel=1e-5)
+
+
+def test_temperature_comes_before_top_p() -> None:
+    """At temperature 2 the best of (0.64, 0.36) has 4/7, so both are within a top_p of 0.6."""
+    logits = torch.tensor([[0.64, 0.36]]).log().repeat(2000, 1)
+    tokens, scores, _ = dream_choice(logits, temperature=2.0, top_p=0.6)
+    assert set(tokens.tolist()) == {0, 1}
+    for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
+        assert score == pytest.approx((4 / 7, 3 / 7)[token], rel=1e-5)
+    assert set(dream_choice(logits, temperature=1.0, top_p=0.6).tokens.tolist()) == {0}
+
+
+def test_drawn_tokens_have_the_frequencies_of_what_is_left() -> None:
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    num_draws = 20_000
+    tokens = dream_choice(p.log().repeat(num_draws, 1), temperature=1.0, top_k=3).tokens
+    counts = torch.bincount(tokens, minlength=4)
+    assert counts[3] == 0
+    wanted = p[:3] / 0.9 * num_draws
+    assert float(((counts[:3] - wanted) ** 2 / wanted).sum()) < 13.82  # 0.1 % point, 2 degrees
+
+
+def test_dreams_draw_is_the_published_formula() -> None:
+    logits = torch.randn(30, 40, generator=torch.Generator().manual_seed(5))
+    tokens = dream_choice(logits, temperature=0.7).tokens
+    u = uniform_matrix(77, 2, 0, list(range(3, 33)), 40)
+    p = torch.softmax(logits / 0.7, dim=1).double()
+    assert tokens.tolist() == (p.log() - (-u.log()).log()).argmax(dim=1).tolist()
