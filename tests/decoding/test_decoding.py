@@ -257,7 +257,7 @@ def test_every_model_comes_to_an_end(
 
 @pytest.mark.parametrize("algorithm", params.ALGORITHMS)
 def test_a_model_that_only_knows_the_mask(algorithm: str) -> None:
-    blocks = {} if algorithm == "dream" else {"block_length": 4}
+    blocks: dict[str, Any] = {} if algorithm == "dream" else {"block_length": 4}
     row = Row(decided(gen_length=12, algorithm=algorithm, **blocks), [1])
     count = row.run(lambda _, forbid_mask: (5 if forbid_mask else MASK, 0.5))
     assert row.tokens.tolist() == [1] + [5] * 12

@@ -108,7 +108,11 @@ def test_llada_accepts_up_to_the_threshold_and_dream_below_it() -> None:
 
 def test_dream_knows_no_lowest_of_all() -> None:
     """What is outside the first full block needs the threshold."""
-    asked = {"block_add_threshold": 0.0, "decoded_token_threshold": 0.9, "threshold": 0.05}
+    asked: dict[str, Any] = {
+        "block_add_threshold": 0.0,
+        "decoded_token_threshold": 0.9,
+        "threshold": 0.05,
+    }
     committed = {}
     for model in (MODEL, SHIFTED):
         row = row_of("multi_block", model=model, **asked)
@@ -208,14 +212,19 @@ def test_no_delay_stores_at_once() -> None:
 
 
 def test_every_refresh_computes_all() -> None:
-    asked = {"cache_delay_iter": 1, "refresh_interval": 3, "threshold": 0.5}
+    asked: dict[str, Any] = {"cache_delay_iter": 1, "refresh_interval": 3, "threshold": 0.5}
     row = row_of("multi_block", cache="delayed", **asked)
     assert rows_of(row, [[1], [2], [3], [], [5], [6], [7]]) == [0, 1, 0, 1, 0, 1, 5]
 
 
 def test_llada_looks_at_one_waiting_block_and_dream_at_all() -> None:
     """Blocks 1 and 2 become complete together: LLaDA dates block 2 only when 1 is stored."""
-    asked = {"cache_delay_iter": 2, "threshold": 0.5, "gen_length": 16, "block_add_threshold": 0.25}
+    asked: dict[str, Any] = {
+        "cache_delay_iter": 2,
+        "threshold": 0.5,
+        "gen_length": 16,
+        "block_add_threshold": 0.25,
+    }
     first_rows = {}
     for model in (MODEL, SHIFTED):
         row = row_of("multi_block", cache="delayed", model=model, **asked)

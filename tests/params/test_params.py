@@ -321,7 +321,11 @@ def test_caches_of_an_algorithm(algorithm: str, cache: str) -> None:
 
 
 def test_guidance_and_caches_exclude_each_other() -> None:
-    for asked in ({"cache": "dual"}, {"algorithm": "multi_block", "cache": "delayed"}):
+    settings: list[dict[str, Any]] = [
+        {"cache": "dual"},
+        {"algorithm": "multi_block", "cache": "delayed"},
+    ]
+    for asked in settings:
         assert refusal(cfg_scale=0.5, **asked).field == "cache"
         assert resolve(cfg_scale=0, **asked).cache == asked["cache"]
         # What the request asks for wins over what the server has by default.
@@ -336,9 +340,10 @@ def test_a_delay_chooses_the_delayed_cache() -> None:
     assert resolve(served).cache == "delayed"
     assert resolve(served, cache="none").cache == "none"
     assert resolve(served, algorithm="threshold").cache == "none"
-    for name, value in (("cache_delay_iter", 2), ("refresh_interval", 3)):
-        error = refusal(algorithm="multi_block", cache="none", **{name: value})
-        assert (error.field, error.given) == (name, value)
+    delays: list[dict[str, Any]] = [{"cache_delay_iter": 2}, {"refresh_interval": 3}]
+    for asked in delays:
+        error = refusal(algorithm="multi_block", cache="none", **asked)
+        assert {error.field: error.given} == asked
         assert "cache: delayed" in error.wanted
 
 
