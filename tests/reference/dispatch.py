@@ -78,7 +78,7 @@ def run(
         options["uniform_scores"] = partial(_first_column, seed, REMASKING_SCORE)
     if algorithm in ("semi_ar", "threshold"):
         return _llada(model, prompt_ids, algorithm, cache, options)
-    if algorithm == "multi_block" and getattr(model, "logit_shift", 0):
+    if algorithm == "multi_block" and getattr(model, "logit_shift", 0) > 0:
         options.setdefault("variant", "dream")
     if len(CACHES[algorithm]) > 1:
         options["cache"] = cache

@@ -146,6 +146,7 @@ def test_top_p_keeps_the_token_that_crosses() -> None:
     assert kept(logits, 0.45, None) == [[1, 2], [0, 1]]
     assert kept(logits, 0.75, None)[0] == [1, 2, 3]
     assert kept(logits, 0.01, None) == [[1], [0]]
+    assert kept(torch.zeros(1, 2), 0.5, None) == [[0, 1]]  # reaching it is not crossing
     assert kept(logits, 1.0, None) == [[0, 1, 2, 3]] * 2
 
 

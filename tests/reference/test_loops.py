@@ -461,6 +461,40 @@ def test_entropy_at_the_threshold() -> None:
         assert select([], 1.0) == []
 
 
+def test_entropy_equal_to_the_threshold_is_not_below() -> None:
+    candidates = decode.Candidates([5, 6, 7], [1] * 3, [1] * 3, [-0.5, -0.2, -0.5], [9.0] * 3, 1.0)
+    assert sglang.by_entropy_below(0.5, None)(candidates).accepted == [1]
+    assert sglang.by_entropy_below(0.5, (7, 9))(candidates).accepted == [1, 2]
+    assert sglang.by_entropy_below(0.5, (6, 9))(candidates).accepted == [1]
+    assert sglang.by_entropy_below(0.1, (5, 6))(candidates).accepted == [0]
+    assert d3llm.by_entropy(0.5, (7, 9))(candidates) == (
+        [1, 0, 2],
+        d3llm.by_entropy(0.5)(candidates).margins,
+        (),
+    )
+    forced = d3llm.by_entropy(0.1, (7, 9))(candidates)
+    assert (forced.accepted, list(forced.plain)) == ([1, 2], [2])
+
+
+def test_a_forced_token_is_chosen_without_noise() -> None:
+    table = peaked(0.5, 0.5, 0.9, 0.9)
+    numbers = torch.full((4, 16), 0.5, dtype=torch.float64)
+    numbers[:, 7] = 1 - 1e-12  # noise that makes token 7 win everywhere
+    decoded = d3llm.multi_block(
+        TableModel(table),
+        [1],
+        gen_length=4,
+        block_length=2,
+        ids=SMALL,
+        threshold=1.0,
+        block_add_threshold=0.0,
+        temperature=1.0,
+        uniform_logits=lambda step, positions, columns: numbers[list(positions)],
+    )
+    first = decoded.trace[0].committed
+    assert first == {1: 0, 3: 7, 4: 7}
+
+
 def test_entropies_are_those_of_the_noise_free_distribution() -> None:
     table = peaked(0.9, 0.5, 0.7, 0.3)
     decoded = sglang.entropy_threshold(
@@ -670,6 +704,30 @@ def test_windows_of_the_delayed_cache(models: Callable[..., Model]) -> None:
     model.windows.clear()
     d3llm.multi_block(model, PROMPTS["llada"], cache="delayed", cache_delay_iter=10000, **options)
     assert model.windows == [(0, 44)] * 6
+
+
+def test_blocks_that_are_done_together_wait_together_in_the_dream_variant(
+    models: Callable[..., Model],
+) -> None:
+    """Blocks 1 and 2 are decoded in the first iteration, one more in each further one."""
+    starts = {}
+    for variant in d3llm.VARIANTS:
+        model = Recorder(models("llada"))
+        d3llm.multi_block(
+            model,
+            PROMPTS["llada"],
+            gen_length=24,
+            block_length=4,
+            ids=IDS,
+            threshold=99.0,
+            block_add_threshold=0.0,
+            cache="delayed",
+            cache_delay_iter=1,
+            variant=variant,
+        )
+        starts[variant] = [start for start, _ in model.windows]
+    # LLaDA stops at the first block that has not waited long enough, so block 2 waits for 1.
+    assert starts == {"llada": [0, 0, 20, 24, 28], "dream": [0, 0, 20, 28, 32]}
 
 
 def test_a_refresh_reads_the_whole_row(models: Callable[..., Model]) -> None:
