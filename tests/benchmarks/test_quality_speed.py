@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -39,13 +40,17 @@ def test_every_algorithm_and_cache_has_a_case() -> None:
 
 
 def test_fixed_quotas_are_paced_by_steps() -> None:
-    found = [case.parameters for case in cases(["semi_ar"], ["none"], 32, 8)]
-    assert found == [{"steps": 32}, {"steps": 16}, {"steps": 8}, {"steps": 4}]
-    # Never fewer steps than blocks.
-    assert [case.parameters for case in cases(["semi_ar"], ["none"], 32, 2)] == [
+    assert quality_speed.paces("unheard_of", 32, 4) == [
         {"steps": 32},
         {"steps": 16},
+        {"steps": 8},
+        {"steps": 4},
     ]
+    # Never fewer steps than blocks.
+    assert quality_speed.paces("unheard_of", 32, 16) == [{"steps": 32}, {"steps": 16}]
+    assert {"steps"} <= {
+        name for case in cases(["semi_ar"], ["none"], 32, 8) for name in case.parameters
+    }
 
 
 def test_thresholds_are_paced_by_their_value() -> None:
@@ -57,17 +62,16 @@ def test_thresholds_are_paced_by_their_value() -> None:
 
 def test_choices_and_new_parameters_are_taken_from_the_table(monkeypatch: Any) -> None:
     own = (
-        params.Field("alg", str, "", "b", choices=("a", "b"), algorithms=("semi_ar",)),
-        params.Field("factor", float, "", "1", algorithms=("threshold",)),
+        params.Field("alg", str, "", "b", choices=("a", "b"), algorithms=("new",)),
+        params.Field("factor", float, "", "1", algorithms=("newer",)),
     )
     monkeypatch.setattr(params, "FIELDS", (*params.FIELDS, *own))
-    settings = quality_speed.paces("semi_ar", 8, 4)
+    settings = quality_speed.paces("new", 8, 4)
     assert settings == [
         {"alg": choice, "steps": steps} for choice in ("a", "b") for steps in (8, 4)
     ]
-    settings = quality_speed.paces("threshold", 8, 4)
+    settings = quality_speed.paces("newer", 8, 4)
     assert {"factor": 0.5} in settings
-    assert {"factor": 1.0} not in settings  # the default, which {} stands for
 
 
 def test_a_request_holds_what_the_case_says() -> None:
@@ -79,6 +83,13 @@ def test_a_request_holds_what_the_case_says() -> None:
         "threshold": 0.5,
     }
     assert "cache" not in Case("threshold").request(32, 8)
+
+
+def test_algorithms_without_blocks_get_no_block_length(monkeypatch: Any) -> None:
+    field = dataclasses.replace(params.BY_NAME["block_length"], algorithms=("threshold",))
+    monkeypatch.setitem(params.BY_NAME, "block_length", field)
+    assert "block_length" in Case("threshold").request(32, 8)
+    assert Case("dream").request(32, 8) == {"algorithm": "dream", "gen_length": 32}
 
 
 def test_a_broken_canvas_is_refused() -> None:
@@ -132,6 +143,11 @@ def test_a_case_without_any_answer_is_refused() -> None:
     assert measure(llm, FACTS, {}, IDENTITY) == Refused(*IDENTITY, reason="no progress")
 
 
+def test_the_same_refusal_is_told_once() -> None:
+    refused = [Refused(m, "taught", "dream", "dual", "defaults", "wanted none") for m in "ab"]
+    assert quality_speed.markdown([], refused).count("wanted none") == 1
+
+
 def test_limited_facts_are_spread_over_all_kinds(tmp_path: Path) -> None:
     lines = [json.dumps({"question": f"q{i}", "answer": "a"}) for i in range(10)]
     (tmp_path / "facts.jsonl").write_text("\n".join(lines))
@@ -161,7 +177,9 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     wanted = len(cases(["semi_ar", "threshold"], ["none"], 32, 16))
     assert len(table) == wanted * len(quality_speed.WORDINGS)
     taught = {
-        (row["algorithm"], row["parameters"]): row for row in table if row["wording"] == "taught"
+        (row["algorithm"], row["parameters"].split()[-1]): row
+        for row in table
+        if row["wording"] == "taught" and "random" not in row["parameters"]
     }
     slowest = taught["semi_ar", "steps=32"]
     assert float(slowest["accuracy"]) == 1.0
