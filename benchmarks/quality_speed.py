@@ -93,9 +93,11 @@ class Case:
         asked: dict[str, Any] = {
             "algorithm": self.algorithm,
             "gen_length": gen_length,
-            "block_length": block_length,
             **self.parameters,
         }
+        users = params.BY_NAME["block_length"].algorithms
+        if not users or self.algorithm in users:
+            asked["block_length"] = block_length
         if self.cache != "none":
             asked["cache"] = self.cache
         return asked
@@ -211,12 +213,7 @@ def cases(
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
     """Settings of an algorithm: its defaults, then each choice and pace of its own parameters."""
     own = [spec for spec in params.FIELDS if algorithm in spec.algorithms]
-    paced = [
-        {spec.name: value}
-        for spec in own
-        for value in PACE.get(spec.name, ())
-        if f"{value:g}" != spec.default
-    ]
+    paced = [{spec.name: value} for spec in own for value in PACE.get(spec.name, ())]
     if paced:
         return [{}, *paced]
     steps = {max(num_blocks, round(gen_length * share)) for share in STEPS_PER_TOKEN}
@@ -247,7 +244,8 @@ def measure_all(
         for folder in folders:
             facts = read_facts(folder, options.limit)
             with engine(folder, options) as llm:
-                ask(llm, facts[:1], {"gen_length": options.gen_length})  # warm-up
+                request = plan[0].request(options.gen_length, options.block_length)
+                measure(llm, facts[:1], request, ("warm-up", "", "", "", ""))
                 for case, wording in product(plan, options.wordings):
                     progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.told()}")
                     identity = (folder.name, wording, case.algorithm, case.cache, case.told())
@@ -433,13 +431,18 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
     lines += [f"\n{r.failed} of {r.questions} answers failed: {told(r)}" for r in rows if r.failed]
     if refused:
         lines += ["", "Refused:", ""]
-        lines += [f"- {told(case)}: {case.reason}" for case in refused]
+        lines += [f"- {line}" for line in in_order(map(told_once, refused))]
     return "\n".join(lines) + "\n"
 
 
-def told(case: Row | Refused) -> str:
+def told(row: Row) -> str:
     """Which case this was, in words."""
-    return f"{case.model}, {case.wording}, {case.algorithm}, {case.parameters}, cache {case.cache}"
+    return f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}, cache {row.cache}"
+
+
+def told_once(case: Refused) -> str:
+    """What was refused and why, without the model: most refusals hold for all."""
+    return f"`{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:

@@ -154,8 +154,6 @@ class GenerateHandler:
         extra = {k: v for k, v in fields.items() if k != "seed"} | {"temperature": temperature}
         return SamplingParams(
             temperature=min(max(temperature, 0.01), 2.0) if temperature > 0 else 0.0,
-            top_p=body.top_p,
-            top_k=body.top_k,
             min_p=body.min_p,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,

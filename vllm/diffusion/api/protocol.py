@@ -45,8 +45,6 @@ class GenerateBody(BaseModel):
     stream: bool = Field(False, description="answer with server-sent events")
     stream_canvas: bool = Field(False, description="not supported; only false is accepted")
     # Fields of autoregressive sampling: accepted at the value that changes nothing.
-    top_p: float = Field(1.0, description="only 1 is accepted")
-    top_k: int = Field(0, description="only 0 is accepted")
     min_p: float = Field(0.0, description="only 0 is accepted")
     presence_penalty: float = Field(0.0, description="only 0 is accepted")
     frequency_penalty: float = Field(0.0, description="only 0 is accepted")
@@ -61,7 +59,9 @@ def _schema_of(field: params.Field) -> Any:
         extra["enum"] = list(field.choices)
     if field.minimum is not None:
         extra["minimum"] = field.minimum
-    text = f"{field.doc} (default: {field.default})"
+    if field.maximum is not None:
+        extra["maximum"] = field.maximum
+    text = f"{field.doc} (default: {field.documented_default})"
     return Field(None, description=text, json_schema_extra=extra)
 
 

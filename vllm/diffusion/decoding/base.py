@@ -67,12 +67,13 @@ class DecodingRule(ABC):
 
     scoring: Scoring = Scoring()
     adjusts_logits: ClassVar[bool] = False
-    draw_purpose: ClassVar[int | None] = None  # of Candidates.draws
+    draw_purpose: int | None = None  # of Candidates.draws
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params
         self.prompt_length = prompt_length
         self.forbid_mask = False
+        self._takes_all = False
 
     @abstractmethod
     def prepare(self, tokens: torch.Tensor) -> Work | None:
@@ -82,9 +83,15 @@ class DecodingRule(ABC):
             tokens: [T] int64, the sequence; not to be written.
         """
 
-    @abstractmethod
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Indices [K] int64 into `candidates` that are committed after the forward."""
+        if self._takes_all or candidates.positions.numel() == 0:
+            return torch.arange(candidates.positions.numel())
+        return self.choose(candidates)
+
+    @abstractmethod
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        """`select` by the algorithm; there is at least one candidate."""
 
     def replacement(self, candidates: Candidates) -> torch.Tensor:
         """Tokens [R] int64 to commit; those proposed, unless a rule knows better."""
@@ -100,6 +107,18 @@ class DecodingRule(ABC):
             positions: [R] int64, from the start of the canvas.
         """
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
+
+    def take_what_is_left(self, masked: torch.Tensor) -> Work | None:
+        """A last forward that fills every masked position ([T] bool), the mask token forbidden."""
+        if not bool(masked.any()):
+            return None
+        self._takes_all = self.forbid_mask = True
+        return Work(masked.nonzero().flatten(), (0, masked.numel()))
+
+    def forbid_mask_unless_changed(self, candidates: Candidates, chosen: torch.Tensor) -> None:
+        """After a forward that changes nothing, the next one must not propose the mask token."""
+        tokens = self.replacement(candidates)[chosen]
+        self.forbid_mask = not bool((tokens != self.params.mask_id).any())
 
 
 class BlockwiseRule(DecodingRule):
@@ -117,7 +136,6 @@ class BlockwiseRule(DecodingRule):
         super().__init__(params, prompt_length)
         self.block = 0
         self._computed_block = -1  # the block whose first, whole forward has been
-        self._leftovers = False
 
     @property
     def block_start(self) -> int:
@@ -133,10 +151,7 @@ class BlockwiseRule(DecodingRule):
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
                 return self._work_in_block(masked)
             self.block += 1
-        if not bool(masked.any()):
-            return None
-        self._leftovers = self.forbid_mask = True
-        return Work(masked.nonzero().flatten(), (0, masked.numel()))
+        return self.take_what_is_left(masked)
 
     def _work_in_block(self, masked: torch.Tensor) -> Work:
         start, end, length = self.block_start, self.block_end, masked.numel()
@@ -146,15 +161,48 @@ class BlockwiseRule(DecodingRule):
         eligible = masked[start:end].nonzero().flatten() + start
         return Work(eligible, (start, length if self.params.cache == "prefix" else end))
 
-    def select(self, candidates: Candidates) -> torch.Tensor:
-        if self._leftovers:
-            return torch.arange(candidates.positions.numel())
-        return self.select_in_block(candidates)
-
     @abstractmethod
     def block_wants_forward(self, masked: torch.Tensor) -> bool:
         """Whether the current block, whose masked positions are given ([block] bool), goes on."""
 
+
+class UntilFilledRule(BlockwiseRule):
+    """A block goes on until it has no masked position; subclasses say who is sure enough.
+
+    `steps`, when given, bounds the forwards of the whole canvas: a block that must end so that
+    every later block still gets a forward commits all that is left. If a forward changes nothing,
+    because the model proposed the mask token, the next one forbids that token.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self._forwards = 0
+
+    def block_wants_forward(self, masked: torch.Tensor) -> bool:
+        return bool(masked.any())
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        self._forwards += 1
+        if self._must_finish_block():
+            chosen = torch.arange(candidates.positions.numel())
+        else:
+            chosen = self.accept(candidates).nonzero().flatten()
+        self.forbid_mask_unless_changed(candidates, chosen)
+        return chosen
+
+    def _must_finish_block(self) -> bool:
+        if self.params.steps is None:
+            return False
+        blocks_after = self.params.num_blocks - self.block - 1
+        return self.params.steps - self._forwards <= blocks_after
+
     @abstractmethod
-    def select_in_block(self, candidates: Candidates) -> torch.Tensor:
-        """`select` while blocks are left."""
+    def accept(self, candidates: Candidates) -> torch.Tensor:
+        """[R] bool: the candidates to commit."""
+
+
+def and_the_best(accepted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """`accepted` [R] bool, and in any case the most certain of all."""
+    accepted = accepted.clone()
+    accepted[most_certain_first(scores)[0]] = True
+    return accepted

@@ -5,6 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.decoding.credit import Credit
+from vllm.diffusion.decoding.dream import Dream
+from vllm.diffusion.decoding.entropy_threshold import EntropyThreshold
+from vllm.diffusion.decoding.factor import Factor
+from vllm.diffusion.decoding.full_attn_multi_block import FullAttnMultiBlock
+from vllm.diffusion.decoding.hierarchy import Hierarchy
+from vllm.diffusion.decoding.local_leap import LocalLeap
+from vllm.diffusion.decoding.multi_block import MultiBlock
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
 from vllm.diffusion.decoding.threshold import Threshold
 
@@ -15,6 +23,14 @@ if TYPE_CHECKING:
 RULES: dict[str, type[DecodingRule]] = {
     "semi_ar": SemiAutoregressive,
     "threshold": Threshold,
+    "factor": Factor,
+    "local_leap": LocalLeap,
+    "entropy_threshold": EntropyThreshold,
+    "full_attn_multi_block": FullAttnMultiBlock,
+    "multi_block": MultiBlock,
+    "hierarchy": Hierarchy,
+    "credit": Credit,
+    "dream": Dream,
 }
 
 

@@ -45,7 +45,7 @@ class SemiAutoregressive(BlockwiseRule):
             self._step = 0
         return self._step < self.steps_per_block and self._quota() > 0
 
-    def select_in_block(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> torch.Tensor:
         quota = self._quota()
         self._step += 1
         return most_certain_first(candidates.scores)[:quota]

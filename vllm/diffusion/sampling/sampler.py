@@ -159,7 +159,8 @@ def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: Noi
         )
     if params.remasking == "random":
         u = noise.uniform(_seed(params), REMASKING, group.step, group.positions, range(1))
-        scores = u[:, 0]
+        # Where entropies are compared, the number stands for the entropy.
+        scores = -u[:, 0] if scoring.score == "negative_entropy" else u[:, 0]
     elif scoring.score == "negative_entropy":
         scores = ops.negative_entropy(
             logits,

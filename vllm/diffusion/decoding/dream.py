@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dream's schedule (Ye et al., arXiv:2508.15487, reference `diffusion_generate`).
+
+Time falls from 1 to eps in equal steps. A step from t to s commits the share 1 - s / t of what is
+masked, anywhere in the sequence, and the last step all: no blocks, always as many forwards as
+steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
+from vllm.diffusion.scoring import CHOICE, COMMIT, Scoring
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+SCORINGS = {
+    "origin": Scoring(draw="categorical"),
+    "maskgit_plus": Scoring(draw="categorical"),
+    "topk_margin": Scoring(score="margin", draw="categorical"),
+    "entropy": Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
+}
+
+
+def commit_shares(steps: int, eps: float) -> torch.Tensor:
+    """[steps] fp32: share of the masked positions that each step commits.
+
+    In fp32 as the reference, because counts are cut off after the point.
+    """
+    times = torch.linspace(1, eps, steps + 1, dtype=torch.float32)
+    shares = 1 - times[1:] / times[:-1]
+    shares[-1] = 1
+    return shares
+
+
+class Dream(DecodingRule):
+    """Commit a share of the masked positions in every step: the best, or drawn at random.
+
+    `alg: origin` commits each position with the share as its probability. The others commit a
+    number of positions, the share rounded down: the most certain, or with `alg_temp` drawn without
+    replacement from the softmax of score / alg_temp (by the Gumbel-max method).
+
+    What is masked after the last step is filled in one more forward.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        if params.steps is None:
+            raise ValueError("dream: steps must be resolved, got None")
+        self.scoring = SCORINGS[params.alg]
+        if params.alg == "origin":
+            self.draw_purpose = COMMIT
+        elif params.alg_temp > 0:
+            self.draw_purpose = CHOICE
+        self._shares = commit_shares(params.steps, params.eps)
+        self._step = 0
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        masked = tokens == self.params.mask_id
+        if self._step == self.params.steps or not bool(masked.any()):
+            return self.take_what_is_left(masked)
+        return Work(masked.nonzero().flatten(), (0, masked.numel()))
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        share = self._shares[self._step]
+        self._step += 1
+        draws = candidates.draws
+        if self.draw_purpose is not None and draws is None:
+            raise ValueError(f"draws: alg {self.params.alg} needs them, got None")
+        if self.params.alg == "origin" and draws is not None:
+            return (draws < float(share)).nonzero().flatten()
+        num_masked = torch.tensor(candidates.positions.numel(), dtype=torch.float32)
+        count = int(num_masked * share)
+        scores = candidates.scores
+        if draws is not None:
+            scores = scores / self.params.alg_temp - torch.log(-torch.log(draws))
+        return most_certain_first(scores)[:count]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several blocks at once, as SGLang's FullAttnMultiBlock (its pull request 20615)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.decoding.base import Work
+from vllm.diffusion.decoding.pipelined import PipelinedRule
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.diffusion.params import DiffusionParams
+
+
+class FullAttnMultiBlock(PipelinedRule):
+    """Commit every candidate whose entropy is below the threshold.
+
+    The first block is full from the start; several blocks may start in one step. The last block
+    may be shorter than the others.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self.start_block().is_full = True
+
+    def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
+        self.count_masked(masked)
+        self.promote_blocks()
+        while self.start_block_if_due(masked):
+            pass
+        return Work(masked[: self.active_end].nonzero().flatten(), (0, masked.numel()))
+
+    def accept(self, scores: torch.Tensor) -> torch.Tensor:
+        return -scores < self.params.threshold

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LocalLeap (arXiv:2510.07081): a lower threshold near positions that are certain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work, and_the_best
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+
+class LocalLeap(UntilFilledRule):
+    """Commit what reaches the threshold, and what reaches the relaxed one near such an anchor.
+
+    The most certain candidate is committed in any case. With `early_stop`, a block that is
+    complete and holds the end-of-sequence token is the last one: everything behind it is filled
+    with that token.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self._searched_end = prompt_length  # blocks up to here hold no end-of-sequence token
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        work = super().prepare(tokens)
+        if not self.params.early_stop or self.params.eos_id is None or self._is_at_end:
+            return work
+        complete = tokens[self._searched_end : self.block_start]
+        if not bool((complete == self.params.eos_id).any()):
+            self._searched_end = self.block_start
+            return work
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Work(nothing, (0, tokens.numel()), fill=(self.block_start, self.params.eos_id))
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self.block == self.params.num_blocks
+
+    def accept(self, candidates: Candidates) -> torch.Tensor:
+        positions, scores = candidates.positions, candidates.scores
+        anchors = positions[scores >= self.params.threshold]
+        distances = (positions[:, None] - anchors).abs()
+        is_near = (distances <= self.params.radius).any(dim=1)
+        is_sure = scores >= self.params.threshold
+        is_nearly_sure = scores >= self.params.relaxed_threshold
+        return and_the_best(torch.where(is_near, is_nearly_sure, is_sure), scores)

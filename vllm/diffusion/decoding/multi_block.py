@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several blocks at once, as d3LLM's `generate_multi_block` (arXiv:2601.07568).
+
+The reference differs between LLaDA and Dream; families that shift their logits follow Dream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, Work, and_the_best
+from vllm.diffusion.decoding.delayed_cache import DelayedCache
+from vllm.diffusion.decoding.pipelined import PipelinedRule
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+
+class MultiBlock(PipelinedRule):
+    """Commit every candidate whose entropy is up to the threshold, and always the lowest one.
+
+    The token that a full block is forced to take is the argmax of the noise-free logits. On Dream
+    entropies must be below the threshold, the lowest of all is not special, and a forced token is
+    drawn like every other.
+
+    With `early_stop`, everything after the first end-of-sequence token is filled with it before
+    every forward. What was masked there until then still competes in that forward: if it is
+    accepted, it is filled again in the next one.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self._is_dream = params.logit_shift > 0
+        if not self._is_dream:
+            self.scoring = replace(self.scoring, greedy=True)
+        self._forced: int | None = None
+        self._cache = DelayedCache(params) if params.cache == "delayed" else None
+        first = self.start_block()
+        first.num_masked = first.end - first.start
+        first.is_full = params.decoded_token_threshold <= 1
+
+    def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
+        competing, length = masked, masked.numel()
+        eos, fill = self._first_eos(tokens), None
+        if eos is not None:
+            fill = self._fill_after(eos, tokens)
+            masked = masked.clone()
+            masked[eos + 1 :] = False
+            if not bool(masked.any()):
+                return Work(torch.empty(0, dtype=torch.int64), (0, length), fill)
+        self.count_masked(masked)
+        if eos is not None:
+            self._complete_blocks_after(eos)
+        self.promote_blocks()
+        if eos is None:
+            self.start_block_if_due(masked)
+        first_row = 0 if self._cache is None else self._cache.first_row(self.blocks, self.step)
+        eligible = competing[: self.active_end].nonzero().flatten()
+        return Work(eligible[eligible >= first_row], (first_row, length), fill)
+
+    def _first_eos(self, tokens: torch.Tensor) -> int | None:
+        """Position of the end-of-sequence token after which everything is filled."""
+        if not self.params.early_stop or self.params.eos_id is None:
+            return None
+        found = (tokens[self.prompt_length :] == self.params.eos_id).nonzero()
+        return self.prompt_length + int(found[0]) if found.numel() else None
+
+    def _fill_after(self, eos: int, tokens: torch.Tensor) -> tuple[int, int] | None:
+        token = int(tokens[eos])
+        return (eos + 1, token) if bool((tokens[eos + 1 :] != token).any()) else None
+
+    def _complete_blocks_after(self, eos: int) -> None:
+        """Blocks that start after it are complete; the one that holds it is full if complete."""
+        while self.can_start_block:
+            self.start_block().is_cached = self._cache is not None
+        for block in self.blocks:
+            if block.start > eos or (block.end > eos and block.num_masked == 0):
+                block.is_full = True
+
+    def accept(self, scores: torch.Tensor) -> torch.Tensor:
+        if self._is_dream:
+            return -scores < self.params.threshold
+        return and_the_best(-scores <= self.params.threshold, scores)
+
+    def index_to_force(self, candidates: Candidates, accepted: torch.Tensor) -> int | None:
+        self._forced = super().index_to_force(candidates, accepted)
+        return self._forced
+
+    def replacement(self, candidates: Candidates) -> torch.Tensor:
+        if self._is_dream or self._forced is None or candidates.greedy is None:
+            return candidates.tokens
+        tokens = candidates.tokens.clone()
+        tokens[self._forced] = candidates.greedy[self._forced]
+        return tokens

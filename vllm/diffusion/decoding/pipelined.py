@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that are decoded at the same time: the next one starts before the last one is complete."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
+from vllm.diffusion.scoring import Scoring
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.diffusion.params import DiffusionParams
+
+
+@dataclass
+class Block:
+    """A block that has started; the prompt counts as the first one, complete and full.
+
+    Attributes:
+        start, end: its positions are start to end - 1.
+        num_masked: its masked positions.
+        is_full: it gets at least one token in every step while it is the first such block.
+        done_at: number of the first step that saw it complete, where somebody asks.
+        is_cached: its keys and values are kept, or need not be.
+    """
+
+    start: int
+    end: int
+    num_masked: int = 0
+    is_full: bool = False
+    done_at: int | None = None
+    is_cached: bool = False
+
+    @property
+    def progress(self) -> float:
+        """Share of the block that is decoded."""
+        return 1 - self.num_masked / (self.end - self.start)
+
+
+class PipelinedRule(DecodingRule):
+    """All masked positions of the started blocks compete by their entropy.
+
+    The next block starts when the last one is decoded to `block_add_threshold`, or complete. A
+    block becomes full when the one before is decoded to `decoded_token_threshold`. If nothing
+    inside the first full block with masked positions is accepted, its lowest entropy is.
+
+    `steps`, when given, bounds the forwards: the last one fills what is masked. If a forward
+    changes nothing, because the model proposed the mask token, the next one forbids that token.
+    """
+
+    scoring = Scoring(score="negative_entropy", epsilon=1e-12)
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self.blocks = [Block(0, prompt_length, is_full=True, done_at=0)]
+        self.step = 0  # number of the forward, from 1
+        self._length = prompt_length + params.gen_length
+        self._first_full: Block | None = None  # with masked positions
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        masked = tokens == self.params.mask_id
+        if not bool(masked.any()):
+            return None
+        self.step += 1
+        if self.step == self.params.steps:
+            return self.take_what_is_left(masked)
+        work = self.plan(tokens, masked)
+        if work.eligible.numel() == 0 and work.fill is None:
+            return self.take_what_is_left(masked)  # mask tokens of the prompt out of reach
+        unfinished = (b for b in self.blocks if b.is_full and b.num_masked > 0)
+        self._first_full = next(unfinished, None)
+        return work
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        accepted = self.accept(candidates.scores)
+        forced = self.index_to_force(candidates, accepted)
+        if forced is not None:
+            accepted[forced] = True
+        elif not bool(accepted.any()):
+            accepted[most_certain_first(candidates.scores)[0]] = True
+        chosen = accepted.nonzero().flatten()
+        self.forbid_mask_unless_changed(candidates, chosen)
+        return chosen
+
+    def index_to_force(self, candidates: Candidates, accepted: torch.Tensor) -> int | None:
+        """The candidate that the first full block gets although nothing in it is `accepted`."""
+        block, positions = self._first_full, candidates.positions
+        if block is None:
+            return None
+        inside = ((positions >= block.start) & (positions < block.end)).nonzero().flatten()
+        if inside.numel() == 0 or bool(accepted[inside].any()):
+            return None
+        return int(inside[most_certain_first(candidates.scores[inside])[0]])
+
+    @property
+    def can_start_block(self) -> bool:
+        return self.blocks[-1].end < self._length
+
+    @property
+    def active_end(self) -> int:
+        """End of the last block whose positions may be accepted."""
+        return max(b.end for b in self.blocks if b.is_full or b.num_masked > 0)
+
+    def start_block(self) -> Block:
+        """The next block, with nothing known of it."""
+        start = self.blocks[-1].end
+        self.blocks.append(Block(start, min(start + self.params.block_length, self._length)))
+        return self.blocks[-1]
+
+    def count_masked(self, masked: torch.Tensor) -> None:
+        for block in self.blocks[1:]:
+            block.num_masked = int(masked[block.start : block.end].sum())
+
+    def promote_blocks(self) -> None:
+        for before, block in pairwise(self.blocks):
+            if before.progress >= self.params.decoded_token_threshold:
+                block.is_full = True
+
+    def start_block_if_due(self, masked: torch.Tensor) -> bool:
+        """Start the next block if there is one and the last one is decoded far enough."""
+        last = self.blocks[-1]
+        is_due = last.progress >= self.params.block_add_threshold or last.num_masked == 0
+        if not (is_due and self.can_start_block):
+            return False
+        block = self.start_block()
+        block.num_masked = int(masked[block.start : block.end].sum())
+        block.is_full = last.progress >= self.params.decoded_token_threshold
+        return True
+
+    @abstractmethod
+    def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
+        """Bring the blocks up to date and say what the forward is for; `masked` is [T] bool."""
+
+    @abstractmethod
+    def accept(self, scores: torch.Tensor) -> torch.Tensor:
+        """[R] bool: the candidates that are certain enough; scores are negative entropies."""

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lengths of a request: canvas, answer, blocks and steps.
+
+Explicit values are taken literally or refused with the values that would work; defaults always
+work. Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.fields import ONE_BLOCK_AFTER_THE_OTHER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.diffusion.params import ServedModel
+
+DEFAULT_CANVAS = 128
+DEFAULT_BLOCK = 32
+OFFLINE_MAX_TOKENS = 16  # upstream's default of SamplingParams.max_tokens
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of one request, in tokens; see `FIELDS`.
+
+    Attributes:
+        steps: None where nothing bounds the forwards.
+    """
+
+    canvas: int
+    max_tokens: int
+    block_length: int
+    steps: int | None
+
+
+def decide_lengths(
+    request: Mapping[str, Any],
+    algorithm: str,
+    model: ServedModel,
+    prompt_length: int,
+    *,
+    upstream_max_tokens: int | None,
+    default_steps: int | None,
+) -> Lengths:
+    """Lengths of a request whose other values are given under canonical names.
+
+    Args:
+        upstream_max_tokens: a limit that upstream may have filled in itself.
+        default_steps: denoise steps where neither the request nor the server gives any.
+
+    Raises:
+        InvalidParameterError: naming the field and values that would work.
+    """
+    canvas, max_tokens = _canvas(request, upstream_max_tokens, model, prompt_length)
+    steps = request.get("steps")
+    usual_steps = model.defaults.get("steps", default_steps) or canvas
+    if algorithm == "dream":
+        return Lengths(canvas, max_tokens, canvas, steps or usual_steps)
+    asked = request.get("block_length")
+    usual_block = model.defaults.get("block_length", DEFAULT_BLOCK)
+    if algorithm == "full_attn_multi_block":
+        return Lengths(canvas, max_tokens, asked or min(usual_block, canvas), steps)
+    one_by_one = algorithm in ONE_BLOCK_AFTER_THE_OTHER
+    block_length = _block_length(asked, usual_block, canvas, steps if one_by_one else None)
+    num_blocks = canvas // block_length
+    if algorithm == "semi_ar":
+        steps = _quota_steps(steps, num_blocks, usual_steps)
+    elif one_by_one and steps is not None and steps < num_blocks:
+        raise InvalidParameterError(
+            "steps", steps, f"wanted at least one per block: {num_blocks} or more"
+        )
+    return Lengths(canvas, max_tokens, block_length, steps)
+
+
+def _canvas(
+    request: Mapping[str, Any],
+    upstream_max_tokens: int | None,
+    model: ServedModel,
+    prompt_length: int,
+) -> tuple[int, int]:
+    """Length of the canvas and of the longest answer."""
+    room = model.max_model_len - prompt_length
+    canvas: int | None = request.get("gen_length")
+    block_length: int | None = request.get("block_length")
+    max_tokens: int | None = request.get("max_tokens")
+    if max_tokens is None and not _filled_in(upstream_max_tokens, canvas, room, model):
+        max_tokens = upstream_max_tokens
+    if canvas is None:
+        if max_tokens is None and model.default_max_tokens is not None:
+            max_tokens = min(model.default_max_tokens, max(room, 1))
+        if max_tokens is None:
+            canvas = _whole_blocks_within(min(DEFAULT_CANVAS, max(room, 1)), block_length)
+        else:
+            canvas = _canvas_for(max_tokens, room, block_length)
+    if max_tokens is not None and max_tokens > canvas:
+        raise InvalidParameterError(
+            "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
+        )
+    if canvas > room:
+        name = "gen_length" if "gen_length" in request else "max_tokens"
+        raise InvalidParameterError(
+            name,
+            request.get(name, canvas),
+            f"a prompt of {prompt_length} tokens and a canvas of {canvas} exceed "
+            f"max_model_len {model.max_model_len}",
+        )
+    return canvas, canvas if max_tokens is None else max_tokens
+
+
+def _filled_in(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
+    """Whether upstream's limit stands for "no limit given".
+
+    Upstream writes all the room that is left. Beside an explicit canvas its defaults, of
+    SamplingParams and of generation_config.json, are no wish to cut the answer either.
+    """
+    if max_tokens is None or max_tokens == room:
+        return True
+    return canvas is not None and max_tokens in (OFFLINE_MAX_TOKENS, model.default_max_tokens)
+
+
+def _whole_blocks_within(length: int, block_length: int | None) -> int:
+    if block_length is None:
+        return length
+    return max(1, length // block_length) * block_length
+
+
+def _canvas_for(max_tokens: int, room: int, block_length: int | None) -> int:
+    """The canvas of an answer: `max_tokens` rounded up to whole default blocks.
+
+    Whole given blocks instead, where those are not parts of a default block; no rounding where
+    only the rounding exceeds the room that is left.
+    """
+    unit = DEFAULT_BLOCK
+    if block_length is not None and DEFAULT_BLOCK % block_length != 0:
+        unit = block_length
+    rounded = -(-max_tokens // unit) * unit
+    if rounded > room >= max_tokens and max_tokens % (block_length or 1) == 0:
+        return max_tokens
+    return rounded
+
+
+def _block_length(given: int | None, usual: int, canvas: int, steps: int | None) -> int:
+    if given is not None:
+        if canvas % given:
+            raise InvalidParameterError(
+                "block_length",
+                given,
+                f"wanted a divisor of the canvas, {canvas}: {_near_divisors(canvas, given)}",
+            )
+        return given
+    if canvas % usual == 0 and (steps is None or steps % (canvas // usual) == 0):
+        return usual
+    return canvas
+
+
+def _quota_steps(given: int | None, num_blocks: int, usual: int) -> int:
+    """A multiple of the number of blocks."""
+    if given is None:
+        nearest = (2 * usual + num_blocks) // (2 * num_blocks)
+        return max(1, nearest) * num_blocks
+    if given % num_blocks:
+        below = given // num_blocks * num_blocks
+        options = [n for n in (below, below + num_blocks) if n > 0]
+        raise InvalidParameterError(
+            "steps",
+            given,
+            f"wanted a multiple of the number of blocks ({num_blocks}), "
+            f"for instance {' or '.join(map(str, options))}",
+        )
+    return given
+
+
+def _near_divisors(number: int, wanted: int, count: int = 8) -> str:
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    nearest = sorted(divisors, key=lambda n: (abs(n - wanted), n))[:count]
+    return ", ".join(map(str, sorted(nearest)))
