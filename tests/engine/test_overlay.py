@@ -179,7 +179,7 @@ def test_the_alias_of_the_architecture(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"additional_config": {"dllm": {"treshold": 0.5}}}, "treshold"),
+        ({"additional_config": {"dllm": {"threshold_": 0.5}}}, "threshold_"),
         ({"additional_config": {"dllm": [1]}}, "dllm"),
         ({"additional_config": {"dllm": {"threshold": "high"}}}, "threshold"),
     ],

@@ -484,7 +484,7 @@ def test_generation_config_limits_the_default_canvas() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"treshold": 0.5}, {"threshold": "high"}, {"algorithm": "guess"}, {"prompt": "x"}],
+    [{"threshold_": 0.5}, {"threshold": "high"}, {"algorithm": "guess"}, {"prompt": "x"}],
 )
 def test_unknown_or_wrong_server_settings_stop_the_start(settings: dict[str, Any]) -> None:
     (name,) = settings

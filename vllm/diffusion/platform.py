@@ -59,7 +59,8 @@ class DiffusionCpuPlatform(_EagerPlatform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
+        # The first one is what upstream casts float32 checkpoints to: answers stay reproducible.
+        return [torch.float32, torch.bfloat16]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
