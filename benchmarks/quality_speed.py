@@ -7,9 +7,9 @@
 
 Every algorithm of `vllm.diffusion.params` answers the facts that a model was trained on, with its
 defaults, with other values of its parameters (one changed at a time), and with each cache. A
-combination that the engine refuses is listed as refused. All questions of a combination are decoded
-together by an engine inside this process, at temperature 0. Models that are missing under models/
-are trained first.
+combination that the engine refuses is listed as refused. All questions of a combination are
+decoded together by an engine inside this process, at temperature 0 and seed 0. Models that are
+missing under models/ are trained first.
 
 The models are sure of the taught questions and answer most of them in one forward, whatever the
 algorithm. So each is also asked with words before it that no model was taught; then the order of
@@ -360,7 +360,7 @@ def ask(llm: Any, facts: Sequence[tuple[str, str]], request: dict[str, Any]) -> 
     from vllm import SamplingParams
 
     conversations = [[{"role": "user", "content": question}] for question, _ in facts]
-    sampling = SamplingParams(temperature=0.0, extra_args=request)
+    sampling = SamplingParams(temperature=0.0, seed=0, extra_args=request)
     outputs: list[Any] = llm.chat(conversations, sampling, use_tqdm=False)
     return outputs
 
@@ -382,6 +382,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "block_length": options.block_length,
         "dtype": options.dtype,
         "temperature": 0.0,
+        "seed": 0,
         "vllm": version("vllm"),
         "torch": version("torch"),
         "machine": platform.machine(),

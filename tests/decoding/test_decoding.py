@@ -3,90 +3,20 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
 from tests.reference.decode import num_transfer_tokens
 from vllm.diffusion import params
-from vllm.diffusion.decoding import (
-    RULES,
-    Candidates,
-    DecodingRule,
-    make_rule,
-    most_certain_first,
-)
+from vllm.diffusion.decoding import RULES, DecodingRule, make_rule, most_certain_first
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
 from vllm.diffusion.decoding.threshold import Threshold
-from vllm.diffusion.families import LLADA
-from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-MASK = 15
-MODEL = ServedModel(
-    family=LLADA,
-    ids=SpecialIds(mask=MASK, eos=14, eot=13, stop=frozenset({13, 14})),
-    max_model_len=4096,
-    vocab_size=16,
-)
-
-
-def decided(**asked: Any) -> DiffusionParams:
-    return params.resolve(params.canonical(asked), MODEL, [1])
-
-
-def candidates(positions: list[int], scores: list[float], tokens: list[int] | None = None) -> Any:
-    return Candidates(
-        torch.tensor(positions, dtype=torch.int64),
-        torch.tensor(tokens or [1] * len(positions), dtype=torch.int64),
-        torch.tensor(scores, dtype=torch.float64),
-    )
-
-
-class Row:
-    """A sequence under a rule, as the engine keeps it."""
-
-    def __init__(self, asked: DiffusionParams, prompt: list[int]) -> None:
-        self.rule = make_rule(asked, len(prompt))
-        self.tokens = torch.tensor([*prompt, *[MASK] * asked.gen_length])
-        self.windows: list[int] = []
-        self.committed: list[list[int]] = []
-
-    def eligible(self) -> list[int] | None:
-        masked = self.tokens == MASK
-        end = self.rule.window(masked)
-        if end is None:
-            return None
-        self.windows.append(end)
-        found: list[int] = masked[:end].nonzero().flatten().tolist()
-        return found
-
-    def commit(self, found: Candidates) -> None:
-        chosen = self.rule.select(found)
-        assert chosen.dtype == torch.int64
-        assert len(set(chosen.tolist())) == chosen.numel()
-        self.tokens[found.positions[chosen]] = found.tokens[chosen]
-        self.committed.append(sorted(found.positions[chosen].tolist()))
-
-    def run(self, propose: Callable[[int, bool], tuple[int, float]], limit: int = 10_000) -> int:
-        """Forwards until nothing is left; `propose(position, forbid_mask)` is the model."""
-        for count in itertools.count():
-            positions = self.eligible()
-            if positions is None:
-                return count
-            assert positions, "a forward without an eligible position commits nothing"
-            assert count < limit, "the rule does not come to an end"
-            proposals = [propose(position, self.rule.forbid_mask) for position in positions]
-            self.commit(candidates(positions, [s for _, s in proposals], [t for t, _ in proposals]))
-        raise AssertionError
-
 
 # ---- order -------------------------------------------------------------------------------------
 
@@ -131,7 +61,7 @@ def test_the_most_certain_are_committed_block_after_block() -> None:
     row = Row(decided(gen_length=8, block_length=4, steps=4), [1, 1])
     assert row.run(lambda position, _: (position % 5, score[position])) == 4
     assert row.committed == [[3, 4], [2, 5], [8, 9], [6, 7]]
-    assert row.windows == [6, 6, 10, 10]
+    assert row.ends == [6, 6, 10, 8]
     assert row.tokens.tolist() == [1, 1, 2, 3, 4, 0, 1, 2, 3, 4]
 
 
@@ -158,7 +88,7 @@ def test_a_proposed_mask_spends_quota_and_is_filled_in_the_end() -> None:
     assert row.run(propose) == 5
     assert row.committed == [[2], [2], [2], [2], [1, 2, 3, 4]]
     assert row.rule.forbid_mask
-    assert row.windows[-1] == 5
+    assert row.ends[-1] == 5
     assert row.tokens.tolist() == [1, 1, 2, 3, 4]
 
 
@@ -204,7 +134,7 @@ def test_the_next_block_waits_for_a_complete_one() -> None:
     row = Row(decided(gen_length=4, block_length=2, threshold=0.5), [1])
     assert row.run(lambda position, _: (2, score[position])) == 3
     assert row.committed == [[1], [2], [3, 4]]
-    assert row.windows == [3, 3, 5]
+    assert row.ends == [3, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -249,24 +179,36 @@ def test_a_mask_beside_a_real_token_is_no_standstill() -> None:
 # ---- progress ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
+    algorithm=st.sampled_from(params.ALGORITHMS),
+    model=st.sampled_from([MODEL, SHIFTED]),
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(1, 5),
     block_length=st.integers(1, 9),
-    steps_per_block=st.integers(1, 12),
-    threshold=st.none() | st.floats(-1, 2),
-    bounded=st.booleans(),
+    steps_per_block=st.none() | st.integers(1, 12),
+    threshold=st.none() | st.floats(-1, 3),
+    cache=st.sampled_from(params.CACHES),
+    early_stop=st.booleans(),
+    block_thresholds=st.tuples(st.floats(0, 1.5), st.floats(0, 1.5)),
+    delay=st.integers(0, 4),
+    refresh=st.integers(1, 4),
     mask_chance=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
-    prompt=st.lists(st.sampled_from([1, MASK]), min_size=1, max_size=6),
+    prompt=st.lists(st.sampled_from([1, MASK, EOS]), min_size=1, max_size=6),
 )
 def test_every_model_comes_to_an_end(
+    algorithm: str,
+    model: Any,
     seed: int,
     num_blocks: int,
     block_length: int,
-    steps_per_block: int,
+    steps_per_block: int | None,
     threshold: float | None,
-    bounded: bool,
+    cache: str,
+    early_stop: bool,
+    block_thresholds: tuple[float, float],
+    delay: int,
+    refresh: int,
     mask_chance: float,
     prompt: list[int],
 ) -> None:
@@ -274,47 +216,66 @@ def test_every_model_comes_to_an_end(
     chance = random.Random(seed)
 
     def propose(position: int, forbid_mask: bool) -> tuple[int, float]:
-        score = chance.choice([chance.random(), 1.0, 0.0, float("nan"), float("-inf")])
+        score = chance.choice([chance.random(), -chance.random(), 1.0, 0.0, float("nan")])
+        score = chance.choice([score, float("-inf")])
         proposes_mask = not forbid_mask and chance.random() < mask_chance
-        return (MASK if proposes_mask else 2), score
+        return (MASK if proposes_mask else chance.choice([2, 2, 2, EOS])), score
 
-    lengths = {"gen_length": num_blocks * block_length, "block_length": block_length}
-    steps = {"steps": num_blocks * steps_per_block}
-    asked = (
-        decided(allow_infill=True, **lengths, **steps)
-        if threshold is None
-        else decided(
-            allow_infill=True, threshold=threshold, **lengths, **(steps if bounded else {})
-        )
+    everything: dict[str, Any] = {
+        "block_length": block_length,
+        "steps": None if steps_per_block is None else num_blocks * steps_per_block,
+        "threshold": threshold,
+        "early_stop": early_stop,
+        "cache": cache if cache in params.caches_of(algorithm) else None,
+        "block_add_threshold": block_thresholds[0],
+        "decoded_token_threshold": block_thresholds[1],
+        **({"cache_delay_iter": delay, "refresh_interval": refresh} if cache == "delayed" else {}),
+        "alg": chance.choice(params.DREAM_ALGS),
+        "alg_temp": chance.choice([0.0, 0.5]),
+    }
+    used = {k: v for k, v in everything.items() if params.BY_NAME[k].is_used_by(algorithm)}
+    asked = decided(
+        model, algorithm=algorithm, gen_length=num_blocks * block_length, allow_infill=True, **used
     )
     row = Row(asked, prompt)
     num_masked = int((row.tokens == MASK).sum())
-    num_forwards = row.run(propose, limit=2 * num_masked + num_blocks + 1)
+    limit = 2 * num_masked + num_blocks + 2
+    if algorithm == "dream":
+        limit = (asked.steps or 0) + 1
+    elif asked.early_stop and algorithm == "multi_block":
+        limit = 4 * num_masked + 4  # what is behind the end may be filled more than once
+    num_forwards = row.run(propose, limit=limit)
     assert MASK not in row.tokens.tolist()
-    assert row.windows == sorted(row.windows)
-    if threshold is None:
-        assert num_forwards <= min(asked.gen_length, steps["steps"]) + 1
-    elif mask_chance == 0 and bounded:
-        assert num_forwards <= steps["steps"]
-    if mask_chance == 0:
-        everything = [position for part in row.committed for position in part]
-        assert len(everything) == len(set(everything)) == num_masked
+    if algorithm == "semi_ar":
+        assert num_forwards <= min(asked.gen_length, asked.steps or 0) + 1
+    elif asked.steps is not None and mask_chance == 0:
+        assert num_forwards <= asked.steps + (MASK in prompt)
+    if mask_chance == 0 and not asked.early_stop:
+        committed = [position for part in row.committed for position in part]
+        assert len(committed) == len(set(committed)) == num_masked
 
 
 @pytest.mark.parametrize("algorithm", params.ALGORITHMS)
 def test_a_model_that_only_knows_the_mask(algorithm: str) -> None:
-    row = Row(decided(gen_length=12, block_length=4, algorithm=algorithm), [1])
+    blocks = {} if algorithm == "dream" else {"block_length": 4}
+    row = Row(decided(gen_length=12, algorithm=algorithm, **blocks), [1])
     count = row.run(lambda _, forbid_mask: (5 if forbid_mask else MASK, 0.5))
     assert row.tokens.tolist() == [1] + [5] * 12
-    assert count <= 24
+    assert count <= 25
 
 
 def test_rules_share_no_state() -> None:
     asked = decided(gen_length=4, block_length=2, steps=4)
     rules: list[DecodingRule] = [make_rule(asked, 1), make_rule(asked, 1)]
-    masked = torch.tensor([False, True, True, True, True])
-    assert rules[0].window(masked) == 3
+    tokens = torch.tensor([1, MASK, MASK, MASK, MASK])
+
+    def end_of(rule: DecodingRule) -> int:
+        work = rule.prepare(tokens)
+        assert work is not None
+        return int(work.eligible[-1]) + 1
+
+    assert end_of(rules[0]) == 3
     rules[0].select(candidates([1, 2], [0.1, 0.2]))
     rules[0].select(candidates([1], [0.1]))
-    assert rules[0].window(masked) == 5
-    assert rules[1].window(masked) == 3
+    assert end_of(rules[0]) == 5
+    assert end_of(rules[1]) == 3

@@ -7,16 +7,13 @@ import gc
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
-from tests.reference import decode
+from tests.reference import decode, dispatch
 from tests.reference.llada_model import LLaDAReference
-from tests.reference.philox import uniform_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
-TOKEN_NOISE, REMASKING_SCORE = 0, 1  # purposes of the random numbers
 MAX_MODEL_LEN = 256
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
 # The canvas is short where the reference draws noise: its generator is plain Python.
@@ -144,24 +140,10 @@ def reference(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> 
     """
     options = dict(asked)
     algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
-    seed = options.pop("seed", None)
-    if seed is not None:
-        options["uniform_logits"] = lambda step, positions, columns: _uniform(
-            seed, TOKEN_NOISE, step, tuple(positions), len(columns)
-        )
-        options["uniform_scores"] = lambda step, positions: _uniform(
-            seed, REMASKING_SCORE, step, tuple(positions), 1
-        )[:, 0]
-    if algorithm == "threshold":
-        return decode.threshold(model, prompt, ids=IDS, **options)
-    return decode.semi_ar(model, prompt, ids=IDS, skip_idle_steps=True, **options)
-
-
-@lru_cache(maxsize=4096)
-def _uniform(
-    seed: int, purpose: int, step: int, positions: tuple[int, ...], num_columns: int
-) -> Tensor:
-    return uniform_matrix(seed, purpose, step, positions, num_columns)
+    if algorithm == "dream":
+        # Steps that commit nothing are run, but not those after the last mask.
+        options["skip_idle_steps"] = options.get("alg") == "origin"
+    return dispatch.run(model, prompt, ids=IDS, algorithm=algorithm, **options)
 
 
 def clear_case(

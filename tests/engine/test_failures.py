@@ -21,7 +21,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
     from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    select = SemiAutoregressive.select_in_block
+    select = SemiAutoregressive.choose
 
     def fail_in_third_block(self: Any, candidates: Any) -> Any:
         if self.block == 2:
@@ -29,7 +29,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
         return select(self, candidates)
 
     with monkeypatch.context() as broken:
-        broken.setattr(SemiAutoregressive, "select_in_block", fail_in_third_block)
+        broken.setattr(SemiAutoregressive, "choose", fail_in_third_block)
         (answer,) = engine.ask(as_request(prompt, **BLOCKS))
     assert answer.finish_reason == "error"
     assert answer.token_ids == wanted.ids[: len(answer.token_ids)]

@@ -42,6 +42,10 @@ class MultiBlock(PipelinedRule):
         first.num_masked = first.end - first.start
         first.is_full = params.decoded_token_threshold <= 1
 
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        self._forced = None
+        return super().prepare(tokens)
+
     def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
         competing, length = masked, masked.numel()
         eos, fill = self._first_eos(tokens), None

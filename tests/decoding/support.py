@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence under a decoding rule, with a model made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.diffusion import params
+from vllm.diffusion.decoding import Candidates, Work, make_rule
+from vllm.diffusion.families import DREAM, LLADA
+from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MASK, EOS, EOT = 15, 14, 13
+MODEL = ServedModel(
+    family=LLADA,
+    ids=SpecialIds(mask=MASK, eos=EOS, eot=EOT, stop=frozenset({EOS, EOT})),
+    max_model_len=4096,
+    vocab_size=16,
+)
+SHIFTED = dataclasses.replace(MODEL, family=DREAM)
+
+
+def decided(model: ServedModel = MODEL, **asked: Any) -> DiffusionParams:
+    return params.resolve(params.canonical(asked), model, [1])
+
+
+def candidates(
+    positions: list[int],
+    scores: list[float],
+    tokens: list[int] | None = None,
+    **more: torch.Tensor,
+) -> Candidates:
+    return Candidates(
+        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(tokens or [1] * len(positions), dtype=torch.int64),
+        torch.tensor(scores, dtype=torch.float64),
+        **more,
+    )
+
+
+class Row:
+    """A sequence under a rule, as the engine keeps it."""
+
+    def __init__(self, asked: DiffusionParams, prompt: list[int]) -> None:
+        self.rule = make_rule(asked, len(prompt))
+        self.tokens = torch.tensor([*prompt, *[MASK] * asked.gen_length])
+        self.works: list[Work] = []
+        self.committed: list[list[int]] = []
+        self.chance = random.Random(1)
+
+    @property
+    def ends(self) -> list[int]:
+        """End of what each forward was allowed to commit: the last eligible position + 1."""
+        return [int(work.eligible[-1]) + 1 for work in self.works]
+
+    def eligible(self) -> list[int] | None:
+        """Positions of the next forward; None at the end. Fills what the rule wants filled."""
+        before = self.tokens.clone()
+        work = self.rule.prepare(self.tokens)
+        assert torch.equal(self.tokens, before), "a rule does not write tokens"
+        if work is None:
+            return None
+        self.works.append(work)
+        found: list[int] = work.eligible.tolist()
+        assert found == sorted(set(found))
+        assert all(before[position] == MASK for position in found)
+        first, end = work.rows
+        assert 0 <= first < end <= len(self.tokens)
+        assert all(first <= position < end for position in found)
+        if work.fill is not None:
+            start, token = work.fill
+            self.tokens[start:] = token
+        return found
+
+    def commit(self, found: Candidates) -> None:
+        chosen = self.rule.select(found)
+        assert chosen.dtype == torch.int64
+        assert len(set(chosen.tolist())) == chosen.numel()
+        self.tokens[found.positions[chosen]] = self.rule.replacement(found)[chosen]
+        self.committed.append(sorted(found.positions[chosen].tolist()))
+
+    def see(self, positions: list[int], scores: list[float], tokens: list[int] | None) -> None:
+        """One forward with these proposals."""
+        greedy = torch.tensor(tokens or [1] * len(positions), dtype=torch.int64)
+        draws = [self.chance.random() for _ in positions]
+        found = candidates(
+            positions, scores, tokens, greedy=greedy, draws=torch.tensor(draws, dtype=torch.float64)
+        )
+        if self.rule.adjusts_logits:
+            on_canvas = found.positions - self.rule.prompt_length
+            logits = torch.nn.functional.one_hot(found.tokens, 16).float()
+            assert self.rule.adjust_logits(logits, on_canvas).shape == logits.shape
+        self.commit(found)
+
+    def run(self, propose: Callable[[int, bool], tuple[int, float]], limit: int = 10_000) -> int:
+        """Forwards until nothing is left; `propose(position, forbid_mask)` is the model."""
+        for count in itertools.count():
+            positions = self.eligible()
+            if positions is None:
+                return count
+            assert count < limit, "the rule does not come to an end"
+            proposals = [propose(position, self.rule.forbid_mask) for position in positions]
+            self.see(positions, [s for _, s in proposals], [t for t, _ in proposals])
+        raise AssertionError

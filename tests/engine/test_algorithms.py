@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every algorithm with every cache and family: tokens and forwards of its published loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
+from tests.engine.harness import (
+    Engine,
+    as_request,
+    assert_parity,
+    clear_case,
+    load_reference,
+    reference,
+    running,
+)
+from tests.reference import decode
+from tests.reference.dream_model import DreamReference
+from tests.reference.llada_moe_model import LLaDAMoEReference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "mha": load_reference,
+    "gqa": load_reference,
+    "dream": DreamReference.from_checkpoint,
+    "moe": LLaDAMoEReference.from_checkpoint,
+}
+CASES = ("mha", "dream", "moe")
+PROMPT_LENGTH = 13
+BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
+SHORT: dict[str, Any] = {"gen_length": 8, "block_length": 4, "seed": 5}
+MULTI: dict[str, Any] = {**BLOCKS, "algorithm": "multi_block"}
+DELAYED: dict[str, Any] = {**MULTI, "cache": "delayed"}
+FULL: dict[str, Any] = {**BLOCKS, "algorithm": "full_attn_multi_block"}
+DREAM: dict[str, Any] = {"gen_length": 24, "algorithm": "dream"}
+
+# (algorithm, parameters) that work with every cache of blocks.
+BLOCKWISE: list[dict[str, Any]] = [
+    {"algorithm": "semi_ar", "steps": 16},
+    {"algorithm": "semi_ar", "steps": 4},
+    {"algorithm": "semi_ar", "steps": 32},
+    {"algorithm": "semi_ar", "steps": 16, "remasking": "random", "seed": 3},
+    {"algorithm": "threshold", "threshold": 0.6},
+    {"algorithm": "factor"},
+    {"algorithm": "factor", "factor": 2.0},
+    {"algorithm": "local_leap"},
+    {"algorithm": "local_leap", "threshold": 0.7, "relaxed_threshold": 0.3, "radius": 2},
+    {"algorithm": "entropy_threshold"},
+    {"algorithm": "entropy_threshold", "threshold": 2.0},
+    {"algorithm": "hierarchy"},
+    {"algorithm": "hierarchy", "threshold": 0.6, "low_threshold": 0.2},
+    {"algorithm": "credit"},
+    {"algorithm": "credit", "threshold": 0.5},
+]
+OTHERS: list[dict[str, Any]] = [
+    {**MULTI},
+    {**MULTI, "threshold": 1.5},
+    {**MULTI, "threshold": 1.5, "block_add_threshold": 0.1, "decoded_token_threshold": 0.95},
+    {**MULTI, "threshold": 1.0, "block_add_threshold": 0.0, "decoded_token_threshold": 0.2},
+    {**MULTI, "threshold": 1.0, "block_add_threshold": 1.0, "decoded_token_threshold": 1.0},
+    {**MULTI, "threshold": 1.0, "block_length": 4},
+    {**DELAYED, "threshold": 1.5, "cache_delay_iter": 0},
+    {**DELAYED, "threshold": 1.0, "cache_delay_iter": 1},
+    {**DELAYED, "threshold": 1.5, "cache_delay_iter": 2, "refresh_interval": 3},
+    {**DELAYED, "threshold": 1.5, "cache_delay_iter": 2, "block_length": 4},
+    {**DELAYED, "threshold": 2.5, "cache_delay_iter": 3, "block_length": 4},
+    {**DELAYED, "threshold": 1.0},
+    {**FULL},
+    {**FULL, "threshold": 1.5},
+    {**FULL, "threshold": 1.5, "block_length": 7},
+    {**FULL, "threshold": 1.0, "block_add_threshold": 0.0, "decoded_token_threshold": 0.3},
+    {**FULL, "threshold": 2.0, "block_add_threshold": 0.5, "gen_length": 30, "block_length": 8},
+    {**FULL, "block_length": 64},
+    {**DREAM, "steps": 24},
+    {**DREAM, "steps": 7, "alg": "maskgit_plus"},
+    {**DREAM, "steps": 12, "alg": "topk_margin"},
+    {**DREAM, "steps": 30, "alg": "entropy"},
+    {**DREAM, "steps": 9, "alg": "entropy", "eps": 0.2},
+    {**DREAM, "steps": 8, "alg": "origin", "seed": 3},
+    {**DREAM, "steps": 8, "alg": "maskgit_plus", "alg_temp": 0.5, "seed": 4},
+    {**DREAM, "steps": 8, "alg": "entropy", "alg_temp": 0.2, "seed": 2**64 - 1},
+    {**DREAM, "steps": 8, "alg": "entropy", "top_k": 5},
+    {**DREAM, "steps": 8, "alg": "maskgit_plus", "top_p": 0.7},
+    {**DREAM, "steps": 1},
+    {**DREAM, "gen_length": 6, "steps": 4, "temperature": 0.8, "seed": 6},
+    {**DREAM, "gen_length": 6, "steps": 4, "temperature": 0.8, "top_p": 0.8, "seed": 6},
+    {
+        **DREAM,
+        "gen_length": 6,
+        "steps": 4,
+        "temperature": 1.2,
+        "top_p": 0.9,
+        "top_k": 9,
+        "seed": 7,
+        "alg": "topk_margin",
+        "alg_temp": 0.3,
+    },
+    {**DREAM, "gen_length": 6, "steps": 4, "temperature": 0.5, "alg": "origin", "seed": 8},
+]
+NOISY: list[dict[str, Any]] = [
+    {**SHORT, "temperature": 0.6, "algorithm": "factor"},
+    {**SHORT, "temperature": 0.6, "algorithm": "local_leap", "remasking": "random"},
+    {**SHORT, "temperature": 0.6, "algorithm": "entropy_threshold"},
+    {**SHORT, "temperature": 0.6, "algorithm": "hierarchy", "threshold": 0.6},
+    {**SHORT, "temperature": 0.6, "algorithm": "credit", "threshold": 0.6},
+    {**SHORT, "temperature": 0.6, "algorithm": "multi_block", "threshold": 1.0},
+    {**SHORT, "temperature": 0.6, "algorithm": "multi_block", "threshold": 0.2},
+    {**SHORT, "temperature": 0.6, "algorithm": "semi_ar", "steps": 4, "cache": "dual"},
+    {**SHORT, "algorithm": "entropy_threshold", "cfg_scale": 1.0},
+    {**SHORT, "algorithm": "full_attn_multi_block", "cfg_scale": 0.5, "threshold": 1.0},
+    {**SHORT, "algorithm": "multi_block", "cfg_scale": 0.5, "threshold": 1.0},
+    {**SHORT, "algorithm": "credit", "cfg_scale": 0.5},
+    {**SHORT, "algorithm": "hierarchy", "logits_eos_inf": True},
+    {**SHORT, "algorithm": "factor", "confidence_eos_eot_inf": True},
+    {**SHORT, "algorithm": "factor", "remasking": "random"},
+    {**SHORT, "algorithm": "entropy_threshold", "confidence_dtype": "float64"},
+]
+
+
+def name_of(asked: dict[str, Any]) -> str:
+    parts = {k: v for k, v in asked.items() if k not in ("gen_length", "algorithm")}
+    return "-".join([str(asked["algorithm"]), *(f"{k}={v}" for k, v in parts.items())])
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]
+) -> Iterator[tuple[str, Engine, Any]]:
+    folder = checkpoint(request.param)
+    with running(folder) as engine:
+        yield request.param, engine, LOADERS[request.param](folder)
+
+
+Pair = tuple[str, Engine, decode.LogitModel]
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("asked", BLOCKWISE, ids=name_of)
+def test_one_block_after_the_other(pair: Pair, asked: dict[str, Any], cache: str) -> None:
+    _, engine, model = pair
+    assert_parity(engine, model, PROMPT_LENGTH, {**BLOCKS, **asked, "cache": cache})
+
+
+@pytest.mark.parametrize("asked", [*OTHERS, *NOISY], ids=name_of)
+def test_every_parameter(pair: Pair, asked: dict[str, Any]) -> None:
+    _, engine, model = pair
+    assert_parity(engine, model, PROMPT_LENGTH, asked)
+
+
+def test_a_batch_of_everything(pair: Pair) -> None:
+    """Neighbours with other algorithms, caches, guidance and seeds change nothing."""
+    _, engine, model = pair
+    asks, canvases = [], []
+    blockwise = [
+        {**BLOCKS, **asked, "cache": ("none", "prefix", "dual")[i % 3]}
+        for i, asked in enumerate(BLOCKWISE)
+    ]
+    for number, asked in enumerate([*blockwise[::2], *OTHERS[::3], *NOISY[::3]]):
+        prompt, wanted = clear_case(model, 5 + number, **asked)
+        asks.append(as_request(prompt, **asked))
+        canvases.append((wanted.ids, wanted.num_forwards))
+    answers = engine.ask(*asks)
+    assert [(a.token_ids, a.num_forwards) for a in answers] == canvases
+    assert engine.is_idle()
+    assert engine.runner.caches.num_bytes == 0
+
+
+def test_random_entropies(pair: Pair) -> None:
+    """d3LLM on LLaDA may rank by random numbers; on Dream that is refused."""
+    case, engine, model = pair
+    asked = {**MULTI, "threshold": 0.3, "remasking": "random", "seed": 12}
+    if case == "dream":
+        with pytest.raises(Exception, match="remasking: given 'random'"):
+            engine.ask(as_request(random_prompt(PROMPT_LENGTH, 0), **asked))
+    else:
+        assert_parity(engine, model, PROMPT_LENGTH, asked)
+
+
+AGED = {**DELAYED, "threshold": 1.5, "block_length": 4}
+ALIKE: dict[str, list[dict[str, Any]]] = {
+    "cache": [
+        {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": cache}
+        for cache in ("none", "prefix", "dual")
+    ],
+    "delay": [{**AGED, "cache_delay_iter": delay} for delay in (0, 2, 10_000)],
+    "refresh": [
+        {**AGED, "cache_delay_iter": 2, "refresh_interval": interval} for interval in (3, 10_000)
+    ],
+    "alg": [
+        {**DREAM, "steps": 8, "alg": alg} for alg in ("entropy", "maskgit_plus", "topk_margin")
+    ],
+    "block thresholds": [
+        {**MULTI, "threshold": 1.5, "block_add_threshold": a, "decoded_token_threshold": d}
+        for a, d in ((0.5, 0.5), (0.1, 0.95), (1.0, 1.0))
+    ],
+}
+
+
+@pytest.mark.parametrize("settings", ALIKE.values(), ids=ALIKE.keys())
+def test_the_settings_are_told_apart(pair: Pair, settings: list[dict[str, Any]]) -> None:
+    """Each parameter matters: were it ignored, tokens or forwards would differ somewhere."""
+    _, _, model = pair
+    for seed in range(20):
+        runs = [
+            reference(model, random_prompt(PROMPT_LENGTH, seed), guard_mask_token=True, **asked)
+            for asked in settings
+        ]
+        if len({(*run.ids, run.num_forwards) for run in runs}) == len(settings):
+            return
+    raise AssertionError(f"20 prompts cannot tell {settings} apart")
+
+
+def early_stopping_case(model: Any, asked: dict[str, Any]) -> tuple[list[int], decode.Decoded, int]:
+    """A prompt whose run commits EOS before masks of the answer; the run, and the EOS's place."""
+    for seed in range(400):
+        prompt = random_prompt(PROMPT_LENGTH, seed)
+        try:
+            decoded = reference(model, prompt, early_stop=True, **asked)
+            plain = reference(model, prompt, **asked)
+        except RuntimeError:
+            continue
+        if EOS_ID not in decoded.ids or MASK_ID in decoded.ids or decode.near_ties(decoded.trace):
+            continue
+        place = decoded.ids.index(EOS_ID)
+        was_early = plain.ids[: place + 1] != decoded.ids[: place + 1]
+        if 0 < place < len(decoded.ids) - 4 and was_early:
+            return prompt, decoded, place
+    raise AssertionError(f"no prompt stops early for {asked}")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {**MULTI, "threshold": 1.5},
+        {**MULTI, "threshold": 2.0, "block_add_threshold": 0.1, "decoded_token_threshold": 0.95},
+        {**DELAYED, "threshold": 2.0, "cache_delay_iter": 1, "block_length": 4},
+    ],
+    ids=name_of,
+)
+def test_early_stop(pair: Pair, asked: dict[str, Any]) -> None:
+    """The answer up to its end is the reference's, and differs from the one without early stop."""
+    _, engine, model = pair
+    prompt, wanted, place = early_stopping_case(model, asked)
+    (answer,) = engine.ask(as_request(prompt, ignore_eos=False, early_stop=True, **asked))
+    assert answer.finish_reason == "stop"
+    end = len(answer.token_ids)
+    assert end <= place + 1  # another stop token may come first
+    assert answer.token_ids == wanted.ids[:end]
+    assert answer.num_forwards is not None
+    assert answer.num_forwards <= wanted.num_forwards
+    # Nobody stops a request whose end-of-sequence token is to be ignored.
+    without = reference(model, prompt, **asked)
+    (whole,) = engine.ask(as_request(prompt, early_stop=True, **asked))
+    if not decode.near_ties(without.trace) and MASK_ID not in without.ids:
+        assert whole.token_ids == without.ids
+
+
+@pytest.mark.parametrize("case", ["predicts_mask"])
+def test_a_model_that_predicts_the_mask(case: str, checkpoint: Callable[[str], Path]) -> None:
+    """Whatever is asked for ends, and no mask comes back."""
+    settings = [{**BLOCKS, **asked} for asked in BLOCKWISE] + OTHERS + NOISY
+    settings += [{**BLOCKS, **asked, "cache": "dual"} for asked in BLOCKWISE]
+    with running(checkpoint(case)) as engine:
+        asks = [
+            as_request(random_prompt(20, seed), **{"seed": seed, **asked})
+            for asked in settings
+            for seed in range(2)
+        ]
+        for ask, answer in zip(asks, engine.ask(*asks), strict=True):
+            assert len(answer.token_ids) == ask.extra["gen_length"]
+            assert MASK_ID not in answer.token_ids
+            assert answer.num_forwards is not None
+            assert answer.num_forwards <= 2 * ask.extra["gen_length"] + ask.extra.get("steps", 0)
+        assert engine.is_idle()
