@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that decode several blocks at once: when blocks start, what is forced, what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
+from vllm.diffusion.decoding import make_rule
+
+SURE, UNSURE = -0.1, -3.0  # negative entropies
+
+
+def row_of(algorithm: str, gen_length: int = 12, **asked: Any) -> Row:
+    lengths = {"gen_length": gen_length, "block_length": 4}
+    return Row(decided(algorithm=algorithm, **{**lengths, **asked}), [1])
+
+
+def forward(row: Row, sure: list[int], tokens: dict[int, int] | None = None) -> list[int]:
+    """One forward in which these positions are certain; what it was for."""
+    positions = row.eligible()
+    assert positions is not None
+    scores = [SURE - 0.001 * p if p in sure else UNSURE - 0.001 * p for p in positions]
+    row.see(positions, scores, [(tokens or {}).get(p, 2) for p in positions])
+    return positions
+
+
+# ---- full_attn_multi_block ---------------------------------------------------------------------
+
+
+def test_blocks_start_and_become_full_by_progress() -> None:
+    row = row_of(
+        "FullAttnMultiBlock", block_add_threshold=0.5, decoded_token_threshold=0.75, gen_length=10
+    )
+    assert forward(row, [1]) == [1, 2, 3, 4]
+    assert forward(row, [2]) == [2, 3, 4]  # a quarter is decoded: block 1 alone
+    # Half is decoded: block 2 starts; block 1 gets its forced token, block 2 takes by itself.
+    assert forward(row, [5]) == [3, 4, 5, 6, 7, 8]
+    assert row.committed[-1] == [3, 5]
+    # Three quarters of block 1: block 2 is full, yet only the first such block is forced.
+    assert forward(row, []) == [4, 6, 7, 8]
+    assert row.committed[-1] == [4]
+    assert forward(row, [6]) == [6, 7, 8]
+    assert row.committed[-1] == [6]
+    # Half of block 2: the last, shorter block starts.
+    assert forward(row, [7, 9]) == [7, 8, 9, 10]
+    assert forward(row, []) == [8, 10]
+    assert forward(row, []) == [10]
+    assert row.eligible() is None
+
+
+def test_an_entropy_at_the_threshold_is_not_below_it() -> None:
+    row = row_of("full_attn_multi_block", threshold=0.5)
+    positions = row.eligible()
+    assert positions == [1, 2, 3, 4]
+    row.see(positions, [-0.5, -0.49, -0.7, -0.2], None)
+    assert row.committed[-1] == [2, 4]
+
+
+def test_several_blocks_may_start_at_once() -> None:
+    row = row_of("full_attn_multi_block", block_add_threshold=0.0)
+    assert forward(row, [9]) == list(range(1, 13))
+    assert row.committed[-1] == [1, 9]
+
+
+def test_steps_bound_the_forwards() -> None:
+    for algorithm in ("full_attn_multi_block", "multi_block"):
+        row = row_of(algorithm, steps=3)
+        assert row.run(lambda position, _: (2, UNSURE - position)) == 3
+        assert row.works[-1].eligible.tolist() == sorted(row.works[-1].eligible.tolist())
+        assert MASK not in row.tokens.tolist()
+
+
+# ---- multi_block -------------------------------------------------------------------------------
+
+
+def test_the_lowest_entropy_of_all_and_one_forced_token() -> None:
+    row = row_of("multi_block", block_add_threshold=0.25, threshold=0.5)
+    assert forward(row, [1]) == [1, 2, 3, 4]
+    # Block 2 starts. Its 6 is the lowest of all, so block 1, the first full one, is forced.
+    assert forward(row, [6]) == list(range(2, 9))
+    assert row.committed[-1] == [2, 6]
+    # One block at a time may start.
+    assert forward(row, []) == [3, 4, 5, 7, 8, 9, 10, 11, 12]
+    assert row.committed[-1] == [3]
+
+
+def test_a_block_at_a_time_starts() -> None:
+    row = row_of("multi_block", block_add_threshold=0.0)
+    assert forward(row, []) == list(range(1, 9))
+    assert forward(row, []) == list(range(2, 13))
+
+
+def test_llada_accepts_up_to_the_threshold_and_dream_below_it() -> None:
+    entropies = [-0.5, -0.6, -0.5, -0.51]
+    llada = row_of("multi_block", threshold=0.5)
+    assert llada.eligible() == [1, 2, 3, 4]
+    llada.see([1, 2, 3, 4], entropies, None)
+    assert llada.committed[-1] == [1, 3]
+    dream = row_of("multi_block", threshold=0.5, model=SHIFTED)
+    assert dream.eligible() == [1, 2, 3, 4]
+    dream.see([1, 2, 3, 4], entropies, None)
+    assert dream.committed[-1] == [1]  # forced
+
+
+def test_dream_knows_no_lowest_of_all() -> None:
+    """What is outside the first full block needs the threshold."""
+    asked = {"block_add_threshold": 0.0, "decoded_token_threshold": 0.9, "threshold": 0.05}
+    committed = {}
+    for model in (MODEL, SHIFTED):
+        row = row_of("multi_block", model=model, **asked)
+        forward(row, [6])
+        committed[model.family.name] = row.committed[-1]
+    assert committed == {"llada": [1, 6], "dream": [1]}
+
+
+def test_where_no_block_is_full_the_best_is_taken() -> None:
+    row = row_of("multi_block", model=SHIFTED, decoded_token_threshold=1.5)
+    assert row.run(lambda position, _: (2, UNSURE)) == 12
+    assert [len(part) for part in row.committed] == [1] * 12
+
+
+@pytest.mark.parametrize(("model", "token"), [(MODEL, 7), (SHIFTED, 2)])
+def test_a_forced_token_of_llada_is_free_of_noise(model: Any, token: int) -> None:
+    row = row_of("multi_block", model=model, block_add_threshold=0.0, threshold=0.05)
+    assert row.rule.scoring.greedy == (model is MODEL)
+    positions = row.eligible()
+    assert positions is not None
+    found = candidates(
+        positions,
+        [-9.0 if p < 5 else -0.01 for p in positions],
+        [2] * 8,
+        greedy=torch.full((8,), 7),
+    )
+    row.commit(found)
+    assert row.tokens[1:].tolist() == [token, MASK, MASK, MASK, 2, 2, 2, 2] + [MASK] * 4
+
+
+def test_early_stop_fills_before_the_forward_what_still_competes_in_it() -> None:
+    row = row_of("multi_block", early_stop=True, threshold=0.5)
+    forward(row, [3], {3: EOS})
+    positions = row.eligible()
+    assert row.works[-1].fill == (4, EOS)
+    # All blocks behind the end are complete; what was masked when the forward began competes.
+    assert positions == [1, 2, *range(4, 13)]
+    row.see(positions, [SURE if p in (4, 9) else UNSURE for p in positions], [5] * len(positions))
+    # 4 and 9 are above the threshold. 4 lies in the first full block with masks: none is forced.
+    assert row.committed[-1] == [4, 9]
+    assert row.tokens[3:].tolist() == [EOS, 5, EOS, EOS, EOS, EOS, 5, EOS, EOS, EOS]
+    assert row.eligible() == [1, 2]
+    assert row.works[-1].fill == (4, EOS)
+    row.see([1, 2], [SURE, SURE], None)
+    assert row.tokens.tolist() == [1, 1, 1] + [EOS] * 10
+    assert row.eligible() is None
+
+
+def test_an_early_end_may_move_to_the_left() -> None:
+    row = row_of("multi_block", early_stop=True, threshold=0.5)
+    forward(row, [4], {4: EOS})
+    forward(row, [2], {2: EOS})
+    assert row.eligible() == [1, 3]
+    assert row.works[-1].fill == (3, EOS)
+    row.see([1, 3], [SURE, SURE], [2, 5])
+    # Nothing is masked, so nothing is filled again: what follows the end is to be cut off.
+    assert row.tokens.tolist() == [1, 2, EOS, 5] + [EOS] * 9
+    assert row.eligible() is None
+
+
+def test_an_end_that_leaves_nothing_masked() -> None:
+    row = row_of("multi_block", early_stop=True, threshold=0.5)
+    forward(row, [1], {1: EOS})
+    assert row.eligible() == []
+    assert row.tokens.tolist() == [1] + [EOS] * 12
+    assert row.eligible() is None
+
+
+def test_without_early_stop_the_end_is_a_token_like_others() -> None:
+    for more in ({}, {"early_stop": True, "ignore_eos": True}):
+        row = row_of("multi_block", **more)
+        assert row.run(lambda position, _: (EOS, UNSURE)) == 12
+        assert all(work.fill is None for work in row.works)
+
+
+# ---- delayed cache -----------------------------------------------------------------------------
+
+
+def rows_of(row: Row, sure: list[list[int]]) -> list[int]:
+    """First row of each forward."""
+    for positions in sure:
+        forward(row, positions)
+    return [work.rows[0] for work in row.works]
+
+
+def test_the_prompt_and_complete_blocks_are_kept_after_the_delay() -> None:
+    row = row_of("multi_block", cache="delayed", cache_delay_iter=2, threshold=0.5)
+    # Forward 2 stores the prompt. Block 1 (positions 1 to 4) is complete after forward 3 and
+    # seen so in forward 4; it settles in forwards 4 and 5 and is stored by forward 6.
+    sure = [[1], [2], [3, 4], [5], [6], [7], [8], []]
+    assert rows_of(row, sure) == [0, 0, 1, 0, 0, 1, 5, 0]
+
+
+def test_no_delay_stores_at_once() -> None:
+    row = row_of("multi_block", cache="delayed", cache_delay_iter=0, threshold=0.5)
+    assert rows_of(row, [[1, 2, 3, 4], [5], [6, 7, 8], [9], [10]]) == [0, 1, 5, 5, 9]
+
+
+def test_every_refresh_computes_all() -> None:
+    asked = {"cache_delay_iter": 1, "refresh_interval": 3, "threshold": 0.5}
+    row = row_of("multi_block", cache="delayed", **asked)
+    assert rows_of(row, [[1], [2], [3], [], [5], [6], [7]]) == [0, 1, 0, 1, 0, 1, 5]
+
+
+def test_llada_looks_at_one_waiting_block_and_dream_at_all() -> None:
+    """Blocks 1 and 2 become complete together: LLaDA dates block 2 only when 1 is stored."""
+    asked = {"cache_delay_iter": 2, "threshold": 0.5, "gen_length": 16, "block_add_threshold": 0.25}
+    first_rows = {}
+    for model in (MODEL, SHIFTED):
+        row = row_of("multi_block", cache="delayed", model=model, **asked)
+        sure = [[1, 2], [3, 5, 6, 7], [4, 8], [9], [10], [11], [13], [14], [15], [16]]
+        first_rows[model.family.name] = rows_of(row, sure)
+    # Forward 4 sees both complete. Forward 6 stores both (Dream), or block 1 and then, two
+    # forwards later, block 2 (LLaDA).
+    assert first_rows["dream"][:7] == [0, 0, 1, 0, 0, 1, 9]
+    assert first_rows["llada"][:8] == [0, 0, 1, 0, 0, 1, 0, 5]
+
+
+def test_rules_without_a_cache_compute_all() -> None:
+    for algorithm in ("multi_block", "full_attn_multi_block"):
+        row = row_of(algorithm)
+        row.run(lambda position, _: (2, UNSURE))
+        assert {work.rows for work in row.works} == {(0, 13)}
+
+
+def test_masks_of_the_prompt_that_are_out_of_reach_are_filled_in_the_end() -> None:
+    asked = decided(
+        gen_length=4,
+        block_length=4,
+        algorithm="multi_block",
+        cache="delayed",
+        cache_delay_iter=0,
+        allow_infill=True,
+    )
+    row = Row(asked, [MASK, 1])
+    assert make_rule(asked, 2).prepare(row.tokens) is not None
+    row.run(lambda position, _: (3, UNSURE + position))
+    assert row.tokens.tolist() == [3, 1, 3, 3, 3, 3]
