@@ -19,8 +19,14 @@ sys.path.insert(0, str(SCRIPTS))
 import make_tiny_model  # noqa: E402
 from tiny_model.checkpoint import read_config  # noqa: E402
 from tiny_model.decoding import dream, dream_quotas  # noqa: E402
-from tiny_model.family import TokenIds, load_family  # noqa: E402
-from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings  # noqa: E402
+from tiny_model.family import FAMILY_NAMES, TokenIds, load_family  # noqa: E402
+from tiny_model.settings import (  # noqa: E402
+    DecodingSetting,
+    Phase,
+    Plan,
+    TrainingSettings,
+    plan_for,
+)
 from tiny_model.tokenizer import load_tokenizer  # noqa: E402
 from tiny_model.training import Example, train  # noqa: E402
 
@@ -48,6 +54,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family, output in found.items():
         make_tiny_model.make(output, family, seed=0, plan=QUICK)
     return found
+
+
+def test_all_makes_one_of_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        make_tiny_model, "make", lambda output, family, *_, **__: made.append((family, output.name))
+    )
+    assert make_tiny_model.main(["--family", "all"]) == 0
+    assert made == [
+        ("llada", "llada-tiny"),
+        ("dream", "dream-tiny"),
+        ("llada-moe", "llada-moe-tiny"),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_must_be_right_at_one_token_a_forward(family: str) -> None:
+    plan = plan_for(family)
+    assert plan.required_share >= 0.9
+    assert (plan.verifications[0].canvas, plan.verifications[0].steps) == (32, 32)
 
 
 # --- files -----------------------------------------------------------------------------------
