@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm.diffusion import envs, params
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
-from vllm.diffusion.families import LLADA
+from vllm.diffusion.families import DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 
 MASK, EOS, EOT = 251, 250, 249
@@ -123,14 +123,249 @@ def test_a_threshold_chooses_its_algorithm() -> None:
     assert "semi_ar" in error.wanted
 
 
-def test_remasking_is_harmless_beside_any_algorithm() -> None:
+RANDOM_SCORES = ("semi_ar", "threshold", "factor", "local_leap", "multi_block")
+
+
+def test_remasking_low_confidence_is_harmless_beside_any_algorithm() -> None:
     for algorithm in params.ALGORITHMS:
-        decided = resolve(algorithm=algorithm, remasking="low_confidence")
-        assert (decided.algorithm, decided.remasking) == (algorithm, "low_confidence")
-    for algorithm in ("semi_ar", "threshold", "factor", "local_leap", "multi_block"):
+        assert resolve(algorithm=algorithm, remasking="low_confidence").algorithm == algorithm
+
+
+@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+def test_random_remasking_belongs_to_some_algorithms(algorithm: str) -> None:
+    if algorithm in RANDOM_SCORES:
         assert resolve(algorithm=algorithm, remasking="random").remasking == "random"
-    with pytest.raises(InvalidParameterError, match=r"remasking: given 'random'.*hierarchy"):
-        resolve(algorithm="hierarchy", remasking="random")
+        return
+    error = refusal(algorithm=algorithm, remasking="random")
+    assert (error.field, error.given) == ("remasking", "random")
+    assert "low_confidence" in error.wanted
+    assert all(name in error.wanted for name in RANDOM_SCORES)
+
+
+def test_random_entropies_do_not_exist_on_dream() -> None:
+    error = refusal(model(family=DREAM), algorithm="multi_block", remasking="random")
+    assert (error.field, error.given) == ("remasking", "random")
+    decided = resolve(model(family=DREAM, defaults={"remasking": "random"}), algorithm="MultiBlock")
+    assert decided.remasking == "low_confidence"
+
+
+@pytest.mark.parametrize(
+    ("asked", "algorithm"),
+    [
+        ({"algorithm": "EntropyThreshold"}, "entropy_threshold"),
+        ({"algorithm": "FullAttnMultiBlock"}, "full_attn_multi_block"),
+        ({"algorithm": "LocalLeap"}, "local_leap"),
+        ({"use_local_leap": True}, "local_leap"),
+        ({"use_local_leap": 1, "threshold": 0.8}, "local_leap"),
+        ({"use_local_leap": True, "algorithm": "low_confidence"}, "local_leap"),
+        ({"use_local_leap": True, "algorithm": "local_leap"}, "local_leap"),
+        ({"use_local_leap": False}, "semi_ar"),
+        ({"algorithm": "LowConfidence", "threshold": 0.95}, "threshold"),
+        ({"algorithm": "LowConfidence", "remasking": None}, "semi_ar"),
+    ],
+)
+def test_what_stands_for_an_algorithm(asked: dict[str, Any], algorithm: str) -> None:
+    assert resolve(**asked).algorithm == algorithm
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_local_leap": True, "algorithm": "factor"},
+        {"use_local_leap": False, "algorithm": "local_leap"},
+        {"use_local_leap": "yes"},
+    ],
+)
+def test_contradictions_of_use_local_leap(asked: dict[str, Any]) -> None:
+    assert refusal(**asked).field == "use_local_leap"
+
+
+def test_dream_is_the_default_algorithm_of_dream_alone() -> None:
+    assert resolve(model(family=DREAM)).algorithm == "dream"
+    assert resolve(model(family=LLADA_MOE)).algorithm == "semi_ar"
+    assert resolve(model(family=DREAM), threshold=0.7).algorithm == "threshold"
+
+
+def test_a_threshold_keeps_the_servers_algorithm_if_that_uses_one() -> None:
+    assert resolve(served_with(algorithm="multi_block"), threshold=0.7).algorithm == "multi_block"
+    assert resolve(served_with(algorithm="factor"), threshold=0.7).algorithm == "threshold"
+
+
+# ---- parameters of single algorithms -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "value", "on_dream"),
+    [
+        ("threshold", "threshold", 0.9, 0.9),
+        ("local_leap", "threshold", 0.9, 0.9),
+        ("hierarchy", "threshold", 0.9, 0.9),
+        ("credit", "threshold", 0.9, 0.9),
+        ("entropy_threshold", "threshold", 0.95, 0.95),
+        ("full_attn_multi_block", "threshold", 0.4, 0.4),
+        ("multi_block", "threshold", 0.5, 0.9),
+        ("multi_block", "block_add_threshold", 0.5, 0.5),
+        ("multi_block", "decoded_token_threshold", 0.5, 0.5),
+        ("multi_block", "cache_delay_iter", 10000, 10000),
+        ("multi_block", "refresh_interval", 10000, 10000),
+        ("multi_block", "early_stop", False, False),
+        ("full_attn_multi_block", "block_add_threshold", 0.1, 0.1),
+        ("full_attn_multi_block", "decoded_token_threshold", 0.95, 0.95),
+        ("factor", "factor", 1.0, 1.0),
+        ("local_leap", "relaxed_threshold", 0.75, 0.75),
+        ("local_leap", "radius", 4, 4),
+        ("local_leap", "early_stop", False, False),
+        ("hierarchy", "low_threshold", 0.4, 0.4),
+        ("dream", "alg", "entropy", "entropy"),
+        ("dream", "alg_temp", 0.0, 0.0),
+        ("dream", "eps", 1e-3, 1e-3),
+        ("dream", "top_p", None, None),
+        ("dream", "top_k", None, None),
+    ],
+)
+def test_defaults_of_an_algorithm(algorithm: str, name: str, value: Any, on_dream: Any) -> None:
+    assert getattr(resolve(algorithm=algorithm), name) == value
+    assert getattr(resolve(model(family=DREAM), algorithm=algorithm), name) == on_dream
+
+
+USED: dict[str, Any] = {
+    "threshold": 0.3,
+    "factor": 2.0,
+    "relaxed_threshold": 0.5,
+    "radius": 7,
+    "low_threshold": 0.1,
+    "block_add_threshold": 0.7,
+    "decoded_token_threshold": 0.8,
+    "early_stop": True,
+    "alg": "origin",
+    "alg_temp": 0.5,
+    "eps": 0.01,
+    "top_p": 0.9,
+    "top_k": 40,
+    "block_length": 16,
+    "confidence_eos_eot_inf": True,
+    "temperature": 0.5,
+}
+
+
+@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+@pytest.mark.parametrize("name", USED)
+def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
+    spec, value = params.BY_NAME[name], USED[name]
+    if spec.is_used_by(algorithm):
+        assert getattr(resolve(algorithm=algorithm, **{name: value}), name) == value
+        return
+    error = refusal(algorithm=algorithm, **{name: value})
+    assert (error.field, error.given) == (name, value)
+    assert algorithm in error.wanted
+    assert any(user in error.wanted for user in spec.algorithms)
+    for neutral in spec.neutral:
+        assert resolve(algorithm=algorithm, **{name: neutral}) == resolve(algorithm=algorithm)
+
+
+def test_who_uses_what() -> None:
+    users = {name: set(params.BY_NAME[name].algorithms) for name in USED}
+    assert users["factor"] == {"factor"}
+    assert users["relaxed_threshold"] == users["radius"] == {"local_leap"}
+    assert users["low_threshold"] == {"hierarchy"}
+    assert users["early_stop"] == {"local_leap", "multi_block"}
+    for name in ("alg", "alg_temp", "eps", "top_p", "top_k"):
+        assert users[name] == {"dream"}
+    assert users["block_length"] == set(params.ALGORITHMS) - {"dream"}
+    assert users["temperature"] == set(params.ALGORITHMS) - {"full_attn_multi_block"}
+
+
+def test_names_of_other_projects_for_block_thresholds() -> None:
+    decided = resolve(algorithm="FullAttnMultiBlock", block_add=0.3, decoded_thresh=0.6)
+    assert (decided.block_add_threshold, decided.decoded_token_threshold) == (0.3, 0.6)
+    # Its published configuration names these two as well, without effect.
+    assert resolve(algorithm="FullAttnMultiBlock", cache_delay_iter=2, refresh_interval=3)
+
+
+def test_early_stop_is_off_where_the_end_is_ignored() -> None:
+    assert resolve(algorithm="multi_block", early_stop=True).early_stop is True
+    assert resolve(algorithm="multi_block", early_stop=True, ignore_eos=True).early_stop is False
+    blind = model(ids=SpecialIds(MASK, None, EOT, frozenset({EOT})))
+    assert refusal(blind, algorithm="multi_block", early_stop=True).field == "early_stop"
+
+
+# ---- caches ------------------------------------------------------------------------------------
+
+BLOCKWISE = {
+    "semi_ar",
+    "threshold",
+    "factor",
+    "local_leap",
+    "entropy_threshold",
+    "hierarchy",
+    "credit",
+}
+
+
+@pytest.mark.parametrize("cache", params.CACHES)
+@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+def test_caches_of_an_algorithm(algorithm: str, cache: str) -> None:
+    allowed = {"none"}
+    if algorithm in BLOCKWISE:
+        allowed |= {"prefix", "dual"}
+    if algorithm == "multi_block":
+        allowed |= {"delayed"}
+    assert resolve(algorithm=algorithm).cache == "none"
+    if cache in allowed:
+        assert resolve(algorithm=algorithm, cache=cache).cache == cache
+        return
+    error = refusal(algorithm=algorithm, cache=cache)
+    assert (error.field, error.given) == ("cache", cache)
+    assert all(name in error.wanted for name in allowed)
+    assert "multi_block" in error.wanted or "semi_ar" in error.wanted
+
+
+def test_guidance_and_caches_exclude_each_other() -> None:
+    for asked in ({"cache": "dual"}, {"algorithm": "multi_block", "cache": "delayed"}):
+        assert refusal(cfg_scale=0.5, **asked).field == "cache"
+        assert resolve(cfg_scale=0, **asked).cache == asked["cache"]
+        # What the request asks for wins over what the server has by default.
+        assert resolve(served_with(cfg_scale=0.5), **asked).cfg_scale == 0
+    assert resolve(served_with(cache="prefix"), cfg_scale=0.5).cache == "none"
+
+
+def test_a_delay_chooses_the_delayed_cache() -> None:
+    decided = resolve(algorithm="multi_block", cache_delay_iter=2, refresh_interval=3)
+    assert (decided.cache, decided.cache_delay_iter, decided.refresh_interval) == ("delayed", 2, 3)
+    served = served_with(algorithm="multi_block", cache_delay_iter=2)
+    assert resolve(served).cache == "delayed"
+    assert resolve(served, cache="none").cache == "none"
+    assert resolve(served, algorithm="threshold").cache == "none"
+    for name, value in (("cache_delay_iter", 2), ("refresh_interval", 3)):
+        error = refusal(algorithm="multi_block", cache="none", **{name: value})
+        assert (error.field, error.given) == (name, value)
+        assert "cache: delayed" in error.wanted
+
+
+# ---- several blocks, no blocks -----------------------------------------------------------------
+
+
+def test_full_attn_multi_block_takes_any_canvas() -> None:
+    decided = resolve(algorithm="full_attn_multi_block", gen_length=70, block_length=32)
+    assert (decided.gen_length, decided.block_length, decided.num_blocks) == (70, 32, 3)
+    assert resolve(algorithm="full_attn_multi_block", gen_length=70).block_length == 32
+    assert resolve(algorithm="full_attn_multi_block", gen_length=5).block_length == 5
+    assert refusal(algorithm="multi_block", gen_length=70, block_length=32).field == "block_length"
+
+
+def test_dream_has_no_blocks_and_any_number_of_steps() -> None:
+    for steps in (1, 7, 70, 200):
+        decided = resolve(algorithm="dream", gen_length=70, steps=steps)
+        assert (decided.steps, decided.block_length, decided.num_blocks) == (steps, 70, 1)
+    assert resolve(algorithm="dream", gen_length=70).steps == 70
+    assert resolve(algorithm="dream", gen_length=70, default_steps=33).steps == 33
+    assert resolve(served_with(steps=50, block_length=7), algorithm="dream").steps == 50
+
+
+def test_several_blocks_are_bounded_by_any_number_of_steps() -> None:
+    for algorithm in ("multi_block", "full_attn_multi_block"):
+        decided = resolve(algorithm=algorithm, gen_length=64, steps=1)
+        assert (decided.steps, decided.block_length) == (1, 32)
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -139,7 +374,16 @@ WRONG: list[tuple[str, Any]] = [
     ("algorithm", "best"),
     ("algorithm", 3),
     ("remasking", "entropy"),
-    ("cache", "paged"),
+    ("cache", "prefixes"),
+    ("top_p", 1.5),
+    ("top_p", -0.1),
+    ("top_k", -2),
+    ("alg", "best"),
+    ("eps", 2),
+    ("radius", -1),
+    ("refresh_interval", 0),
+    ("cache_delay_iter", -1),
+    ("factor", -0.5),
     ("confidence_dtype", "int8"),
     ("gen_length", 0),
     ("gen_length", -8),
@@ -243,8 +487,6 @@ def test_defaults_without_any_field() -> None:
         eot_id=EOT,
         stop_ids=frozenset({EOS, EOT}),
         alg="entropy",
-        alg_temp=0.0,
-        eps=1e-3,
         top_p=None,
         top_k=None,
         factor=1.0,
@@ -256,6 +498,8 @@ def test_defaults_without_any_field() -> None:
         cache_delay_iter=10000,
         refresh_interval=10000,
         early_stop=False,
+        alg_temp=0.0,
+        eps=1e-3,
         logit_shift=0,
     )
 
@@ -511,6 +755,40 @@ def test_unknown_or_wrong_server_settings_stop_the_start(settings: dict[str, Any
     assert "\n" not in str(error.value)
 
 
+def test_server_wide_values_count_where_they_are_meant() -> None:
+    served = served_with(
+        algorithm="multi_block",
+        threshold=0.4,
+        block_add=0.1,
+        decoded_thresh=0.95,
+        early_stop=True,
+        cache="delayed",
+        remasking="random",
+    )
+    decided = resolve(served)
+    assert (decided.threshold, decided.block_add_threshold) == (0.4, 0.1)
+    assert (decided.decoded_token_threshold, decided.early_stop) == (0.95, True)
+    assert (decided.cache, decided.remasking) == ("delayed", "random")
+    # A confidence is no entropy; what another algorithm does not use gives way.
+    other = resolve(served, algorithm="hierarchy")
+    assert (other.threshold, other.early_stop, other.cache) == (0.9, False, "none")
+    assert other.remasking == "low_confidence"
+    assert resolve(served_with(threshold=0.4), algorithm="entropy_threshold").threshold == 0.4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache": "prefix", "cfg_scale": 1.0},
+        {"algorithm": "multi_block", "cache": "prefix"},
+        {"algorithm": "dream", "cache": "delayed"},
+    ],
+)
+def test_server_settings_that_cannot_go_together(settings: dict[str, Any]) -> None:
+    with pytest.raises(ServerConfigError, match="cache"):
+        params.server_defaults(settings)
+
+
 @pytest.mark.parametrize("name", ["gen_length", "seed", "mask_id", "ignore_eos", "temperature"])
 def test_what_belongs_to_a_request_is_no_server_setting(name: str) -> None:
     with pytest.raises(ServerConfigError, match=f"{name} belongs to a request"):
@@ -589,6 +867,13 @@ def test_fields_that_act_on_autoregressive_models_only(field: str, value: Any) -
     assert error.value.field == field
 
 
+def test_top_p_and_top_k_are_dreams() -> None:
+    decided = sampled(temperature=1.0, top_p=0.5, top_k=7, extra_args={"algorithm": "dream"})
+    assert (decided.top_p, decided.top_k) == (0.5, 7)
+    own = sampled(top_p=0.5, extra_args={"algorithm": "dream", "top_p": 0.8, "top_k": 0})
+    assert (own.top_p, own.top_k) == (0.8, None)
+
+
 def test_values_without_effect_are_accepted() -> None:
     decided = sampled(
         top_p=1.0,
@@ -640,7 +925,7 @@ def test_defaults_always_work(
         return
     decided = resolve(served, [1] * prompt_length, **asked)
     assert 1 <= decided.max_tokens <= decided.gen_length <= room
-    if decided.algorithm not in ("full_attn_multi_block", "dream"):
+    if decided.algorithm != "full_attn_multi_block":
         assert decided.gen_length % decided.block_length == 0
     if max_tokens is not None:
         assert decided.max_tokens == max_tokens
@@ -710,7 +995,9 @@ def test_resolve_decides_or_refuses_and_nothing_else(
     except InvalidParameterError as error:
         assert error.field in {*asked, *params.BY_NAME, "prompt"}
         return
-    assert decided.gen_length % decided.block_length == 0
+    assert decided.gen_length % decided.block_length == 0 or (
+        decided.algorithm == "full_attn_multi_block"
+    )
     assert len(prompt) + decided.gen_length <= MODEL.max_model_len
 
 
@@ -718,4 +1005,9 @@ def test_every_field_is_documented_once() -> None:
     rows = list(params.documented_fields())
     assert [row[0] for row in rows] == [field.name for field in params.FIELDS]
     assert all(doc and default for _, _, default, doc in rows)
+    by_name = {name: default for name, _, default, _ in rows}
+    assert by_name["threshold"] == (
+        "0.9; entropy_threshold 0.95; full_attn_multi_block 0.4; multi_block 0.5 (0.9 on Dream)"
+    )
+    assert by_name["early_stop"] == "false"
     assert len(params.CANONICAL) == sum(1 + len(f.aliases) for f in params.FIELDS)
