@@ -7,9 +7,9 @@
 
 Every algorithm of `vllm.diffusion.params` answers the facts that a model was trained on, with its
 defaults, with other values of its parameters (one changed at a time), and with each cache. A
-combination that the engine refuses is listed as refused. All questions of a combination are decoded
-together by an engine inside this process, at temperature 0. Models that are missing under models/
-are trained first.
+combination that the engine refuses is listed as refused. All questions of a combination are
+decoded together by an engine inside this process, at temperature 0 and seed 0. Models that are
+missing under models/ are trained first.
 
 The models are sure of the taught questions and answer most of them in one forward, whatever the
 algorithm. So each is also asked with words before it that no model was taught; then the order of
@@ -93,9 +93,11 @@ class Case:
         asked: dict[str, Any] = {
             "algorithm": self.algorithm,
             "gen_length": gen_length,
-            "block_length": block_length,
             **self.parameters,
         }
+        users = params.BY_NAME["block_length"].algorithms
+        if not users or self.algorithm in users:
+            asked["block_length"] = block_length
         if self.cache != "none":
             asked["cache"] = self.cache
         return asked
@@ -211,12 +213,7 @@ def cases(
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
     """Settings of an algorithm: its defaults, then each choice and pace of its own parameters."""
     own = [spec for spec in params.FIELDS if algorithm in spec.algorithms]
-    paced = [
-        {spec.name: value}
-        for spec in own
-        for value in PACE.get(spec.name, ())
-        if f"{value:g}" != spec.default
-    ]
+    paced = [{spec.name: value} for spec in own for value in PACE.get(spec.name, ())]
     if paced:
         return [{}, *paced]
     steps = {max(num_blocks, round(gen_length * share)) for share in STEPS_PER_TOKEN}
@@ -247,7 +244,8 @@ def measure_all(
         for folder in folders:
             facts = read_facts(folder, options.limit)
             with engine(folder, options) as llm:
-                ask(llm, facts[:1], {"gen_length": options.gen_length})  # warm-up
+                request = plan[0].request(options.gen_length, options.block_length)
+                measure(llm, facts[:1], request, ("warm-up", "", "", "", ""))
                 for case, wording in product(plan, options.wordings):
                     progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.told()}")
                     identity = (folder.name, wording, case.algorithm, case.cache, case.told())
@@ -362,7 +360,7 @@ def ask(llm: Any, facts: Sequence[tuple[str, str]], request: dict[str, Any]) -> 
     from vllm import SamplingParams
 
     conversations = [[{"role": "user", "content": question}] for question, _ in facts]
-    sampling = SamplingParams(temperature=0.0, extra_args=request)
+    sampling = SamplingParams(temperature=0.0, seed=0, extra_args=request)
     outputs: list[Any] = llm.chat(conversations, sampling, use_tqdm=False)
     return outputs
 
@@ -384,6 +382,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "block_length": options.block_length,
         "dtype": options.dtype,
         "temperature": 0.0,
+        "seed": 0,
         "vllm": version("vllm"),
         "torch": version("torch"),
         "machine": platform.machine(),
@@ -433,13 +432,18 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
     lines += [f"\n{r.failed} of {r.questions} answers failed: {told(r)}" for r in rows if r.failed]
     if refused:
         lines += ["", "Refused:", ""]
-        lines += [f"- {told(case)}: {case.reason}" for case in refused]
+        lines += [f"- {line}" for line in in_order(map(told_once, refused))]
     return "\n".join(lines) + "\n"
 
 
-def told(case: Row | Refused) -> str:
+def told(row: Row) -> str:
     """Which case this was, in words."""
-    return f"{case.model}, {case.wording}, {case.algorithm}, {case.parameters}, cache {case.cache}"
+    return f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}, cache {row.cache}"
+
+
+def told_once(case: Refused) -> str:
+    """What was refused and why, without the model: most refusals hold for all."""
+    return f"`{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:

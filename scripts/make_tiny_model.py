@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from tiny_model.cache import foreign_files, read_manifest, recipe, write_manifest
 from tiny_model.family import FAMILY_NAMES, load_family
-from tiny_model.settings import Plan
+from tiny_model.settings import plan_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from tiny_model.settings import Plan
 
 SCRIPTS = Path(__file__).resolve().parent
 REPOSITORY = SCRIPTS.parent
@@ -100,7 +102,7 @@ def make(
     Raises TinyModelError if it does not reach the plan's required share of right answers, or if
     `output` holds files that are not a tiny model's; then `output` stays as it was.
     """
-    plan = plan or Plan()
+    plan = plan or plan_for(family_name)
     wanted = recipe(SOURCES, family_name, seed, plan)
     with work_directory(output) as draft:
         manifest = read_manifest(output)
@@ -126,7 +128,7 @@ def make(
 
 def check(output: Path, family_name: str, plan: Plan | None = None) -> None:
     """Verifies the model at `output`; raises TinyModelError if it is incomplete or not good."""
-    plan = plan or Plan()
+    plan = plan or plan_for(family_name)
     if read_manifest(output) is None:
         raise TinyModelError(f"{output} is missing, incomplete or changed: run without --check")
 

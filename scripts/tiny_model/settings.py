@@ -49,3 +49,10 @@ class Plan:
         DecodingSetting(canvas=128, steps=16),
     )
     required_share: float = 0.95
+
+
+def plan_for(family: str) -> Plan:
+    """The plan of a family. Prompts of Dream are longer: as many rows a batch need more tokens."""
+    if family == "dream":
+        return Plan(TrainingSettings(tokens_per_batch=6400))
+    return Plan()

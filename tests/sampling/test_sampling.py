@@ -15,12 +15,14 @@ from torch import Tensor
 
 from tests.reference.philox import uniform, uniform_matrix
 from vllm.diffusion import params
+from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 from vllm.diffusion.sampling import Choice, NoiseSource, PhiloxNoise, RowGroup, choose, sample
 from vllm.diffusion.scoring import Scoring
 
+CONFIDENCE = Scoring()
 MASK, EOS, EOT = 38, 37, 36
 NUM_COLUMNS = 40
 MODEL = ServedModel(
@@ -40,10 +42,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class HeadModel:
     """The part of a model that sampling sees: a norm and a head over some columns."""
 
-    def __init__(self, weight: Tensor, vocab_start: int = 0) -> None:
+    def __init__(self, weight: Tensor, vocab_start: int = 0, vocab_size: int | None = None) -> None:
         self.weight = weight
         self.vocab_start = vocab_start
-        self.vocab_size = NUM_COLUMNS
+        self.vocab_size = weight.shape[0] if vocab_size is None else vocab_size
         self.most_rows = 0
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -69,42 +71,49 @@ def decided(**asked: Any) -> DiffusionParams:
     return params.resolve(params.canonical({"seed": 77, **asked}), MODEL, [1])
 
 
-class Columns:
-    """The part of a model that `choose` sees: which columns of how many are given."""
-
-    def __init__(self, vocab_start: int = 0, vocab_size: int = NUM_COLUMNS) -> None:
-        self.vocab_start = vocab_start
-        self.vocab_size = vocab_size
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-WHOLE = Columns()
-
-
 def group(
     rows: list[int],
     step: int = 0,
     forbid_mask: bool = False,
     twin: int | None = None,
-    scoring: Scoring | None = None,
+    scoring: Scoring = CONFIDENCE,
     **asked: Any,
 ) -> RowGroup:
     """Rows of one request; its canvas positions are the rows plus 3."""
     index = torch.tensor(rows, dtype=torch.int64)
     return RowGroup(
         params=decided(**asked),
-        scoring=scoring or Scoring(),
+        scoring=scoring,
         step=step,
         forbid_mask=forbid_mask,
         rows=index,
         unconditional_rows=None if twin is None else index + twin,
         positions=index + 3,
     )
+
+
+def chosen(
+    logits: Tensor,
+    part: RowGroup,
+    noise: NoiseSource | None = None,
+    start: int = 0,
+    vocab_size: int | None = None,
+) -> Choice:
+    """`choose` on whole rows, or on the columns from `start` of rows of `vocab_size` columns."""
+    model = HeadModel(torch.empty(0, 16), start, vocab_size or logits.shape[1])
+    return choose(logits.clone(), part, model, noise or PhiloxNoise())
+
+
+def sampled(
+    model: HeadModel,
+    hidden: Tensor,
+    groups: list[RowGroup],
+    rows_per_chunk: int = 1000,
+    noise: NoiseSource | None = None,
+) -> tuple[Tensor, Tensor]:
+    found = sample(model, hidden, groups, rows_per_chunk, noise or PhiloxNoise())
+    assert (found.shape[0], found.dtype) == (3, torch.float64)
+    return found[0].long(), found[1]
 
 
 def logits_of(model: HeadModel, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -157,11 +166,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def assert_candidates(
-    found: Tensor, wanted: tuple[Tensor, Tensor], tolerance: float = 1e-5
+    found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], tolerance: float = 1e-5
 ) -> None:
-    assert (found.dtype, found.shape) == (torch.float64, (3, wanted[0].numel()))
+    assert found[0].dtype == torch.int64
     assert found[0].tolist() == wanted[0].tolist()
-    torch.testing.assert_close(found[1], wanted[1], rtol=tolerance, atol=1e-12)
+    torch.testing.assert_close(found[1].double(), wanted[1], rtol=tolerance, atol=1e-12)
 
 
 # ---- one request -------------------------------------------------------------------------------
@@ -173,7 +182,8 @@ def test_candidates_follow_the_formulas(asked: dict[str, Any], forbid_mask: bool
     model, hidden = head_model(), hidden_rows(64)
     part = group(list(range(0, 64, 2)), step=5, forbid_mask=forbid_mask, **asked)
     wanted = formula(logits_of(model, hidden, part.rows), part)
-    found = sample(model, hidden, [part], 1000, PhiloxNoise())
+    found = sampled(model, hidden, [part])
+    assert found[1].dtype == torch.float64
     assert_candidates(found, wanted)
     assert not forbid_mask or MASK not in found[0].tolist()
 
@@ -192,7 +202,7 @@ def test_demoted_tokens_are_chosen_with_confidence_zero() -> None:
         logits[row, best] = 5.0
     logits[3, EOS], logits[3, 4] = 5.0, 4.0
     cold = group([0, 1, 2, 3], confidence_eos_eot_inf=True)
-    token, score, _ = choose(logits.clone(), cold, WHOLE, PhiloxNoise())
+    token, score, _ = chosen(logits, cold)
     assert token.tolist() == [EOS, EOT, 3, EOS]
     assert score[[0, 1, 3]].tolist() == [0.0, 0.0, 0.0]
     assert score[2] == pytest.approx(math.exp(5) / (math.exp(5) + NUM_COLUMNS - 3), rel=1e-6)
@@ -202,24 +212,21 @@ def test_ties_go_to_the_lowest_token() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[1, [7, 9, 30]] = 2.0
     for dtype in ("float32", "float64", "logits"):
-        part = group([0, 1], confidence_dtype=dtype)
-        token = choose(logits.clone(), part, WHOLE, PhiloxNoise()).tokens
+        token = chosen(logits, group([0, 1], confidence_dtype=dtype)).tokens
         assert token.tolist() == [0, 7]
 
 
 def test_confidence_saturates_as_its_dtype_says() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[0, 1], logits[1, 2] = 25.0, 30.0
-    narrow = choose(logits.clone(), group([0, 1]), WHOLE, PhiloxNoise())[1]
-    wide = choose(logits.clone(), group([0, 1], confidence_dtype="float64"), WHOLE, PhiloxNoise())[
-        1
-    ]
+    narrow = chosen(logits, group([0, 1])).scores
+    wide = chosen(logits, group([0, 1], confidence_dtype="float64")).scores
     assert narrow.tolist() == [1.0, 1.0]
     assert wide.dtype == torch.float64
     assert wide[0] < wide[1] < 1.0
     bf16 = logits.bfloat16()
     bf16[:, :20] += 1.0
-    own = choose(bf16.clone(), group([0, 1], confidence_dtype="logits"), WHOLE, PhiloxNoise())[1]
+    own = chosen(bf16, group([0, 1], confidence_dtype="logits")).scores
     assert own.dtype == torch.bfloat16
     assert torch.equal(own, torch.softmax(bf16, 1).amax(1))
 
@@ -233,7 +240,7 @@ def test_guidance() -> None:
         own = logits_of(model, hidden, part.rows)
         free = logits_of(model, hidden, part.unconditional_rows)
         wanted = formula(free + 2.5 * (own - free), part)
-        assert_candidates(sample(model, hidden, [part], 7, PhiloxNoise()), wanted)
+        assert_candidates(sampled(model, hidden, [part], 7), wanted)
         assert wanted[0].tolist() != formula(own, part)[0].tolist()
 
 
@@ -257,32 +264,34 @@ def mixed_groups() -> list[RowGroup]:
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 3, 7, 1000])
 def test_neighbours_and_chunks_change_nothing(rows_per_chunk: int) -> None:
     model, hidden, groups = head_model(), hidden_rows(50), mixed_groups()
-    alone = [sample(model, hidden, [part], 1000, PhiloxNoise()) for part in groups]
+    alone = [sampled(model, hidden, [part]) for part in groups]
     model.most_rows = 0
-    tokens, scores, _ = sample(model, hidden, groups, rows_per_chunk, PhiloxNoise())
+    tokens, scores = sampled(model, hidden, groups, rows_per_chunk)
     assert model.most_rows <= rows_per_chunk
-    assert tokens.tolist() == torch.cat([found[0] for found in alone]).tolist()
-    wanted = torch.cat([found[1] for found in alone])
+    assert tokens.tolist() == torch.cat([token for token, _ in alone]).tolist()
+    wanted = torch.cat([score for _, score in alone])
     # Products of other shapes round differently.
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-12)
 
 
 def test_plain_requests_share_a_product() -> None:
     model, hidden = head_model(), hidden_rows(20)
-    sample(model, hidden, [group([0, 1]), group([2]), group([5, 6, 7])], 1000, PhiloxNoise())
+    sampled(model, hidden, [group([0, 1]), group([2]), group([5, 6, 7])])
     assert model.most_rows == 6
 
 
 @pytest.mark.parametrize("groups", [[], [group([])], [group([]), group([], temperature=1.0)]])
 def test_no_rows(groups: list[RowGroup]) -> None:
-    found = sample(head_model(), hidden_rows(3), groups, 4, PhiloxNoise())
-    assert (found.shape, found.dtype) == ((3, 0), torch.float64)
+    tokens, scores = sampled(head_model(), hidden_rows(3), groups, 4)
+    assert (tokens.shape, tokens.dtype) == ((0,), torch.int64)
+    assert (scores.shape, scores.dtype) == ((0,), torch.float64)
 
 
 def test_empty_groups_among_others() -> None:
     model, hidden = head_model(), hidden_rows(5)
     groups = [group([]), group([1, 2]), group([]), group([4], temperature=1.0)]
-    assert sample(model, hidden, groups, 4, PhiloxNoise()).shape == (3, 3)
+    tokens, _ = sampled(model, hidden, groups, 4)
+    assert tokens.numel() == 3
 
 
 # ---- random numbers ----------------------------------------------------------------------------
@@ -314,7 +323,7 @@ def test_injected_numbers_are_used() -> None:
 
     noise: NoiseSource = OneColumn()
     part = group([0, 1, 2], step=6, temperature=1.0, remasking="random")
-    tokens, scores, _ = sample(head_model(), hidden_rows(3) / 100, [part], 1, noise)
+    tokens, scores = sampled(head_model(), hidden_rows(3) / 100, [part], 1, noise)
     assert tokens.tolist() == [3, 4, 5]
     assert scores.tolist() == pytest.approx([0.15, 0.2, 0.25])
 
@@ -327,8 +336,7 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
     part = dataclasses.replace(
         group([], temperature=temperature), positions=torch.arange(num_draws)
     )
-    five = Columns(vocab_size=5)
-    tokens, scores, _ = choose(row.repeat(num_draws, 1), part, five, PhiloxNoise())
+    tokens, scores, _ = chosen(row.repeat(num_draws, 1), part)
     wanted = torch.softmax(row.double() / temperature, 0) * num_draws
     counts = torch.bincount(tokens, minlength=5)
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
@@ -343,7 +351,7 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
 
     def tokens(**changes: Any) -> list[int]:
         part = group(list(range(64)), **{"temperature": 1.0, **changes})
-        found: list[int] = choose(logits.clone(), part, WHOLE, noise)[0].tolist()
+        found: list[int] = chosen(logits, part, noise=noise).tokens.tolist()
         return found
 
     assert tokens() == tokens()
@@ -355,7 +363,7 @@ def test_a_seed_must_have_been_drawn() -> None:
         group([0]), params=dataclasses.replace(decided(temperature=1.0), seed=None)
     )
     with pytest.raises(ValueError, match="seed"):
-        choose(torch.zeros(1, NUM_COLUMNS), part, WHOLE, PhiloxNoise())
+        chosen(torch.zeros(1, NUM_COLUMNS), part)
 
 
 # ---- vocabulary in parts -----------------------------------------------------------------------
@@ -363,32 +371,32 @@ def test_a_seed_must_have_been_drawn() -> None:
 
 def sharded(
     logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
-) -> Choice:
-    """`choose` on two ranks, which are two threads that meet at every collective."""
+) -> tuple[Tensor, Tensor]:
+    """`choose` as two ranks run it: two threads that wait for each other at every exchange."""
     shards = ((0, logits[:, :boundary]), (boundary, logits[:, boundary:]))
-    meeting = threading.Barrier(2, timeout=60)
+    meeting = threading.Barrier(2, timeout=20)
     rank = threading.local()
-    sent: dict[int, Tensor] = {}
+    sent: list[Tensor] = [torch.empty(0)] * 2
 
     def gather(mine: Tensor, dim: int = -1) -> Tensor:
-        sent[rank.number] = mine.clone()
+        sent[rank.number] = mine
         meeting.wait()
-        whole = torch.cat([sent[0], sent[1]], dim=dim)
+        whole = torch.cat(sent, dim=dim)
         meeting.wait()
         return whole
 
     def run(number: int) -> Choice:
         rank.number = number
         start, columns = shards[number]
-        return choose(columns.clone(), part, Columns(start, logits.shape[1]), PhiloxNoise())
+        return chosen(columns, part, start=start, vocab_size=logits.shape[1])
 
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(ops_sampling, "tensor_model_parallel_all_gather", gather)
-    with ThreadPoolExecutor(2) as ranks:
-        results = list(ranks.map(run, range(2)))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)  # all ranks come to the same
-    return results[0]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, range(2)))
+    for mine, others in zip(*results, strict=True):
+        assert torch.equal(mine, others)  # all ranks come to the same
+    return results[0].tokens, results[0].scores
 
 
 @pytest.mark.parametrize("boundary", [1, 17, 20, 37, 39])
@@ -417,7 +425,7 @@ def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> Non
     logits[0, 3] = logits[1, EOS] = 4.0
     part = group([0, 1], confidence_eos_eot_inf=True)
     first = logits[:, : EOT + 2]
-    token, score, _ = sharded(first, part, EOT, monkeypatch)
+    token, score = sharded(first, part, EOT, monkeypatch)
     assert token.tolist() == [3, EOS]
     assert score[0] == pytest.approx(math.exp(4) / (math.exp(4) + EOT - 1), rel=1e-6)
     assert score[1] == 0.0
@@ -425,149 +433,150 @@ def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # ---- other scores ------------------------------------------------------------------------------
 
-ENTROPY = Scoring(score="negative_entropy", epsilon=1e-12)
 
-
-def negative_entropy(logits: Tensor, epsilon: float) -> Tensor:
+def entropies(logits: Tensor, epsilon: float) -> Tensor:
     p = torch.softmax(logits.double(), dim=1)
-    return (p * (p + epsilon).log()).sum(dim=1)
+    return (p * torch.log(p + epsilon)).sum(dim=1)
 
 
-@pytest.mark.parametrize("epsilon", [1e-12, 1e-8, 1e-2])
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8}, {"confidence_dtype": "float64"}])
-def test_entropies_are_free_of_noise(asked: dict[str, Any], epsilon: float) -> None:
-    model, hidden = head_model(), hidden_rows(40)
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_entropy_is_that_of_the_noise_free_logits(epsilon: float, temperature: float) -> None:
     scoring = Scoring(score="negative_entropy", epsilon=epsilon)
-    part = group(list(range(40)), scoring=scoring, **asked)
+    model, hidden = head_model(), hidden_rows(32)
+    part = group(list(range(32)), scoring=scoring, temperature=temperature)
     logits = logits_of(model, hidden, part.rows)
-    found = sample(model, hidden, [part], 7, PhiloxNoise())
-    assert found[0].tolist() == formula(logits, part)[0].tolist()
-    torch.testing.assert_close(found[1], negative_entropy(logits, epsilon), rtol=1e-5, atol=1e-6)
+    tokens, scores, greedy = chosen(logits, part)
+    assert tokens.tolist() == formula(logits, part)[0].tolist()
+    torch.testing.assert_close(scores.double(), entropies(logits, epsilon), rtol=1e-5, atol=1e-7)
+    assert torch.equal(greedy, tokens)
 
 
-def test_entropies_of_tables() -> None:
-    logits = torch.full((3, 4), -torch.inf)
-    logits[0, 2] = 1.0  # certain
-    logits[1, [0, 3]] = 5.0  # one of two
-    logits[2] = 0.0  # one of four
-    part = group([0, 1, 2], scoring=ENTROPY)
-    scores = choose(logits, part, Columns(vocab_size=4), PhiloxNoise()).scores
-    assert scores.tolist() == pytest.approx([0.0, -math.log(2), -math.log(4)], abs=1e-6)
+def test_random_remasking_replaces_entropy() -> None:
+    """The random number stands for the entropy, so the smallest is the most certain."""
+    scoring = Scoring(score="negative_entropy", epsilon=1e-12)
+    part = group([0, 1], scoring=scoring, remasking="random")
+    scores = chosen(torch.zeros(2, NUM_COLUMNS), part).scores
+    wanted = [-uniform(77, 1, 0, p, 0) for p in part.positions.tolist()]
+    assert scores.tolist() == pytest.approx(wanted)
 
 
-def test_random_remasking_stands_for_the_entropy() -> None:
-    part = group([0, 1, 2], scoring=ENTROPY, remasking="random", step=4)
-    scores = choose(torch.zeros(3, NUM_COLUMNS), part, WHOLE, PhiloxNoise()).scores
-    assert scores.tolist() == [-uniform(77, 1, 4, position, 0) for position in (3, 4, 5)]
-
-
-def test_the_greedy_token_is_free_of_noise() -> None:
-    scoring = Scoring(greedy=True)
-    logits = torch.randn(64, NUM_COLUMNS, generator=torch.Generator().manual_seed(3))
-    part = group(list(range(64)), scoring=scoring, temperature=1.0)
-    tokens, _, greedy = choose(logits.clone(), part, WHOLE, PhiloxNoise())
+def test_the_greedy_token_has_no_noise() -> None:
+    part = group(list(range(64)), scoring=Scoring(greedy=True), temperature=2.0)
+    logits = logits_of(head_model(), hidden_rows(64), part.rows)
+    tokens, _, greedy = chosen(logits, part)
     assert greedy.tolist() == logits.argmax(dim=1).tolist()
-    assert tokens.tolist() == formula(logits, part)[0].tolist() != greedy.tolist()
+    assert tokens.tolist() != greedy.tolist()
 
 
-@pytest.mark.parametrize("scoring", [ENTROPY, Scoring(greedy=True), Scoring(draw="categorical")])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("boundary", [20, 39])  # only the last rank has fewer columns
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(score="negative_entropy", epsilon=1e-12, greedy=True),
+        Scoring(draw="categorical"),
+        Scoring(score="margin", draw="categorical"),
+        Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
+    ],
+    ids=["entropy", "probability", "margin", "categorical-entropy"],
+)
 def test_two_ranks_score_as_one(
-    scoring: Scoring, temperature: float, monkeypatch: pytest.MonkeyPatch
+    scoring: Scoring, boundary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits = logits_of(head_model(), hidden_rows(20), torch.arange(20))
-    part = group(list(range(20)), scoring=scoring, temperature=temperature)
-    one = choose(logits.clone(), part, WHOLE, PhiloxNoise())
-    two = sharded(logits, part, 20, monkeypatch)
-    assert two.tokens.tolist() == one.tokens.tolist()
-    assert two.greedy.tolist() == one.greedy.tolist()
-    torch.testing.assert_close(two.scores.double(), one.scores.double(), rtol=1e-5, atol=1e-7)
-
-
-def test_a_rule_may_adjust_whole_rows() -> None:
-    """Each row once, in chunks; the mask is forbidden afterwards."""
-    seen: list[int] = []
-
-    def adjust(logits: Tensor, positions: Tensor) -> Tensor:
-        seen.extend(positions.tolist())
-        logits[:, MASK] = 100.0
-        logits[:, 5] = 50.0
-        return logits
-
-    model, hidden = head_model(), hidden_rows(10)
-    part = dataclasses.replace(group(list(range(10)), forbid_mask=True), adjust=adjust)
-    tokens, scores, _ = sample(model, hidden, [part], 3, PhiloxNoise())
-    assert seen == list(range(3, 13))
-    assert tokens.tolist() == [5] * 10
-    assert scores.tolist() == pytest.approx([1.0] * 10)
+    for temperature in (0.0, 0.9):
+        part = group(list(range(20)), scoring=scoring, temperature=temperature)
+        logits = logits_of(head_model(), hidden_rows(20), part.rows)
+        wanted = chosen(logits, part)
+        with monkeypatch.context() as ranks:
+            found = sharded(logits, part, boundary, ranks)
+        assert torch.equal(found[0], wanted.tokens)
+        torch.testing.assert_close(found[1], wanted.scores, rtol=1e-5, atol=1e-7)
 
 
 # ---- Dream's draw ------------------------------------------------------------------------------
 
-CONFIDENCE = Scoring(draw="categorical")
+
+def dream(rows: list[int], alg: str = "maskgit_plus", **asked: Any) -> RowGroup:
+    return group(rows, scoring=SCORINGS[alg], algorithm="dream", alg=alg, **asked)
 
 
-def dream_choice(logits: Tensor, scoring: Scoring = CONFIDENCE, **asked: Any) -> Choice:
-    part = group(list(range(len(logits))), scoring=scoring, algorithm="dream", **asked)
-    return choose(logits.clone(), part, Columns(vocab_size=logits.shape[1]), PhiloxNoise())
-
-
-def test_the_best_probability_and_what_else_is_scored() -> None:
-    p = torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.2, 0.4]])
-    tokens, scores, _ = dream_choice(p.log())
-    assert tokens.tolist() == [1, 0]
-    assert scores.tolist() == pytest.approx([0.6, 0.4])
-    margins = dream_choice(p.log(), Scoring(score="margin", draw="categorical")).scores
-    assert margins.tolist() == pytest.approx([0.3, 0.0], abs=1e-6)
-    entropy = Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical")
-    wanted = [0.1 * math.log(0.1) + 0.6 * math.log(0.6) + 0.3 * math.log(0.3)]
-    assert dream_choice(p.log(), entropy).scores[0].tolist() == pytest.approx(wanted[0])
+def kept(logits: Tensor, top_p: float | None, top_k: int | None) -> list[set[int]]:
+    """Tokens that top-p and then top-k leave in each row, one row and one token at a time."""
+    found = []
+    for row in logits.double():
+        order = sorted(range(row.numel()), key=lambda i: (-float(row[i]), i))
+        probabilities = torch.softmax(row, 0)
+        left, total = [], 0.0
+        for token in order:
+            left.append(token)  # also the one that crosses the limit
+            total += float(probabilities[token])
+            if top_p is not None and total > top_p:
+                break
+        if top_k is not None and len(left) > top_k:
+            least = float(row[left[top_k - 1]])
+            left = [token for token in left if float(row[token]) >= least]
+        found.append(set(left))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
-    [
-        ({"top_p": 0.45}, [0]),  # the first entry always stays
-        ({"top_p": 0.55}, [0, 1]),  # the one that exceeds the sum stays
-        ({"top_p": 0.8}, [0, 1, 2]),
-        ({"top_p": 0.0}, [0]),
-        ({"top_p": 1.0}, [0, 1, 2, 3]),
-        ({"top_k": 1}, [0]),
-        ({"top_k": 2}, [0, 1]),
-        ({"top_k": 3}, [0, 1, 2, 3]),  # 2 and 3 are equal: ties with the k-th stay
-        ({"top_k": 99}, [0, 1, 2, 3]),
-        ({"top_k": 2, "top_p": 0.45}, [0]),
-    ],
+    ("top_p", "top_k"), [(None, None), (0.5, None), (0.9, None), (None, 3), (0.8, 4), (1e-6, None)]
 )
-def test_what_top_p_and_top_k_keep(asked: dict[str, Any], kept: list[int]) -> None:
-    p = torch.tensor([[0.5, 0.26, 0.12, 0.12]])
-    scores = dream_choice(p.log(), **asked).scores
-    assert float(scores[0]) == pytest.approx(0.5 / float(p[0, kept].sum()), rel=1e-5)
+@pytest.mark.parametrize("alg", ["maskgit_plus", "topk_margin", "entropy"])
+def test_dream_scores_what_is_left(alg: str, top_p: float | None, top_k: int | None) -> None:
+    limits = {k: v for k, v in {"top_p": top_p, "top_k": top_k}.items() if v is not None}
+    part = dream(list(range(24)), alg, temperature=0.7, **limits)
+    logits = logits_of(head_model(), hidden_rows(24), part.rows)
+    tokens, scores, _ = chosen(logits, part)
+    for row, left in enumerate(kept(logits / 0.7, top_p, top_k)):
+        assert int(tokens[row]) in left
+        mine = torch.full((NUM_COLUMNS,), -torch.inf, dtype=torch.float64)
+        index = sorted(left)
+        mine[index] = logits[row].double()[index] / 0.7
+        p = torch.softmax(mine, 0)
+        best = p.sort(descending=True).values
+        wanted = {
+            "maskgit_plus": p[tokens[row]],
+            "topk_margin": best[0] - best[1],
+            "entropy": (p * torch.log(p + 1e-10)).sum(),
+        }[alg]
+        assert float(scores[row]) == pytest.approx(float(wanted), rel=1e-4, abs=1e-6)
 
 
-def test_temperature_comes_before_top_p() -> None:
-    """At temperature 2 the best of (0.64, 0.36) has 4/7, so both are within a top_p of 0.6."""
-    logits = torch.tensor([[0.64, 0.36]]).log().repeat(2000, 1)
-    tokens, scores, _ = dream_choice(logits, temperature=2.0, top_p=0.6)
-    assert set(tokens.tolist()) == {0, 1}
-    for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
-        assert score == pytest.approx((4 / 7, 3 / 7)[token], rel=1e-5)
-    assert set(dream_choice(logits, temperature=1.0, top_p=0.6).tokens.tolist()) == {0}
+def test_dream_is_greedy_at_temperature_zero() -> None:
+    part = dream(list(range(24)), top_p=0.3)
+    logits = logits_of(head_model(), hidden_rows(24), part.rows)
+    assert chosen(logits, part).tokens.tolist() == logits.argmax(dim=1).tolist()
 
 
-def test_drawn_tokens_have_the_frequencies_of_what_is_left() -> None:
-    p = torch.tensor([0.4, 0.3, 0.2, 0.1])
+def test_dream_draws_with_the_frequencies_of_what_is_left() -> None:
     num_draws = 20_000
-    tokens = dream_choice(p.log().repeat(num_draws, 1), temperature=1.0, top_k=3).tokens
-    counts = torch.bincount(tokens, minlength=4)
-    assert counts[3] == 0
-    wanted = p[:3] / 0.9 * num_draws
-    assert float(((counts[:3] - wanted) ** 2 / wanted).sum()) < 13.82  # 0.1 % point, 2 degrees
+    row = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
+    part = dataclasses.replace(
+        dream([], temperature=0.8, top_k=4), positions=torch.arange(num_draws)
+    )
+    tokens = chosen(row.repeat(num_draws, 1), part).tokens
+    counts = torch.bincount(tokens, minlength=5)
+    assert counts[2] == 0
+    left = torch.tensor([0, 1, 3, 4])
+    wanted = torch.softmax(row[left].double() / 0.8, 0) * num_draws
+    assert float(((counts[left] - wanted) ** 2 / wanted).sum()) < 16.27  # 0.1 %, 3 degrees
 
 
-def test_dreams_draw_is_the_published_formula() -> None:
-    logits = torch.randn(30, 40, generator=torch.Generator().manual_seed(5))
-    tokens = dream_choice(logits, temperature=0.7).tokens
-    u = uniform_matrix(77, 2, 0, list(range(3, 33)), 40)
-    p = torch.softmax(logits / 0.7, dim=1).double()
-    assert tokens.tolist() == (p.log() - (-u.log()).log()).argmax(dim=1).tolist()
+# ---- logits that a rule adjusts ----------------------------------------------------------------
+
+
+def test_adjusted_logits_replace_the_models() -> None:
+    seen: list[Tensor] = []
+
+    def adjust(logits: Tensor, positions: Tensor) -> Tensor:
+        seen.append(positions)
+        changed = logits.clone()
+        changed[:, 11] = 50.0
+        return changed
+
+    part = dataclasses.replace(group([4, 5, 6]), adjust=adjust)
+    tokens, scores = sampled(head_model(), hidden_rows(8), [part], 2)
+    assert tokens.tolist() == [11, 11, 11]
+    assert scores.tolist() == [1.0, 1.0, 1.0]
+    assert torch.cat(seen).tolist() == part.positions.tolist()

@@ -26,7 +26,7 @@ import make_tiny_model  # noqa: E402
 from tiny_model import making  # noqa: E402
 from tiny_model.cache import MANIFEST_NAME, read_manifest  # noqa: E402
 from tiny_model.checkpoint import load_weights, read_config  # noqa: E402
-from tiny_model.decoding import commit_quotas, denoise  # noqa: E402
+from tiny_model.decoding import commit_quotas, semi_autoregressive  # noqa: E402
 from tiny_model.facts import CAPITALS, all_facts  # noqa: E402
 from tiny_model.family import TokenIds, load_family  # noqa: E402
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings  # noqa: E402
@@ -417,7 +417,7 @@ def test_training_learns_to_answer():
     train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
     prompts = torch.tensor([example.chat_prompt for example in examples])
     setting = DecodingSetting(canvas=8, steps=8, block_length=8)
-    rows = denoise(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
+    rows = semi_autoregressive(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
     for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
         assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
 
@@ -456,7 +456,7 @@ def commit_order(confidence: list[float], setting: DecodingSetting) -> list[list
         seen.update(filled)
 
     network = FixedNetwork([1.0, 1.0, *confidence])
-    rows = denoise(network, torch.tensor([[0, 1]]), mask_id, setting, record)
+    rows = semi_autoregressive(network, torch.tensor([[0, 1]]), mask_id, setting, record)
     assert rows[0].tolist() == list(range(2 + setting.canvas))
     return order
 
@@ -592,7 +592,8 @@ def test_foreign_files_are_never_replaced(output: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--family", "gpt"], "--family: wanted llada, got gpt"),
+        (["--family", "gpt"], "--family: wanted llada or dream or llada-moe or all, got gpt"),
+        (["--family", "all"], "--output: wanted one family with it, got --family all"),
         (["--seed", "-1"], "--seed: wanted 0 to 9223372036854775807, got -1"),
         (["--check"], "is missing, incomplete or changed"),
     ],

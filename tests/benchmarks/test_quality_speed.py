@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality and speed benchmark: which cases it runs, what it counts, what it writes."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.diffusion import params
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import quality_speed  # noqa: E402
+from quality_speed import BenchmarkError, Case, Refused, Row, cases, measure, read_facts  # noqa: E402
+
+LLADA = ROOT / "models" / "llada-tiny"
+IDENTITY = ("m", "taught", "threshold", "none", "defaults")
+FACTS = [("What is 1 plus 1?", "1 plus 1 is 2."), ("What is 1 plus 2?", "1 plus 2 is 3.")]
+
+
+# --- cases -----------------------------------------------------------------------------------
+
+
+def test_every_algorithm_and_cache_has_a_case() -> None:
+    plan = cases(params.ALGORITHMS, params.CACHES, 32, 8)
+    assert {case.algorithm for case in plan} == set(params.ALGORITHMS)
+    assert {(case.algorithm, case.cache) for case in plan} == {
+        (algorithm, cache) for algorithm in params.ALGORITHMS for cache in params.CACHES
+    }
+    told = [(case.algorithm, case.cache, case.told()) for case in plan]
+    assert len(told) == len(set(told))
+
+
+def test_fixed_quotas_are_paced_by_steps() -> None:
+    assert quality_speed.paces("unheard_of", 32, 4) == [
+        {"steps": 32},
+        {"steps": 16},
+        {"steps": 8},
+        {"steps": 4},
+    ]
+    # Never fewer steps than blocks.
+    assert quality_speed.paces("unheard_of", 32, 16) == [{"steps": 32}, {"steps": 16}]
+    assert {"steps"} <= {
+        name for case in cases(["semi_ar"], ["none"], 32, 8) for name in case.parameters
+    }
+
+
+def test_thresholds_are_paced_by_their_value() -> None:
+    found = [case.parameters for case in cases(["threshold"], ["none"], 32, 8)]
+    assert found[0] == {}
+    assert {"threshold": 0.5} in found
+    assert len({json.dumps(parameters) for parameters in found}) == len(found)
+
+
+def test_choices_and_new_parameters_are_taken_from_the_table(monkeypatch: Any) -> None:
+    own = (
+        params.Field("alg", str, "", "b", choices=("a", "b"), algorithms=("new",)),
+        params.Field("factor", float, "", "1", algorithms=("newer",)),
+    )
+    monkeypatch.setattr(params, "FIELDS", (*params.FIELDS, *own))
+    settings = quality_speed.paces("new", 8, 4)
+    assert settings == [
+        {"alg": choice, "steps": steps} for choice in ("a", "b") for steps in (8, 4)
+    ]
+    settings = quality_speed.paces("newer", 8, 4)
+    assert {"factor": 0.5} in settings
+
+
+def test_a_request_holds_what_the_case_says() -> None:
+    assert Case("threshold", "dual", {"threshold": 0.5}).request(32, 8) == {
+        "algorithm": "threshold",
+        "cache": "dual",
+        "gen_length": 32,
+        "block_length": 8,
+        "threshold": 0.5,
+    }
+    assert "cache" not in Case("threshold").request(32, 8)
+
+
+def test_algorithms_without_blocks_get_no_block_length(monkeypatch: Any) -> None:
+    field = dataclasses.replace(params.BY_NAME["block_length"], algorithms=("threshold",))
+    monkeypatch.setitem(params.BY_NAME, "block_length", field)
+    assert "block_length" in Case("threshold").request(32, 8)
+    assert Case("dream").request(32, 8) == {"algorithm": "dream", "gen_length": 32}
+
+
+def test_a_broken_canvas_is_refused() -> None:
+    with pytest.raises(BenchmarkError, match=r"--block-length: given 5; wanted a divisor"):
+        cases(["semi_ar"], ["none"], 32, 5)
+
+
+# --- counting --------------------------------------------------------------------------------
+
+
+class Answering:
+    """An engine that gives the same texts and reports whatever it is asked."""
+
+    def __init__(self, *answers: tuple[str, dict[str, Any]]) -> None:
+        self._answers = answers
+
+    def chat(self, conversations: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+        assert [c[0]["content"] for c in conversations] == [question for question, _ in FACTS]
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(text=text)], kv_transfer_params={"dllm": report}
+            )
+            for text, report in self._answers
+        ]
+
+
+def test_figures_of_a_case() -> None:
+    llm = Answering(
+        ("1 plus 1 is 2.", {"num_forwards": 3, "num_committed": 8}),
+        ("1 plus 2 is 4.", {"num_forwards": 5, "num_committed": 24}),
+    )
+    row = measure(llm, FACTS, {}, IDENTITY)
+    assert isinstance(row, Row)
+    assert (row.questions, row.right, row.failed, row.accuracy) == (2, 1, 0, 0.5)
+    assert row.forwards_per_answer == 4.0
+    assert row.tokens_per_forward == 4.0
+
+
+def test_failed_answers_are_wrong_and_are_told() -> None:
+    llm = Answering(
+        ("", {"error": "no\nprogress"}), ("1 plus 2 is 3.", {"num_forwards": 2, "num_committed": 8})
+    )
+    row = measure(llm, FACTS, {}, IDENTITY)
+    assert isinstance(row, Row)
+    assert (row.right, row.failed, row.forwards_per_answer) == (1, 1, 2.0)
+    assert "1 of 2 answers failed: m, taught, threshold" in quality_speed.markdown([row], [])
+
+
+def test_a_case_without_any_answer_is_refused() -> None:
+    llm = Answering(("", {"error": "no\nprogress"}), ("", {"error": "no\nprogress"}))
+    assert measure(llm, FACTS, {}, IDENTITY) == Refused(*IDENTITY, reason="no progress")
+
+
+def test_the_same_refusal_is_told_once() -> None:
+    refused = [Refused(m, "taught", "dream", "dual", "defaults", "wanted none") for m in "ab"]
+    assert quality_speed.markdown([], refused).count("wanted none") == 1
+
+
+def test_limited_facts_are_spread_over_all_kinds(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": f"q{i}", "answer": "a"}) for i in range(10)]
+    (tmp_path / "facts.jsonl").write_text("\n".join(lines))
+    assert [question for question, _ in read_facts(tmp_path, 3)] == ["q0", "q3", "q6"]
+    assert len(read_facts(tmp_path, None)) == len(read_facts(tmp_path, 99)) == 10
+
+
+# --- the whole command -----------------------------------------------------------------------
+
+
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (LLADA / "config.json").is_file():
+        pytest.fail(f"no model in {LLADA}: scripts/make_tiny_model.py makes it", pytrace=False)
+    output = tmp_path / "results"
+    status = quality_speed.main(
+        [
+            *("--models", str(LLADA), "--algorithms", "semi_ar", "threshold", "--caches", "none"),
+            *("--limit", "4", "--block-length", "16", "--output-dir", str(output)),
+        ]
+    )
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert "100%" in captured.err  # the progress bar
+    with (output / "quality_speed.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert captured.out.count("| llada-tiny |") == len(table)
+    wanted = len(cases(["semi_ar", "threshold"], ["none"], 32, 16))
+    assert len(table) == wanted * len(quality_speed.WORDINGS)
+    taught = {
+        (row["algorithm"], row["parameters"].split()[-1]): row
+        for row in table
+        if row["wording"] == "taught" and "random" not in row["parameters"]
+    }
+    slowest = taught["semi_ar", "steps=32"]
+    assert float(slowest["accuracy"]) == 1.0
+    assert float(slowest["tokens_per_forward"]) == 1.0
+    assert float(slowest["forwards_per_answer"]) == 16.0  # the answers end in the first block
+    assert float(taught["semi_ar", "steps=8"]["tokens_per_forward"]) == 4.0
+    assert float(taught["threshold", "defaults"]["tokens_per_forward"]) > 1.0
+    content = json.loads((output / "quality_speed.json").read_text())
+    assert [row["parameters"] for row in content["rows"]] == [row["parameters"] for row in table]
+    assert content["settings"]["block_length"] == 16
+    assert (output / "quality_speed.png").read_bytes().startswith(b"\x89PNG")
+    assert "| semi" not in (output / "quality_speed.md").read_text()  # names are code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--block-length", "5"], "error: --block-length: given 5"),
+        (["--models", "/nowhere/at-all"], "error: --models: no checkpoint in /nowhere/at-all"),
+    ],
+)
+def test_refusals(
+    arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert quality_speed.main([*arguments, "--output-dir", str(tmp_path / "results")]) == 1
+    assert capfd.readouterr().err.splitlines()[-1].startswith(message)
+    assert not (tmp_path / "results").exists()

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Dream and LLaDA-MoE families of the tiny model have of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import make_tiny_model  # noqa: E402
+from tiny_model.checkpoint import read_config  # noqa: E402
+from tiny_model.decoding import dream, dream_quotas  # noqa: E402
+from tiny_model.family import FAMILY_NAMES, TokenIds, load_family  # noqa: E402
+from tiny_model.settings import (  # noqa: E402
+    DecodingSetting,
+    Phase,
+    Plan,
+    TrainingSettings,
+    plan_for,
+)
+from tiny_model.tokenizer import load_tokenizer  # noqa: E402
+from tiny_model.training import Example, train  # noqa: E402
+
+FAMILIES = ("dream", "llada-moe")
+# Everything but the learning: two small iterations, one forward a verification.
+QUICK = Plan(
+    training=TrainingSettings(phases=(Phase(2, (12,)),), tokens_per_batch=100),
+    verifications=(DecodingSetting(canvas=32, steps=1),),
+    required_share=0.0,
+)
+TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 1 plus 1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Complete checkpoints of hardly trained networks; tests only read them."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {family: folder / f"{family}-tiny" for family in FAMILIES}
+    for family, output in found.items():
+        make_tiny_model.make(output, family, seed=0, plan=QUICK)
+    return found
+
+
+def test_all_makes_one_of_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        make_tiny_model, "make", lambda output, family, *_, **__: made.append((family, output.name))
+    )
+    assert make_tiny_model.main(["--family", "all"]) == 0
+    assert made == [
+        ("llada", "llada-tiny"),
+        ("dream", "dream-tiny"),
+        ("llada-moe", "llada-moe-tiny"),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_must_be_right_at_one_token_a_forward(family: str) -> None:
+    plan = plan_for(family)
+    assert plan.required_share >= 0.9
+    assert (plan.verifications[0].canvas, plan.verifications[0].steps) == (32, 32)
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def test_dream_template_adds_its_system_message(checkpoints: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(checkpoints["dream"])
+    rest = (
+        "<|im_start|>user\nWhat is 1 plus 1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n"
+    )
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert tokenizer.apply_chat_template(CONVERSATION, tokenize=False) == system + rest
+    text = tokenizer.apply_chat_template(
+        CONVERSATION[1:], tokenize=False, add_generation_prompt=True
+    )
+    default = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    assert text == default + rest + "<|im_start|>assistant\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 5
+
+
+def test_moe_template_names_roles(checkpoints: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(checkpoints["llada-moe"])
+    text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<role>SYSTEM</role>Be brief.<|role_end|><role>HUMAN</role>What is 1 plus 1?<|role_end|>"
+        "<role>ASSISTANT</role>2<|role_end|><role>HUMAN</role>Why?<|role_end|>"
+        "<role>ASSISTANT</role>"
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<role>")) == 5
+    assert len(tokenizer.encode("HUMAN")) == len(tokenizer.encode("ASSISTANT")) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [
+        ("dream", ["<|beginoftext|>", "<|endoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]),
+        (
+            "llada-moe",
+            ["<|startoftext|>", "<|endoftext|>", "<|mask|>", "<role>", "</role>", "<|role_end|>"],
+        ),
+    ],
+)
+def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[str]) -> None:
+    tokenizer = load_tokenizer(checkpoints[family])
+    config = read_config(checkpoints[family])
+    assert set(tokenizer.all_special_tokens) == set(tokens)
+    for token in tokens:
+        assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
+    assert tokenizer.mask_token == "<|mask|>"
+    assert tokenizer.mask_token_id == config["mask_token_id"]
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == config["eos_token_id"] == config["pad_token_id"]
+    assert len(tokenizer) < config["vocab_size"]  # padded, as in released checkpoints
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of all tensors, each read from the shard that the index names."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    found = {}
+    for name, file_name in index["weight_map"].items():
+        with safe_open(directory / file_name, framework="pt") as shard:
+            found[name] = tuple(shard.get_slice(name).get_shape())
+    return found
+
+
+def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width = config["hidden_size"]
+    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    return {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.k_proj.weight": (kv_width, width),
+        "self_attn.v_proj.weight": (kv_width, width),
+        "self_attn.o_proj.weight": (width, width),
+    }
+
+
+def mlp_shapes(prefix: str, inner: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, width),
+        f"{prefix}.up_proj.weight": (inner, width),
+        f"{prefix}.down_proj.weight": (width, inner),
+    }
+
+
+def whole_model(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    rows, width = config["vocab_size"], config["hidden_size"]
+    return {
+        "model.embed_tokens.weight": (rows, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (rows, width),
+    } | {
+        f"model.layers.{i}.{name}": shape
+        for i in range(config["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+
+
+def test_dream_tensors(checkpoints: dict[str, Path]) -> None:
+    config = read_config(checkpoints["dream"])
+    assert (config["model_type"], config["architectures"]) == ("Dream", ["DreamModel"])
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    layer = attention_shapes(config)
+    for name in "qkv":
+        projection = f"self_attn.{name}_proj"
+        layer[f"{projection}.bias"] = layer[f"{projection}.weight"][:1]
+    layer |= mlp_shapes("mlp", config["intermediate_size"], config["hidden_size"])
+    assert shapes(checkpoints["dream"]) == whole_model(config, layer)
+
+
+def test_moe_tensors(checkpoints: dict[str, Path]) -> None:
+    config = read_config(checkpoints["llada-moe"])
+    assert config["architectures"] == ["LLaDAMoEModelLM"]
+    assert config["moe_layer_freq"] == [1] * config["num_hidden_layers"]
+    width = config["hidden_size"]
+    head_dim = width // config["num_attention_heads"]
+    layer = attention_shapes(config) | {
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "mlp.gate.weight": (config["num_experts"], width),
+    }
+    for j in range(config["num_experts"]):
+        layer |= mlp_shapes(f"mlp.experts.{j}", config["expert_intermediate_size"], width)
+    assert shapes(checkpoints["llada-moe"]) == whole_model(config, layer)
+
+
+# --- forward pass ----------------------------------------------------------------------------
+
+Weights = dict[str, np.ndarray]
+
+
+def rms_norm64(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def rotate64(head: np.ndarray, theta: float) -> np.ndarray:
+    """head [T, hd]: channels j and j + hd/2 are turned by position / theta^(2j/hd)."""
+    half = head.shape[1] // 2
+    angle = np.arange(len(head))[:, None] / theta ** (np.arange(half) / half)
+    turned = (head[:, :half] + 1j * head[:, half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+def attention64(h: np.ndarray, w: Weights, config: dict[str, Any]) -> np.ndarray:
+    num_heads, theta = config["num_attention_heads"], config["rope_theta"]
+    q, k, v = (
+        h @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", 0.0)
+        for name in "qkv"
+    )
+    head_dim = q.shape[1] // num_heads
+    per_kv_head = num_heads // config["num_key_value_heads"]
+    heads = []
+    for number in range(num_heads):
+        kv_number = number // per_kv_head
+        query = q[:, number * head_dim : (number + 1) * head_dim]
+        key, value = (x[:, kv_number * head_dim : (kv_number + 1) * head_dim] for x in (k, v))
+        if "self_attn.q_norm.weight" in w:
+            query = rms_norm64(query, w["self_attn.q_norm.weight"], config["rms_norm_eps"])
+            key = rms_norm64(key, w["self_attn.k_norm.weight"], config["rms_norm_eps"])
+        scores = rotate64(query, theta) @ rotate64(key, theta).T / np.sqrt(head_dim)
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        heads.append(weight / weight.sum(-1, keepdims=True) @ value)
+    return np.concatenate(heads, axis=1) @ w["self_attn.o_proj.weight"].T
+
+
+def mlp64(h: np.ndarray, w: Weights, prefix: str) -> np.ndarray:
+    gate, up = (h @ w[f"{prefix}.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (gate / (1 + np.exp(-gate)) * up) @ w[f"{prefix}.down_proj.weight"].T
+
+
+def experts64(h: np.ndarray, w: Weights, config: dict[str, Any]) -> np.ndarray:
+    """Token by token: the top experts, each times its share of the softmax over all experts."""
+    mixed = np.zeros_like(h)
+    for token, row in enumerate(h):
+        scores = w["mlp.gate.weight"] @ row
+        shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        for expert in np.argsort(-shares)[: config["num_experts_per_tok"]]:
+            mixed[token] += shares[expert] * mlp64(row, w, f"mlp.experts.{expert}")
+    return mixed
+
+
+def logits64(config: dict[str, Any], weights: Weights, ids: list[int]) -> np.ndarray:
+    """The forward pass in float64 numpy, without any shift: [T, rows]."""
+    eps = config["rms_norm_eps"]
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        w = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
+        x = x + attention64(rms_norm64(x, w["input_layernorm.weight"], eps), w, config)
+        h = rms_norm64(x, w["post_attention_layernorm.weight"], eps)
+        x = x + (experts64(h, w, config) if "mlp.gate.weight" in w else mlp64(h, w, "mlp"))
+    return rms_norm64(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
+
+
+def random_network(family: str, **changes: Any) -> tuple[Any, dict[str, Any], Weights]:
+    """A network whose norms and biases are random, too; its configuration; its weights."""
+    torch.manual_seed(1)
+    config = load_family(family).config(TOKENS) | changes
+    network = load_family(family).network(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    weights = {name: tensor.double().numpy() for name, tensor in network.state_dict().items()}
+    return network.eval(), config, weights
+
+
+@pytest.mark.parametrize("length", [1, 2, 23])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("dream", {}), ("llada-moe", {}), ("llada-moe", {"moe_layer_freq": [0, 1, 0, 1]})],
+)
+def test_forward_equals_an_independent_computation(
+    family: str, changes: dict[str, Any], length: int
+) -> None:
+    network, config, weights = random_network(family, **changes)
+    ids = torch.randint(TOKENS.vocab_size, (2, length), generator=torch.manual_seed(length))
+    with torch.inference_mode():
+        logits = network.logits(network.hidden(ids)).numpy()
+    for row in range(2):
+        expected = logits64(config, weights, ids[row].tolist())
+        if family == "dream":  # position i is read from row i - 1, position 0 from row 0
+            expected = np.concatenate([expected[:1], expected[:-1]])
+        np.testing.assert_allclose(logits[row], expected, rtol=1e-4, atol=1e-4)
+
+
+# --- learning and decoding -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_training_learns_to_answer(family_name: str) -> None:
+    family = load_family(family_name)
+    torch.manual_seed(0)
+    config = family.config(TOKENS) | {"num_hidden_layers": 2}
+    network = family.network(config)
+    examples = [
+        Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
+        Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
+        Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
+    ]
+    train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
+    prompts = torch.tensor([example.chat_prompt for example in examples])
+    setting = DecodingSetting(canvas=8, steps=8, block_length=8)
+    rows = family.decode(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
+    for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
+        assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
+
+
+@pytest.mark.parametrize(
+    ("num_masked", "steps", "quotas"),
+    [
+        (8, 8, [0, 1, 1, 1, 1, 1, 1, 2]),  # the published schedule truncates
+        (8, 4, [1, 2, 2, 3]),
+        (5, 1, [5]),
+        (1, 3, [0, 0, 1]),
+    ],
+)
+def test_dream_quotas(num_masked: int, steps: int, quotas: list[int]) -> None:
+    assert dream_quotas(num_masked, steps) == quotas
+
+
+class FixedNetwork:
+    """Logits by position only: token i at position i, with the given logit, 0 elsewhere."""
+
+    def __init__(self, peaks: list[float]) -> None:
+        self._peaks = torch.tensor(peaks)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        return torch.diag(self._peaks[:length]).expand(ids.shape[0], length, length)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def test_dream_commits_the_lowest_entropy_first() -> None:
+    mask_id, order = 99, []
+    seen: set[int] = set()
+
+    def record(rows: torch.Tensor) -> None:
+        filled = {i for i, token in enumerate(rows[0, 2:].tolist()) if token != mask_id}
+        order.append(sorted(filled - seen))
+        seen.update(filled)
+
+    network = FixedNetwork([1.0, 1.0, 3.0, 9.0, 4.0, 6.0, 9.0, 7.0, 8.0, 5.0])
+    setting = DecodingSetting(canvas=8, steps=4)
+    rows = dream(network, torch.tensor([[0, 1]]), mask_id, setting, record)
+    assert rows[0].tolist() == list(range(10))
+    assert order == [[1], [4, 6], [3, 5], [0, 2, 7]]  # a tie goes to the lowest position
