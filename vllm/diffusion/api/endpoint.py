@@ -57,7 +57,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
             handler.stream(choices, request_id), media_type="text/event-stream"
         )
     answer = await handler.answer(body, request_id)
-    return JSONResponse(answer.model_dump(exclude_none=True))
+    return JSONResponse(answer.content())
 
 
 def _guards(app: FastAPI) -> list[Any]:

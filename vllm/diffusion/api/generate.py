@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class GenerateHandler:
                 yield _event(chunk.model_dump_json())
             done = [output for output in finals if output is not None]
             response = self._response(request_id, choices, done)
-            yield _event(response.model_dump_json(exclude_none=True))
+            yield _event(json.dumps(response.content()))
         except GenerationError as error:
             # The status line is gone: the error is an event, in the shape of an error answer.
             yield _event(_error_json(str(error)))

@@ -185,6 +185,11 @@ class GenerateResponse(BaseModel):
     usage: Usage
     diffusion: DiffusionReport
 
+    def content(self) -> dict[str, Any]:
+        """The answer as JSON; `infilled` is left out where nothing was."""
+        unused = {"diffusion": {"infilled"}} if self.diffusion.infilled is None else None
+        return self.model_dump(exclude=unused)
+
 
 class GenerateChunk(BaseModel):
     """One server-sent event before the last: the finished prefix of answer `index` so far."""
