@@ -38,9 +38,7 @@ class MultiBlock(PipelinedRule):
             self.scoring = replace(self.scoring, greedy=True)
         self._forced: int | None = None
         self._cache = DelayedCache(params) if params.cache == "delayed" else None
-        first = self.start_block()
-        first.num_masked = first.end - first.start
-        first.is_full = params.decoded_token_threshold <= 1
+        self.start_block().is_full = params.decoded_token_threshold <= 1
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
         self._forced = None
