@@ -10,6 +10,7 @@ from vllm.diffusion import envs, params
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
 from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.platforms import current_platform
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
@@ -77,7 +78,23 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         vocab_size=getattr(config, "embedding_size", None) or config.vocab_size,
         default_max_tokens=generation.get("max_new_tokens"),
         defaults=params.server_defaults(_server_settings(vllm_config)),
+        cached_positions=_cached_positions(vllm_config),
     )
+
+
+def _cached_positions(vllm_config: VllmConfig) -> int:
+    """Positions whose keys and values fit into the memory for caches, on each rank.
+
+    That memory is VLLM_ACTIVATION_POOL_SIZE_BYTES, else half of what the engine may use.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    budget = envs.activation_pool_size_bytes()
+    if budget is None:
+        total = current_platform.get_device_total_memory()
+        budget = int(total * vllm_config.cache_config.gpu_memory_utilization / 2)
+    per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
+    position = per_layer * model.get_num_layers(parallel) * model.dtype.itemsize
+    return int(budget // position)
 
 
 def row_budget(vllm_config: VllmConfig) -> int:

@@ -42,6 +42,11 @@ def default_steps() -> int | None:
     return _positive_int("DLLM_DIFFUSION_STEPS")
 
 
+def activation_pool_size_bytes() -> int | None:
+    """VLLM_ACTIVATION_POOL_SIZE_BYTES: memory for what requests keep between steps, in bytes."""
+    return _positive_int("VLLM_ACTIVATION_POOL_SIZE_BYTES")
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -50,6 +55,7 @@ def set_default(name: str, value: str) -> None:
 VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_LOG_DIFFUSION_STEPS": log_diffusion_steps,
     "DLLM_DIFFUSION_STEPS": default_steps,
+    "VLLM_ACTIVATION_POOL_SIZE_BYTES": activation_pool_size_bytes,
 }
 
 

@@ -102,6 +102,7 @@ class ServedModel:
         vocab_size: rows of the embedding; prompt ids are below it.
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults under canonical names.
+        cached_positions: positions whose keys and values fit into the memory for caches.
     """
 
     family: Family
@@ -110,6 +111,7 @@ class ServedModel:
     vocab_size: int
     default_max_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    cached_positions: int = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,7 @@ def resolve(
     )
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
     cache = _cache(request, values, algorithm, model)
+    _check_cached_length(cache, len(prompt_token_ids) + lengths.canvas, model)
     _check_special_ids(request, model.ids)
     _check_remasking(request, values, algorithm, model)
     stops = not values["ignore_eos"]
@@ -291,6 +294,16 @@ def resolve(
     )
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _check_cached_length(cache: str, length: int, model: ServedModel) -> None:
+    if cache != "none" and length > model.cached_positions:
+        raise InvalidParameterError(
+            "cache",
+            cache,
+            f"prompt and canvas have {length} positions and the memory for caches holds "
+            f"{model.cached_positions}; wanted none, or a shorter request",
+        )
 
 
 def _algorithm(request: Mapping[str, Any], model: ServedModel) -> str:

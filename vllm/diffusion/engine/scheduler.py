@@ -23,7 +23,7 @@ from vllm.diffusion.engine.messages import (
     StepResult,
 )
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.memory import Planner
+from vllm.diffusion.memory import Demand, Planner
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
@@ -52,10 +52,13 @@ class _Scheduled:
     started: float = 0.0  # time.monotonic() of admission
 
     @property
-    def rows(self) -> int:
-        """Rows of one of its steps; guidance runs the sequence twice."""
-        length: int = self.request.num_prompt_tokens + self.params.gen_length
-        return 2 * length if self.params.cfg_scale > 0 else length
+    def demand(self) -> Demand:
+        """What it takes while it runs; guidance runs the sequence twice."""
+        length = self.request.num_prompt_tokens + self.params.gen_length
+        return Demand(
+            rows=2 * length if self.params.cfg_scale > 0 else length,
+            cached_positions=0 if self.params.cache == "none" else length,
+        )
 
 
 @dataclass
@@ -85,7 +88,9 @@ class DiffusionScheduler(SchedulerInterface):
         self._model = served_model(vllm_config)
         self._default_steps = envs.default_steps()
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
-        self._planner = Planner(row_budget(vllm_config), self._model.vocab_size)
+        self._planner = Planner(
+            row_budget(vllm_config), self._model.vocab_size, self._model.cached_positions
+        )
         self._log_stats = log_stats
         self._queues = _Queues()
         self._pause_state = PauseState.UNPAUSED
@@ -146,7 +151,7 @@ class DiffusionScheduler(SchedulerInterface):
         admitted = self._admit() if self._pause_state == PauseState.UNPAUSED else []
         running = self._queues.running
         stepping = {} if self._pause_state == PauseState.PAUSED_ALL else running
-        rows = {req_id: item.rows for req_id, item in stepping.items()}
+        rows = {req_id: item.demand.rows for req_id, item in stepping.items()}
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
             scheduled_new_reqs=[],
@@ -181,7 +186,7 @@ class DiffusionScheduler(SchedulerInterface):
             return False
         if len(running) >= self._max_running:
             return False
-        return self._planner.admits(sum(r.rows for r in running), item.rows)
+        return self._planner.admits([r.demand for r in running], item.demand)
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 LOGITS_CHUNK_ELEMENTS = 1 << 27  # 256 MiB of bf16
 
@@ -39,21 +39,38 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + rows_per_chunk, num_rows))
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What a request takes while it runs.
+
+    Attributes:
+        rows: rows of one of its steps.
+        cached_positions: positions whose keys and values it keeps.
+    """
+
+    rows: int
+    cached_positions: int = 0
+
+
 class Planner:
-    """Admission and chunk sizes under a fixed row budget.
+    """Admission and chunk sizes under a fixed row budget, and a budget for kept keys and values.
 
     Args:
         row_budget: rows that several requests may share in one step.
         vocab_size: columns of the logits on this rank.
+        cached_positions: positions whose keys and values fit into the memory for caches.
     """
 
-    def __init__(self, row_budget: int, vocab_size: int) -> None:
+    def __init__(self, row_budget: int, vocab_size: int, cached_positions: int = 2**63 - 1) -> None:
         self.row_budget = row_budget
         self.vocab_size = vocab_size
+        self.cached_positions = cached_positions
 
-    def admits(self, running_rows: int, new_rows: int) -> bool:
-        """Whether a request of `new_rows` may join requests of `running_rows` rows in all."""
-        return running_rows == 0 or running_rows + new_rows <= self.row_budget
+    def admits(self, running: Sequence[Demand], new: Demand) -> bool:
+        """Whether a request may join those that run; alone it may have any number of rows."""
+        together = [*running, new]
+        rows_fit = not running or sum(d.rows for d in together) <= self.row_budget
+        return rows_fit and sum(d.cached_positions for d in together) <= self.cached_positions
 
     def plan(self, num_rows: int) -> Plan:
         """The plan of a step of `num_rows` rows."""
