@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-wide defaults on the command line of the server."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vllm.diffusion import params
+from vllm.diffusion.api import cli
+from vllm.diffusion.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def settings(*words: str, additional: Any = None) -> dict[str, Any]:
+    """`additional_config` that a command line leads to."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    args = parser.parse_args(words)
+    args.additional_config = additional
+    cli.fold_into_additional_config(args)
+    folded: dict[str, Any] = args.additional_config
+    return folded
+
+
+def test_nothing_said_changes_nothing() -> None:
+    assert settings() == {"dllm": {}}
+    assert settings(additional={"other": 1, "dllm": {"threshold": 0.7}}) == {
+        "other": 1,
+        "dllm": {"threshold": 0.7},
+    }
+
+
+def test_a_file_and_a_name_come_together(tmp_path: Path) -> None:
+    file = tmp_path / "algorithm.yaml"
+    file.write_text("threshold: 0.5\nblock_add: 0.1\ndecoded_thresh: 0.95\nsub_block_size: 32\n")
+    words = ("--dllm-algorithm", "multi_block", "--dllm-algorithm-config", str(file))
+    defaults = params.server_defaults(settings(*words)["dllm"])
+    assert defaults == {
+        "algorithm": "multi_block",
+        "threshold": 0.5,
+        "block_add_threshold": 0.1,
+        "decoded_token_threshold": 0.95,
+        "block_length": 32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("foo: 1\n", "foo: given 1; unknown"),
+        ("threshold: high\n", "threshold: given 'high'; wanted"),
+        ("seed: 1\n", "seed belongs to a request"),
+        ("- threshold\n", "wanted `name: value` lines"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "algorithm.yaml"
+    file.write_text(text)
+    with pytest.raises(ServerConfigError) as refusal:
+        settings("--dllm-algorithm-config", str(file))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_and_an_unknown_name() -> None:
+    with pytest.raises(ServerConfigError, match=r"nowhere\.yaml: No such file"):
+        settings("--dllm-algorithm-config", "nowhere.yaml")
+    with pytest.raises(ServerConfigError, match="algorithm: given 'best'; wanted one of"):
+        settings("--dllm-algorithm", "best")
