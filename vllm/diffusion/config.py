@@ -14,7 +14,10 @@ from vllm.platforms import current_platform
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.diffusion.params import DiffusionParams
 
 WORKER = "vllm.diffusion.engine.worker.DiffusionWorker"
 SCHEDULER = "vllm.diffusion.engine.scheduler.DiffusionScheduler"
@@ -47,7 +50,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.cache_config.enable_prefix_caching = False
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    params.server_defaults(_server_settings(vllm_config))
+    params.server_defaults(server_settings(vllm_config.additional_config))
 
     # Our worker uses neither of upstream's runners; the second would want validators of its kind.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -77,8 +80,9 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         max_model_len=model.max_model_len,
         vocab_size=getattr(config, "embedding_size", None) or config.vocab_size,
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=params.server_defaults(_server_settings(vllm_config)),
+        defaults=params.server_defaults(server_settings(vllm_config.additional_config)),
         cached_positions=_cached_positions(vllm_config),
+        default_steps=envs.default_steps(),
     )
 
 
@@ -97,14 +101,34 @@ def _cached_positions(vllm_config: VllmConfig) -> int:
     return int(budget // position)
 
 
+def decide(
+    sampling_params: Any, model: ServedModel, prompt_token_ids: Sequence[int]
+) -> DiffusionParams:
+    """Every parameter of a request, as the door and the scheduler see it.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    return params.resolve(
+        params.from_sampling_params(sampling_params),
+        model,
+        prompt_token_ids,
+        default_steps=model.default_steps,
+    )
+
+
 def row_budget(vllm_config: VllmConfig) -> int:
     """Rows that several requests may share in one step (a lone request may have more)."""
     return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def _server_settings(vllm_config: VllmConfig) -> dict[str, Any]:
-    additional = vllm_config.additional_config
-    settings = additional.get("dllm", {}) if isinstance(additional, dict) else {}
+def server_settings(additional_config: Any) -> dict[str, Any]:
+    """The `dllm` part of upstream's `additional_config`, not checked yet.
+
+    Raises:
+        ServerConfigError: it is no JSON object.
+    """
+    settings = additional_config.get("dllm", {}) if isinstance(additional_config, dict) else {}
     if not isinstance(settings, dict):
         raise ServerConfigError(f"additional_config.dllm: given {settings!r}; wanted a JSON object")
     return settings

@@ -5,8 +5,7 @@ DiffusionError
 ├── InvalidParameterError   a request asks for something it cannot have (HTTP 400)
 ├── ModelConfigError        a checkpoint's config.json describes a model we do not run
 ├── CheckpointError         tensors are missing from a checkpoint, or not part of the model
-├── ServerConfigError       a server-wide setting is unknown or out of range
-└── MemoryBudgetError       no plan of a step fits the memory budget
+└── ServerConfigError       a server-wide setting is unknown or out of range
 """
 
 from __future__ import annotations
@@ -62,29 +61,6 @@ class CheckpointError(DiffusionError, ValueError):
 
 class ServerConfigError(DiffusionError, ValueError):
     """A server-wide diffusion setting is unknown or has a value that cannot work."""
-
-
-class MemoryBudgetError(DiffusionError):
-    """No plan of a denoise step fits the memory budget.
-
-    Attributes:
-        required_bytes: the least that any plan needs.
-        available_bytes: the budget.
-        longest_length: the longest sequence, in tokens, that would fit.
-    """
-
-    def __init__(self, required_bytes: int, available_bytes: int, longest_length: int) -> None:
-        super().__init__(
-            f"the step needs {required_bytes:,} bytes of activations, the budget is "
-            f"{available_bytes:,} bytes; the longest sequence that fits has "
-            f"{longest_length:,} tokens"
-        )
-        self.required_bytes = required_bytes
-        self.available_bytes = available_bytes
-        self.longest_length = longest_length
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.required_bytes, self.available_bytes, self.longest_length))
 
 
 def _short(value: Any, limit: int = 80) -> str:

@@ -103,6 +103,7 @@ class ServedModel:
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults under canonical names.
         cached_positions: positions whose keys and values fit into the memory for caches.
+        default_steps: denoise steps of a request that gives none (None: one per canvas token).
     """
 
     family: Family
@@ -112,6 +113,7 @@ class ServedModel:
     default_max_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     cached_positions: int = 2**63 - 1
+    default_steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vllm.diffusion import params
+from vllm.diffusion.config import server_settings
 from vllm.diffusion.errors import ServerConfigError
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ def fold_into_additional_config(args: Namespace) -> None:
     if args.dllm_algorithm is not None:
         settings["algorithm"] = args.dllm_algorithm
     additional = dict(args.additional_config or {})
-    given = additional.get("dllm", {})
-    if not isinstance(given, dict):
-        raise ServerConfigError(f"additional_config.dllm: given {given!r}; wanted a JSON object")
-    additional["dllm"] = given | settings
+    additional["dllm"] = server_settings(additional) | settings
     params.server_defaults(additional["dllm"])
     args.additional_config = additional
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import envs, params
-from vllm.diffusion.config import served_model
+from vllm.diffusion.config import decide, served_model
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -68,12 +67,7 @@ class Door:
             RequestRefused: naming the field, the given and the wanted value.
         """
         try:
-            return params.resolve(
-                params.from_sampling_params(sampling_params),
-                self.model,
-                prompt_token_ids,
-                default_steps=envs.default_steps(),
-            )
+            return decide(sampling_params, self.model, prompt_token_ids)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.models.base import DiffusionModel
 
 
@@ -50,21 +51,33 @@ def forward(
     x = model.embed(batch.token_ids, buffers.take("x", (rows, model.hidden_size), dtype))
     q = buffers.take("q", heads, dtype) if plan.keep_queries else None
     rotary = model.rotary(batch.positions)
-    regions = list(_regions(model, batch, buffers))
+
+    def rows_of(on: slice) -> tuple[torch.Tensor, Rotary, torch.Tensor | None]:
+        return x[on], rotary.rows(on.start, on.stop), None if q is None else q[on]
+
+    # What a chunk is does not depend on the layer, so it is worked out once.
+    regions = [
+        (
+            region,
+            [(part, *rows_of(on)) for part, on in _chunks(region.rows, plan.keys_values_rows)],
+            [
+                (_spans(region.sequences, part), *rows_of(on))
+                for part, on in _chunks(region.rows, plan.attend_rows)
+            ],
+        )
+        for region in _regions(model, batch, buffers)
+    ]
+    feed_forward_chunks = [x[part] for part in chunks(rows, plan.feed_forward_rows)]
     for index, layer in enumerate(model.layers):
-        for region in regions:
+        for region, writing, attending in regions:
             k, v = region.k[index], region.v[index]
             own_k, own_v = k[region.written], v[region.written]
-            for part, on in _chunks(region.rows, plan.keys_values_rows):
-                queries = None if q is None else q[on]
-                angles = rotary.rows(on.start, on.stop)
-                layer.keys_values(x[on], angles, own_k[part], own_v[part], queries)
-            for part, on in _chunks(region.rows, plan.attend_rows):
-                queries = None if q is None else q[on]
-                angles = rotary.rows(on.start, on.stop)
-                layer.attend(x[on], angles, k, v, _spans(region.sequences, part), queries)
-        for part in chunks(rows, plan.feed_forward_rows):
-            layer.feed_forward(x[part])
+            for part, x_rows, angles, queries in writing:
+                layer.keys_values(x_rows, angles, own_k[part], own_v[part], queries)
+            for spans, x_rows, angles, queries in attending:
+                layer.attend(x_rows, angles, k, v, spans, queries)
+        for x_rows in feed_forward_chunks:
+            layer.feed_forward(x_rows)
     return x
 
 

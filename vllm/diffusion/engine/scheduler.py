@@ -14,8 +14,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import envs, params
-from vllm.diffusion.config import row_budget, served_model
+from vllm.diffusion import params
+from vllm.diffusion.config import decide, row_budget, served_model
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -86,7 +86,6 @@ class DiffusionScheduler(SchedulerInterface):
         log_stats: bool = False,
     ) -> None:
         self._model = served_model(vllm_config)
-        self._default_steps = envs.default_steps()
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
         self._planner = Planner(
             row_budget(vllm_config), self._model.vocab_size, self._model.cached_positions
@@ -106,12 +105,7 @@ class DiffusionScheduler(SchedulerInterface):
         if self._log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
         try:
-            decided = params.resolve(
-                params.from_sampling_params(request.sampling_params),
-                self._model,
-                request.prompt_token_ids or [],
-                default_steps=self._default_steps,
-            )
+            decided = decide(request.sampling_params, self._model, request.prompt_token_ids or [])
         except InvalidParameterError as error:
             self._queues.refused.append((request, str(error)))
             return

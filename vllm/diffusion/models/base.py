@@ -8,7 +8,7 @@ heads of this rank, hd head width, V logit columns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import nn
 
@@ -21,17 +21,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.families import Family
+    from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.layers.rotary import Rotary
 
 
-class DiffusionLayer(nn.Module, ABC):
+class FeedForward(Protocol):
+    """The feed-forward stage of a layer."""
+
+    def feed_forward(self, x: Tensor) -> None:
+        """x [R, D] += feed-forward of its norm, in place."""
+
+
+class DiffusionLayer(nn.Module):
     """One layer as three stages; all but the attention between rows is row-wise.
 
     Every stage accepts any chunk of rows, also none. Under tensor parallelism `attend` and
     `feed_forward` end in one all-reduce each, so all ranks must use the same chunks.
+
+    A family's layer owns the weights under their checkpoint names and sets the two attributes.
+
+    Attributes:
+        attention: the keys-values and attend stages over these weights.
+        mlp_stage: the feed-forward stage over these weights.
     """
 
-    @abstractmethod
+    attention: SelfAttention
+    mlp_stage: FeedForward
+
     def keys_values(
         self, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, q: Tensor | None = None
     ) -> None:
@@ -39,8 +55,8 @@ class DiffusionLayer(nn.Module, ABC):
 
         Where q [R, H, hd] is given, the rotated queries come from the same product.
         """
+        self.attention.keys_values(x, rotary, k, v, q)
 
-    @abstractmethod
     def attend(
         self,
         x: Tensor,
@@ -55,10 +71,11 @@ class DiffusionLayer(nn.Module, ABC):
         `spans` say which keys each row reads. Without q the queries are computed from x, which
         this layer must not have updated yet.
         """
+        self.attention.attend(x, rotary, k, v, spans, q)
 
-    @abstractmethod
     def feed_forward(self, x: Tensor) -> None:
         """x [R, D] += feed-forward of its norm, in place."""
+        self.mlp_stage.feed_forward(x)
 
 
 class DiffusionModel(nn.Module, ABC):

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.families import LLADA, Family
-from vllm.diffusion.layers.attention import SelfAttention, Span
+from vllm.diffusion.layers.attention import SelfAttention
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
@@ -102,29 +102,10 @@ class LLaDABlock(DiffusionLayer):
                 prefix=f"{prefix}.ff_out",
             )
         )
-        self._attention = SelfAttention(
+        self.attention = SelfAttention(
             self.attn_norm, self.qkv_proj, self.attn_out, self.q_norm, self.k_norm
         )
-        self._mlp = GatedMLP(self.ff_norm, self.gate_up_proj, self.ff_out)
-
-    def keys_values(
-        self, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, q: Tensor | None = None
-    ) -> None:
-        self._attention.keys_values(x, rotary, k, v, q)
-
-    def attend(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        k: Tensor,
-        v: Tensor,
-        spans: Sequence[Span],
-        q: Tensor | None = None,
-    ) -> None:
-        self._attention.attend(x, rotary, k, v, spans, q)
-
-    def feed_forward(self, x: Tensor) -> None:
-        self._mlp.feed_forward(x)
+        self.mlp_stage = GatedMLP(self.ff_norm, self.gate_up_proj, self.ff_out)
 
 
 class LLaDATransformer(nn.Module):

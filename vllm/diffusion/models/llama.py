@@ -9,17 +9,17 @@ layer names of a quantised checkpoint's configuration hold as they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.attention import SelfAttention, Span
+from vllm.diffusion.layers.attention import SelfAttention
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
 from vllm.diffusion.layers.rotary import Rotary, rotary_rows
-from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
+from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel, FeedForward
 from vllm.diffusion.models.weights import Destination, load_checkpoint
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -43,13 +43,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
     LlamaNamedConfig = DreamConfig | LLaDAMoEConfig
-
-
-class FeedForward(Protocol):
-    """The feed-forward stage of a layer."""
-
-    def feed_forward(self, x: Tensor) -> None:
-        """x [R, D] += feed-forward of its norm, in place."""
 
 
 class MLP(nn.Module, ABC):
@@ -176,7 +169,7 @@ class LlamaNamedLayer(DiffusionLayer):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
-        self._attention = SelfAttention(
+        self.attention = SelfAttention(
             self.input_layernorm,
             attention.qkv_proj,
             attention.o_proj,
@@ -184,26 +177,7 @@ class LlamaNamedLayer(DiffusionLayer):
             attention.k_norm,
             clip_qkv,
         )
-        self._feed_forward = mlp.stage(self.post_attention_layernorm)
-
-    def keys_values(
-        self, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, q: Tensor | None = None
-    ) -> None:
-        self._attention.keys_values(x, rotary, k, v, q)
-
-    def attend(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        k: Tensor,
-        v: Tensor,
-        spans: Sequence[Span],
-        q: Tensor | None = None,
-    ) -> None:
-        self._attention.attend(x, rotary, k, v, spans, q)
-
-    def feed_forward(self, x: Tensor) -> None:
-        self._feed_forward.feed_forward(x)
+        self.mlp_stage = mlp.stage(self.post_attention_layernorm)
 
     def destinations(self, path: str) -> dict[str, Destination]:
         """Each module path of the checkpoint's layer `path`, and where its tensors go."""
