@@ -11,7 +11,7 @@ import torch
 from vllm.diffusion import envs
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
-from vllm.diffusion.engine.forward import forward
+from vllm.diffusion.engine.forward import read_last_layer, run_body, upload
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -22,9 +22,15 @@ from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.memory import Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.sampling import RowGroup
+
+    HiddenParts = Iterator[tuple[torch.Tensor, tuple[RowGroup, ...]]]
 
 logger = init_logger(__name__)
 
@@ -91,14 +97,22 @@ class DiffusionModelRunner:
 
     def step(self, req_ids: list[str]) -> tuple[StepBatch, dict[str, StepResult]]:
         """One denoise step of the named requests."""
-        canvases = [self.canvases[req_id] for req_id in req_ids]
-        batch = build_batch(canvases, self.model.family.logit_shift, self.device)
+        batch = build_batch(
+            [self.canvases[req_id] for req_id in req_ids], self.model.family.logit_shift
+        )
         plan = self.planner.plan(batch.num_rows)
-        hidden = forward(self.model, batch, plan, self.buffers)
-        sampled = sample(self.model, hidden, batch.groups, plan.logits_rows, self.noise)
+        hidden = self._forward(batch, plan)
+        sampled = sample(self.model, hidden, self.noise)
         candidates = batch.candidates(sampled, self.noise)
-        parts = zip(req_ids, batch.canvases, candidates, strict=True)
-        return batch, {i: self._commit(i, canvas, found) for i, canvas, found in parts}
+        parts = zip(batch.canvases, candidates, strict=True)
+        return batch, {canvas.req_id: self._commit(canvas, found) for canvas, found in parts}
+
+    def _forward(self, batch: StepBatch, plan: Plan) -> HiddenParts:
+        """Hidden states of the rows to sample, part by part."""
+        parts = list(batch.read_parts(plan.logits_rows))
+        inputs, reads = upload(batch, plan, parts, self.device)
+        body = run_body(self.model, inputs, plan, self.buffers, self.caches)
+        return read_last_layer(self.model, batch, body, reads, self.caches)
 
     @torch.inference_mode()
     def _timed_step(self, req_ids: list[str]) -> dict[str, StepResult]:
@@ -122,13 +136,13 @@ class DiffusionModelRunner:
         length = len(new.prompt_token_ids) + new.params.gen_length
         return Canvas(new, self.caches.allocate(new.req_id, length))
 
-    def _commit(self, req_id: str, canvas: Canvas, candidates: Candidates) -> StepResult:
+    def _commit(self, canvas: Canvas, candidates: Candidates) -> StepResult:
         """A request whose decoding fails ends alone; every rank sees the same failure."""
         try:
             return canvas.commit(candidates)
         except Exception as error:
-            logger.exception("decoding of request %s failed", req_id)
-            return self._failure(req_id, error)
+            logger.exception("decoding of request %s failed", canvas.req_id)
+            return self._failure(canvas.req_id, error)
 
     def _failure(self, req_id: str, error: Exception) -> StepResult:
         canvas = self.canvases.get(req_id)

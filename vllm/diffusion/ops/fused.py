@@ -66,6 +66,21 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     return fused_ops.silu_mul(gate_up, out)
 
 
+def store_keys_values(
+    k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """Copy rows of keys and values to cache rows.
+
+    Args:
+        k, v: [R, KV, hd], model dtype; rows may be strided.
+        key_cache, value_cache: [N, KV, hd], the same dtype, written; rows may be strided.
+        slots: [R] int64, the cache row of each row; rows with a negative one are skipped.
+    """
+    kept = slots >= 0
+    key_cache[slots[kept]] = k[kept]
+    value_cache[slots[kept]] = v[kept]
+
+
 @functools.cache
 def _log_choice(device_type: str) -> None:
     compiled = device_type == "cuda" and fused_ops.is_built()
