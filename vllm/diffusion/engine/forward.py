@@ -72,6 +72,22 @@ class BodyOutputs(NamedTuple):
     v: Tensor
 
 
+class ReadInputs(NamedTuple):
+    """A part of the rows that are read, on the device.
+
+    Attributes:
+        part: the same on the host.
+        rows: [r] int64, of the batch.
+        positions: [r] int64, on the canvas.
+        attending: what the rows read.
+    """
+
+    part: ReadPart
+    rows: Tensor
+    positions: Tensor
+    attending: tuple[Attending, ...]
+
+
 def upload(
     batch: StepBatch, plan: Plan, parts: Sequence[ReadPart], device: torch.device
 ) -> tuple[BodyInputs, list[ReadInputs]]:
@@ -79,11 +95,16 @@ def upload(
     attend_chunks = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
     arrays = [batch.token_ids, batch.positions, batch.slots]
     arrays += [a for groups in attend_chunks for a in _layout_arrays(groups)]
-    found = iter(ops.to_device([*arrays, *read_arrays(parts)], device))
+    found = iter(ops.to_device([*arrays, *_read_arrays(parts)], device))
     body = BodyInputs(
         next(found), next(found), next(found), tuple(_attending(g, found) for g in attend_chunks)
     )
-    return body, read_inputs(parts, found)
+    return body, _read_inputs(parts, found)
+
+
+def upload_reads(parts: Sequence[ReadPart], device: torch.device) -> list[ReadInputs]:
+    """What the device must be told of the rows that are read, where a graph knows the rest."""
+    return _read_inputs(parts, iter(ops.to_device(_read_arrays(parts), device)))
 
 
 def run_body(
@@ -125,39 +146,6 @@ def run_body(
     return BodyOutputs(x, rotary, k, v)
 
 
-class ReadInputs(NamedTuple):
-    """A part of the rows that are read, on the device.
-
-    Attributes:
-        part: the same on the host.
-        rows: [r] int64, of the batch.
-        positions: [r] int64, on the canvas.
-        attending: what the rows read.
-    """
-
-    part: ReadPart
-    rows: Tensor
-    positions: Tensor
-    attending: tuple[Attending, ...]
-
-
-def read_arrays(parts: Iterable[ReadPart]) -> list[Tensor]:
-    """The host arrays that `read_inputs` wants on the device, in order."""
-    return [
-        array
-        for part in parts
-        for array in (part.rows, part.positions, *_layout_arrays(part.span_groups))
-    ]
-
-
-def read_inputs(parts: Iterable[ReadPart], found: Iterator[Tensor]) -> list[ReadInputs]:
-    """The parts with their arrays on the device, taken from `found`."""
-    return [
-        ReadInputs(part, next(found), next(found), _attending(part.span_groups, found))
-        for part in parts
-    ]
-
-
 def read_last_layer(
     model: DiffusionModel,
     batch: StepBatch,
@@ -196,6 +184,23 @@ def _sources(
         if is_cached
         else KeySource(rows, k, v, layout)
         for rows, layout, is_cached in attending
+    ]
+
+
+def _read_arrays(parts: Iterable[ReadPart]) -> list[Tensor]:
+    """The host arrays that `_read_inputs` wants on the device, in order."""
+    return [
+        array
+        for part in parts
+        for array in (part.rows, part.positions, *_layout_arrays(part.span_groups))
+    ]
+
+
+def _read_inputs(parts: Iterable[ReadPart], found: Iterator[Tensor]) -> list[ReadInputs]:
+    """The parts with their arrays on the device, taken from `found`."""
+    return [
+        ReadInputs(part, next(found), next(found), _attending(part.span_groups, found))
+        for part in parts
     ]
 
 
