@@ -14,8 +14,16 @@ namespace fused_ops {
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   // The next kernel, if it is launched likewise, may be brought in as soon as all blocks run.
+#ifndef FO_TRIGGER
+#define FO_TRIGGER 1
+#endif
+#if FO_TRIGGER == 1
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#if FO_TRIGGER == 2
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 #endif
 }
 

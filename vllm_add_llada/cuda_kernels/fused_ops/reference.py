@@ -91,11 +91,20 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 def store_keys_values(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """Rows of k and v to the rows `slots` of the caches; see `fused_ops.store_keys_values`."""
-    kept = (slots >= 0) & (slots < k_cache.shape[0])
-    places = slots[kept].long()
-    k_cache[places] = k[kept]
-    v_cache[places] = v[kept]
+    """Rows of k and v to the rows `slots` of the caches; see `fused_ops.store_keys_values`.
+
+    Rows that are left out repeat the first one that is kept (or a row of the cache, where there is
+    none), so the host need not know which they are.
+    """
+    if len(slots) == 0 or len(k_cache) == 0:
+        return
+    kept = (slots >= 0) & (slots < len(k_cache))
+    first = kept.int().argmax()[None]
+    some_slot = slots[first].long().clamp(0, len(k_cache) - 1)
+    places = torch.where(kept, slots.long(), some_slot)
+    for source, cache in ((k, k_cache), (v, v_cache)):
+        some_row = torch.where(kept[first][:, None, None], source[first], cache[some_slot])
+        cache.index_copy_(0, places, torch.where(kept[:, None, None], source, some_row))
 
 
 def commit(
