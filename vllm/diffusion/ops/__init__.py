@@ -2,7 +2,13 @@
 """The only door to the native rooms, and the products with upstream's matrices."""
 
 from vllm.diffusion.ops.experts import mix_experts
-from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul, store_keys_values
+from vllm.diffusion.ops.fused import (
+    apply_rotary,
+    norm_rotary,
+    rms_norm,
+    silu_mul,
+    store_keys_values,
+)
 from vllm.diffusion.ops.linear import add_linear, is_plain, linear, plain_weight
 from vllm.diffusion.ops.sampling import (
     gather_columns,
@@ -22,6 +28,7 @@ __all__ = [
     "mix_experts",
     "most_likely",
     "negative_entropy",
+    "norm_rotary",
     "packed_bytes",
     "philox_uniform",
     "plain_weight",
