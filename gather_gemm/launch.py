@@ -30,3 +30,16 @@ def choose_config(num_rows: int, element_bytes: int) -> LaunchConfig:
     if num_rows <= 64:
         return LaunchConfig(64, 128, depth, num_warps=4, num_stages=4)
     return LaunchConfig(128, 128, depth, num_warps=8, num_stages=3)
+
+
+@dataclass(frozen=True)
+class TopConfig:
+    """Tile of one program of the sampled product and the resources it runs with."""
+
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    transposed: bool
+    group_row_blocks: int
+    num_warps: int
+    num_stages: int

@@ -18,6 +18,8 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <algorithm>
+
 namespace gather_gemm {
 namespace {
 
@@ -26,8 +28,9 @@ constexpr int kGroupRows = 64;   // rows of x that a group of four warps multipl
 constexpr int kGroupThreads = 128;
 constexpr int kRowBytes = kDepth * 2;
 constexpr int kSharedBytes = 227 * 1024;
-constexpr int kSlackBytes = 1024;  // to align the stages
-constexpr int kMaxStages = 12;
+constexpr int kMaxStages = 16;
+constexpr int kBarrierBytes = kMaxStages * 16;
+constexpr int kAlignment = 1024;  // of a stage: the pattern of the swizzle
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // cache hints of the copy engine
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
@@ -37,16 +40,8 @@ struct KernelParams {
   __nv_bfloat16* out;
   int64_t out_stride;
   int num_rows, num_columns, depth;
+  int stage_bytes, num_stages;
 };
-
-__host__ __device__ constexpr int stage_bytes(int columns, int groups) {
-  return (columns + groups * kGroupRows) * kRowBytes;
-}
-
-__host__ __device__ constexpr int num_stages(int columns, int groups) {
-  const int fitting = (kSharedBytes - kSlackBytes - 256) / stage_bytes(columns, groups);
-  return fitting < kMaxStages ? fitting : kMaxStages;
-}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -93,6 +88,19 @@ __device__ uint64_t matrix_descriptor(uint32_t address) {
 }
 
 // clang-format off
+__device__ void multiply(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 0, 0;\n}\n"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
 __device__ void multiply(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -182,68 +190,71 @@ __device__ void store_pair(const KernelParams& params, int row, int column, floa
   *target = __floats2bfloat162_rn(first, second);
 }
 
-// The ring: tiles of the weight and of x in each stage, and two barriers.
-template <int kColumns, int kGroups>
+// The ring: in each stage a tile of the weight and then one of x, and two barriers.
 struct Ring {
-  static constexpr int kStages = num_stages(kColumns, kGroups);
-  static constexpr int kStageBytes = stage_bytes(kColumns, kGroups);
   uint32_t stages, barriers;
+  int stage_bytes, num_stages, weight_bytes;
 
-  __device__ uint32_t weight(int stage) const { return stages + stage * kStageBytes; }
-  __device__ uint32_t x(int stage) const { return weight(stage) + kColumns * kRowBytes; }
+  __device__ uint32_t weight(int stage) const { return stages + stage * stage_bytes; }
+  __device__ uint32_t x(int stage) const { return weight(stage) + weight_bytes; }
   __device__ uint32_t full(int stage) const { return barriers + stage * 16; }
   __device__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
 };
 
-template <int kColumns, int kGroups, bool kTwoParts>
-__device__ void copy_weight(const Ring<kColumns, kGroups>& ring, const CUtensorMap* weight,
-                            int stage, int depth, int column, int second_part) {
-  expect_bytes(ring.full(stage), ring.kStageBytes);
-  if constexpr (kTwoParts) {
-    constexpr int kHalf = kColumns / 2;
-    copy_tile(ring.weight(stage), weight, depth, column, ring.full(stage), kEvictFirst);
-    copy_tile(ring.weight(stage) + kHalf * kRowBytes, weight, depth, column + second_part,
-              ring.full(stage), kEvictFirst);
-  } else {
-    copy_tile(ring.weight(stage), weight, depth, column, ring.full(stage), kEvictFirst);
+struct Position {
+  int stage = 0, phase = 0;
+
+  __device__ void advance(const Ring& ring) {
+    if (++stage == ring.num_stages) stage = 0, phase ^= 1;
+  }
+};
+
+// What a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
+struct WeightTiles {
+  const CUtensorMap* map;
+  int first_row, part_stride, parts;
+};
+
+__device__ void copy_weight(const Ring& ring, const WeightTiles& tiles, int stage, int depth) {
+  expect_bytes(ring.full(stage), ring.stage_bytes);
+  for (int part = 0; part < tiles.parts; ++part) {
+    copy_tile(ring.weight(stage) + part * (ring.weight_bytes / tiles.parts), tiles.map, depth,
+              tiles.first_row + part * tiles.part_stride, ring.full(stage), kEvictFirst);
   }
 }
 
 // One thread keeps the ring full.
-template <int kColumns, int kGroups, bool kTwoParts>
-__device__ void produce(const Ring<kColumns, kGroups>& ring, const CUtensorMap* x,
-                        const CUtensorMap* weight, int first_depth, int num_steps, int column,
-                        int second_part) {
-  constexpr int kStages = Ring<kColumns, kGroups>::kStages;
-  const int ahead = num_steps < kStages ? num_steps : kStages;
+__device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTiles& weight,
+                        int first_depth, int num_steps) {
+  const int ahead = min(num_steps, ring.num_stages);
   for (int step = 0; step < ahead; ++step) {
-    copy_weight<kColumns, kGroups, kTwoParts>(ring, weight, step, first_depth + step * kDepth,
-                                              column, second_part);
+    copy_weight(ring, weight, step, first_depth + step * kDepth);
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int step = 0; step < ahead; ++step) {
     copy_tile(ring.x(step), x, first_depth + step * kDepth, 0, ring.full(step), kEvictLast);
   }
-  int stage = 0, phase = 0;
+  Position at;
   for (int step = ahead; step < num_steps; ++step) {
-    wait(ring.empty(stage), phase);
-    const int depth = first_depth + step * kDepth;
-    copy_weight<kColumns, kGroups, kTwoParts>(ring, weight, stage, depth, column, second_part);
-    copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    wait(ring.empty(at.stage), at.phase);
+    copy_weight(ring, weight, at.stage, first_depth + step * kDepth);
+    copy_tile(ring.x(at.stage), x, first_depth + step * kDepth, 0, ring.full(at.stage), kEvictLast);
+    at.advance(ring);
   }
 }
 
-// A group of four warps multiplies its 64 rows with the columns of every stage.
-template <int kColumns, int kGroups, int kParts, int kWidth>
-__device__ void consume(const Ring<kColumns, kGroups>& ring, int num_steps, int group,
+// A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only the
+// rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in shared
+// memory, and so are their sums, which nothing reads.
+template <int kParts, int kWidth>
+__device__ void consume(const Ring& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
-  constexpr int kStages = Ring<kColumns, kGroups>::kStages;
-  int stage = 0, phase = 0, last = 0;
+  Position at;
+  int last = 0;
   for (int step = 0; step < num_steps; ++step) {
-    wait(ring.full(stage), phase);
-    const uint64_t left = matrix_descriptor(ring.x(stage) + group * kGroupRows * kRowBytes);
-    const uint64_t right = matrix_descriptor(ring.weight(stage));
+    wait(ring.full(at.stage), at.phase);
+    const uint64_t left = matrix_descriptor(ring.x(at.stage) + group * kGroupRows * kRowBytes);
+    const uint64_t right = matrix_descriptor(ring.weight(at.stage));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
@@ -255,8 +266,8 @@ __device__ void consume(const Ring<kColumns, kGroups>& ring, int num_steps, int 
     }
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
-    last = stage;
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    last = at.stage;
+    at.advance(ring);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
@@ -269,15 +280,15 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   static_assert(!kTwoParts || (kSplit == 1 && kParts == 2), "gate and up meet in one thread");
   constexpr int kWidth = kColumns / kParts;
-  constexpr int kStages = Ring<kColumns, kGroups>::kStages;
   extern __shared__ char shared[];
-  const uint32_t base = shared_address(shared);
-  Ring<kColumns, kGroups> ring;
-  ring.stages = (base + kSlackBytes - 1) / kSlackBytes * kSlackBytes;
-  ring.barriers = ring.stages + kStages * ring.kStageBytes;
+  const uint32_t base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
+  const Ring ring{base, base + params.num_stages * params.stage_bytes, params.stage_bytes,
+                  params.num_stages, kColumns * kRowBytes};
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    for (int stage = 0; stage < ring.num_stages; ++stage) {
       init_barrier(ring.full(stage), 1);
       init_barrier(ring.empty(stage), kGroups * kGroupThreads / 32);
     }
@@ -297,12 +308,12 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
 
   if (warp == kGroups * kGroupThreads / 32) {
     if (threadIdx.x % 32 == 0) {
-      produce<kColumns, kGroups, kTwoParts>(ring, &x, &weight, first_depth, num_steps, first_column,
-                                            params.num_columns / 2);
+      const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kTwoParts ? 2 : 1};
+      produce(ring, &x, tiles, first_depth, num_steps);
     }
     __syncwarp();
   } else {
-    consume<kColumns, kGroups, kParts, kWidth>(ring, num_steps, warp / 4, total);
+    consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
     asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
@@ -342,7 +353,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     // The stages are read; their place takes the sums, fp32 [rows, kColumns + 4].
     constexpr int kPitch = kColumns + 4;  // rows apart in the banks
     constexpr int kShare = kColumns / kSplit;
-    static_assert(kGroups * kGroupRows * kPitch * 4 <= kStages * ring.kStageBytes);
     __syncthreads();
     if (multiplies) {
 #pragma unroll
@@ -435,7 +445,7 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   }
   CUtensorMap x, weight;
   cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride,
-                               kGroups * kGroupRows);
+                               (params.num_rows + 7) / 8 * 8);
   if (error != cudaSuccess) return error;
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
                    kTwoParts ? kColumns / 2 : kColumns);
@@ -445,10 +455,21 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
                              params.out_stride,
                              params.num_rows,
                              params.num_columns,
-                             params.depth};
+                             params.depth,
+                             0,
+                             0};
   const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kGroups, kEpilogue>;
-  const int shared_bytes =
-      num_stages(kColumns, kGroups) * stage_bytes(kColumns, kGroups) + kSlackBytes + 256;
+  const int rows = (params.num_rows + 7) / 8 * 8;
+  kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
+  // The multiplication of the last stage reads 64 rows of x for each group, present or not.
+  const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
+  const int limit = params.tiling.shared_bytes > 0 ? params.tiling.shared_bytes : kSharedBytes;
+  kernel_params.num_stages =
+      std::min({kMaxStages, (limit - overhead) / kernel_params.stage_bytes,
+                params.depth / kSplit / kDepth});
+  // The sums of a tile take the place of the stages.
+  const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
+  const int shared_bytes = std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
 
@@ -493,13 +514,16 @@ cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t 
     return cudaErrorInvalidValue;
   }
   switch (columns * 10 + split) {
+    case 321: return launch_sum<32, 1, 1>(params, stream);
+    case 322: return launch_sum<32, 1, 2>(params, stream);
     case 641: return launch_sum<64, 1, 1>(params, stream);
     case 642: return launch_sum<64, 1, 2>(params, stream);
+    case 644: return launch_sum<64, 1, 4>(params, stream);
     case 961: return launch_sum<96, 1, 1>(params, stream);
+    case 962: return launch_sum<96, 1, 2>(params, stream);
     case 1282: return launch_sum<128, 2, 2>(params, stream);
-    case 1284: return launch_sum<128, 2, 4>(params, stream);
-    case 1921: return launch_sum<192, 2, 1>(params, stream);
     case 1922: return launch_sum<192, 2, 2>(params, stream);
+    case 1921: return launch_sum<192, 2, 1>(params, stream);
     default: return cudaErrorInvalidValue;
   }
 }

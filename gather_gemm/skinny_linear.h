@@ -21,6 +21,7 @@ enum class Epilogue {
 struct Tiling {
   int columns;  // of the weight's rows: kSiluMul takes half from either part
   int split;    // blocks along the depth
+  int shared_bytes;  // of a block at most
 };
 
 struct SkinnyLinearParams {
