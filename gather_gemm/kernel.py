@@ -105,19 +105,13 @@ def top_tiles_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    GROUP_ROW_BLOCKS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    # Row blocks are the fast axis within a group of them that stays in the cache.
+    # Row blocks are the fast axis: programs that run together share a tile of the weight.
     num_row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
-    group = tl.program_id(0) // (GROUP_ROW_BLOCKS * num_tiles)
-    first_block = group * GROUP_ROW_BLOCKS
-    group_blocks = min(num_row_blocks - first_block, GROUP_ROW_BLOCKS)
-    within = tl.program_id(0) % (GROUP_ROW_BLOCKS * num_tiles)
-    row_block = first_block + within % group_blocks
-    tile = within // group_blocks
-
+    row_block = tl.program_id(0) % num_row_blocks
+    tile = tl.program_id(0) // num_row_blocks
     row_ids = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first_column = tile * BLOCK_COLUMNS
     depth_ids = tl.arange(0, BLOCK_DEPTH)
@@ -166,7 +160,10 @@ def merge_tiles_kernel(
     maximum,  # [R] fp32
     column,  # [R] int64
     sum_exp,  # [R] fp32
+    probability,  # [R] fp32
     num_tiles,
+    num_columns,
+    EXCLUDED: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -174,14 +171,20 @@ def merge_tiles_kernel(
     mask = tiles < num_tiles
     at = row * num_tiles + tiles
     maxima = tl.load(tile_maximum + at, mask=mask, other=-float("inf"))
-    columns = tl.load(tile_column + at, mask=mask, other=2147483647)
+    columns = tl.load(tile_column + at, mask=mask, other=0)
     sums = tl.load(tile_sum_exp + at, mask=mask, other=0.0)
     best = tl.max(maxima, axis=0)
-    lowest = tl.min(tl.where(maxima == best, columns, 2147483647), axis=0)
+    # Where the maximum is NaN, no tile has it.
+    lowest = tl.min(tl.where((maxima == best) & mask, columns, num_columns - 1), axis=0)
     shift = tl.where(best == -float("inf"), 0.0, best)
     tl.store(maximum + row, best)
     tl.store(column + row, lowest.to(tl.int64))
-    tl.store(sum_exp + row, tl.sum(sums * tl.exp(maxima - shift), axis=0))
+    total = tl.sum(sums * tl.exp(maxima - shift), axis=0)
+    tl.store(sum_exp + row, total)
+    is_zero = best == -float("inf")
+    for excluded in tl.static_range(len(EXCLUDED)):
+        is_zero = is_zero | (lowest == EXCLUDED[excluded])
+    tl.store(probability + row, tl.where(is_zero & (total == total), 0.0, 1.0 / total))
 
 
 def launch_top(
@@ -189,13 +192,11 @@ def launch_top(
     rows: Tensor | None,
     weight: Tensor,
     excluded: tuple[int, ...],
-    maximum: Tensor,
-    column: Tensor,
-    sum_exp: Tensor,
+    top: tuple[Tensor, Tensor, Tensor, Tensor],
     config: TopConfig,
 ) -> None:
-    """Enqueue the sampled product on the current stream; the arguments are checked."""
-    num_rows, num_columns = len(maximum), len(weight)
+    """Enqueue `gather_top` into `top` on the current stream; the arguments are checked."""
+    num_rows, num_columns = len(top[0]), len(weight)
     num_tiles = triton.cdiv(num_columns, config.block_columns)
     partials = torch.empty((3, num_rows, num_tiles), dtype=torch.float32, device=x.device)
     columns = partials[1].view(torch.int32)
@@ -216,7 +217,6 @@ def launch_top(
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         BLOCK_DEPTH=config.block_depth,
-        GROUP_ROW_BLOCKS=config.group_row_blocks,
         TRANSPOSED=config.transposed,
         INPUT_PRECISION="ieee",
         num_warps=config.num_warps,
@@ -226,10 +226,10 @@ def launch_top(
         partials[0],
         columns,
         partials[2],
-        maximum,
-        column,
-        sum_exp,
+        *top,
         num_tiles,
+        num_columns,
+        EXCLUDED=excluded,
         BLOCK_TILES=triton.next_power_of_2(num_tiles),
         num_warps=4,
     )

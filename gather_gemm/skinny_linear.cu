@@ -6,34 +6,32 @@
 // counts is the number of bytes in flight, so one block has (almost) all of a multiprocessor's
 // shared memory, and the tilings make about one block for each multiprocessor. A cluster of `split`
 // blocks computes one tile: each sums a part of the depth on the tensor cores (rows padded to 64;
-// the padding costs no traffic), then each adds up its share of the columns out of the shared memory
-// of all, in the order of the blocks. Every sum has one order, whatever the number of rows: results
-// are deterministic and do not depend on the rows beside a row.
+// the padding costs no traffic), then each adds up its share of the columns out of the shared
+// memory of all, in the order of the blocks. Every sum has one order, whatever the number of rows:
+// results are deterministic and do not depend on the rows beside a row.
 //
 // Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
 // while that kernel ends, and waits for it before it reads x.
 
-#include "skinny_linear.h"
-
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <dlfcn.h>
 
 #include <algorithm>
+
+#include "skinny_linear.h"
 
 namespace gather_gemm {
 namespace {
 
-constexpr int kDepth = 64;       // of a stage: 128 bytes, the width of the swizzle
-constexpr int kGroupRows = 64;   // rows of x that a group of four warps multiplies
+constexpr int kDepth = 64;      // of a stage: 128 bytes, the width of the swizzle
+constexpr int kGroupRows = 64;  // rows of x that a group of four warps multiplies
 constexpr int kGroupThreads = 128;
 constexpr int kRowBytes = kDepth * 2;
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kMaxStages = 16;
 constexpr int kBarrierBytes = kMaxStages * 16;
 constexpr int kAlignment = 1024;  // of a stage: the pattern of the swizzle
-
-constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // cache hints of the copy engine
-constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 struct KernelParams {
   const __nv_bfloat16* bias;
@@ -44,6 +42,9 @@ struct KernelParams {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // cache hints of the copy engine
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -141,9 +142,8 @@ __device__ void multiply(float (&d)[48], uint64_t a, uint64_t b, int accumulate)
 // clang-format on
 
 __device__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 
 __device__ float4 load_of_block(uint32_t address, int rank) {
@@ -166,10 +166,10 @@ __device__ int block_of_cluster() {
 
 __device__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// silu as PyTorch rounds it: in fp32, then to bf16, and the product again.
+// As PyTorch rounds them one by one: both products, silu, and silu times up.
 __device__ float silu_mul(float gate, float up) {
   gate = rounded(gate);
-  return rounded(gate / (1.0f + __expf(-gate))) * rounded(up);
+  return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * rounded(up);
 }
 
 // Adds the bias, and for kResidual what is there already.
@@ -180,12 +180,11 @@ __device__ void store_pair(const KernelParams& params, int row, int column, floa
     first += __bfloat162float(params.bias[column]);
     second += __bfloat162float(params.bias[column + 1]);
   }
-  auto* target =
-      reinterpret_cast<__nv_bfloat162*>(params.out + row * params.out_stride + column);
+  auto* target = reinterpret_cast<__nv_bfloat162*>(params.out + row * params.out_stride + column);
   if (kEpilogue == Epilogue::kResidual) {
     const __nv_bfloat162 there = *target;
-    first = rounded(first) + __low2float(there);
-    second = rounded(second) + __high2float(there);
+    first += __low2float(there);
+    second += __high2float(there);
   }
   *target = __floats2bfloat162_rn(first, second);
 }
@@ -243,9 +242,9 @@ __device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTile
   }
 }
 
-// A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only the
-// rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in shared
-// memory, and so are their sums, which nothing reads.
+// A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only
+// the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
+// shared memory, and so are their sums, which nothing reads.
 template <int kParts, int kWidth>
 __device__ void consume(const Ring& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
@@ -343,8 +342,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
 #pragma unroll
           for (int i = 0; i < kWidth / 8; ++i) {
             store_pair<kEpilogue>(params, row, first_column + part * kWidth + i * 8 + pair,
-                                  total[part][i * 4 + half * 2],
-                                  total[part][i * 4 + half * 2 + 1]);
+                                  total[part][i * 4 + half * 2], total[part][i * 4 + half * 2 + 1]);
           }
         }
       }
@@ -366,8 +364,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
             const uint32_t address =
                 ring.stages + (row * kPitch + part * kWidth + i * 8 + pair) * 4;
             asm volatile("st.shared::cta.v2.f32 [%0], {%1, %2};" ::"r"(address),
-                         "f"(total[part][i * 4 + half * 2]),
-                         "f"(total[part][i * 4 + half * 2 + 1])
+                         "f"(total[part][i * 4 + half * 2]), "f"(total[part][i * 4 + half * 2 + 1])
                          : "memory");
           }
         }
@@ -411,14 +408,11 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
+// Looked up at run time: the room does not link the driver.
 EncodeTiled find_encode_tiled() {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                             12000, cudaEnableDefault, &found);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess
-             ? reinterpret_cast<EncodeTiled>(entry)
-             : nullptr;
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* entry = library == nullptr ? nullptr : dlsym(library, "cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(entry);
 }
 
 // Tiles [num_rows of the tile, kDepth] of a bf16 matrix; what lies outside reads as 0.
@@ -463,13 +457,13 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
-  const int limit = params.tiling.shared_bytes > 0 ? params.tiling.shared_bytes : kSharedBytes;
   kernel_params.num_stages =
-      std::min({kMaxStages, (limit - overhead) / kernel_params.stage_bytes,
+      std::min({kMaxStages, (kSharedBytes - overhead) / kernel_params.stage_bytes,
                 params.depth / kSplit / kDepth});
   // The sums of a tile take the place of the stages.
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
-  const int shared_bytes = std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
+  const int shared_bytes =
+      std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
 
@@ -514,17 +508,16 @@ cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t 
     return cudaErrorInvalidValue;
   }
   switch (columns * 10 + split) {
-    case 321: return launch_sum<32, 1, 1>(params, stream);
-    case 322: return launch_sum<32, 1, 2>(params, stream);
-    case 641: return launch_sum<64, 1, 1>(params, stream);
-    case 642: return launch_sum<64, 1, 2>(params, stream);
-    case 644: return launch_sum<64, 1, 4>(params, stream);
-    case 961: return launch_sum<96, 1, 1>(params, stream);
-    case 962: return launch_sum<96, 1, 2>(params, stream);
-    case 1282: return launch_sum<128, 2, 2>(params, stream);
-    case 1922: return launch_sum<192, 2, 2>(params, stream);
-    case 1921: return launch_sum<192, 2, 1>(params, stream);
-    default: return cudaErrorInvalidValue;
+    case 322:
+      return launch_sum<32, 1, 2>(params, stream);
+    case 642:
+      return launch_sum<64, 1, 2>(params, stream);
+    case 961:
+      return launch_sum<96, 1, 1>(params, stream);
+    case 962:
+      return launch_sum<96, 1, 2>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

@@ -13,7 +13,7 @@ constexpr int kMaxRows = 128;  // of a product: two groups of 64
 // out = x weight^T, bf16. What is done with the product before it is written:
 enum class Epilogue {
   kStore,     // out = product
-  kResidual,  // out += product, both rounded: as a product and an addition would
+  kResidual,  // out += product, in fp32 and rounded once
   kSiluMul,   // out = silu(product of the gate's rows) * product of the other half
 };
 
@@ -21,7 +21,6 @@ enum class Epilogue {
 struct Tiling {
   int columns;  // of the weight's rows: kSiluMul takes half from either part
   int split;    // blocks along the depth
-  int shared_bytes;  // of a block at most
 };
 
 struct SkinnyLinearParams {
@@ -36,8 +35,8 @@ struct SkinnyLinearParams {
   bool early;  // let the launch overlap the end of the kernel before it
 };
 
-// Enqueues the product. cudaErrorInvalidValue: no kernel for the tiling, or a shape that it does not
-// divide; cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
+// Enqueues the product. cudaErrorInvalidValue: no kernel for the tiling, or a shape that it does
+// not divide; cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
 cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t stream);
 
 }  // namespace gather_gemm
