@@ -72,8 +72,8 @@ class Tiling:
 
 
 # Measured on one H200 in CUDA graphs over rotated weights, cuBLAS -> ours in us at 1, 32, 64 and
-# 128 rows: 12288 x 4096 (96 columns) 27, 28, 28, 28 -> 24, 25, 26, 28; 4096 x 4096 (64 columns, split)
-# 13, 13, 12, 14 -> 10, 10, 11, 13; 4096 x 12288 (the same) 29, 29, 31, 33 -> 25, 25, 26, 30;
+# 128 rows: 12288 x 4096 (96 columns) 27, 28, 28, 28 -> 24, 25, 26, 28; 4096 x 4096 (64 columns,
+# split) 13, 13, 12, 14 -> 10, 10, 11, 13; 4096 x 12288 (the same) 29, 29, 31, 33 -> 25, 25, 26, 30;
 # 24576 x 4096 (192 columns) 48, 49, 50, 54 -> 48, 49, 51, 54, so that only a gated product, whose
 # second kernel is saved, is worth it.
 _TILINGS = (
