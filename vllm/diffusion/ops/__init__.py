@@ -9,7 +9,14 @@ from vllm.diffusion.ops.fused import (
     silu_mul,
     store_keys_values,
 )
-from vllm.diffusion.ops.linear import add_linear, is_plain, linear, plain_weight
+from vllm.diffusion.ops.head import most_likely_by_head
+from vllm.diffusion.ops.linear import (
+    add_linear,
+    gated_linear,
+    is_plain,
+    linear,
+    plain_weight,
+)
 from vllm.diffusion.ops.sampling import (
     gather_columns,
     most_likely,
@@ -22,11 +29,13 @@ __all__ = [
     "add_linear",
     "apply_rotary",
     "copy_packed",
+    "gated_linear",
     "gather_columns",
     "is_plain",
     "linear",
     "mix_experts",
     "most_likely",
+    "most_likely_by_head",
     "negative_entropy",
     "norm_rotary",
     "packed_bytes",
