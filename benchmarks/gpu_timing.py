@@ -129,7 +129,14 @@ def compare(
 
 
 def event_ms(call: Callable[[], object]) -> float:
-    """Milliseconds between two CUDA events around `call` on the current stream."""
+    """Milliseconds between two CUDA events around `call` on the current stream.
+
+    Without a CUDA device: by the host's clock.
+    """
+    if not torch.cuda.is_available():
+        started = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - started)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
