@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WEIGHT_STD = 0.02
+EMBEDDING_STD = 1.0
+EMBEDDINGS = ("embed_tokens", "wte")
 
 # LLaDA's tensor names -> those of the modules below; the other families' need only the prefix off.
 LLADA_NAMES = {
@@ -190,7 +192,7 @@ class PlainModel(nn.Module):
 def random_model(
     shape: Shape, device: str | torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> PlainModel:
-    """A model whose matrices are drawn from N(0, 0.02), in eval mode; gains are 1, biases 0."""
+    """A model with the weights of `randomise`, in eval mode."""
     model = _empty_model(shape, device, dtype)
     randomise(model)
     return model
@@ -198,10 +200,15 @@ def random_model(
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Draw every matrix of a model from N(0, 0.02); vectors become 1 if norms have them, else 0."""
+    """Draw every matrix of a model from N(0, 0.02); norms' gains become 1, biases 0.
+
+    Embeddings are drawn from N(0, 1): a row is then told by its token, as in a trained model. With
+    small ones all rows follow the mean of their values, and choose the same experts.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(std=WEIGHT_STD)
+            is_embedding = any(part in name for part in EMBEDDINGS)
+            parameter.normal_(std=EMBEDDING_STD if is_embedding else WEIGHT_STD)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -255,7 +262,7 @@ def denoise_step(
     """
     is_masked = row == model.shape.mask_id
     logits = model(row)
-    tokens = logits.argmax(dim=-1)  # [1, T]
+    tokens = torch.where(is_masked, logits.argmax(dim=-1), row)  # [1, T]
     probabilities = F.softmax(logits.to(confidence_dtype or logits.dtype), dim=-1)
     confidence = probabilities.gather(-1, tokens[..., None]).squeeze(-1)
     confidence[:, end:] = -torch.inf

@@ -6,8 +6,8 @@
         [--requests 1 8 32] [--quick] [--long] [--output-dir results/step_latency]
 
 Each family has the shape of its released model (LLaDA-8B, Dream-7B, LLaDA-MoE-7B-A1B) and random
-weights. A request has one block of at most 32 masked positions behind a random prompt; no cache,
-so every step recomputes all rows. Measured in one process, after warm-up:
+weights. A request has one block of 32 masked positions behind a random prompt (16 where T is 32);
+no cache, so every step recomputes all rows. Measured in one process, after warm-up:
 
     step        from the engine's first instruction of a step to its results on the host
     device      between CUDA events around the same step
@@ -71,7 +71,7 @@ class Case:
     @property
     def canvas(self) -> int:
         """Masked positions behind the prompt, one block."""
-        return min(BLOCK, self.length - 1)
+        return min(BLOCK, self.length // 2)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def write_checkpoint(
         "bos_token_id": preset.token_ids[special_tokens.bos],
         "eos_token_id": preset.token_ids[special_tokens.eos],
     }
-    write_json(directory / "generation_config.json", {**ids, "temperature": 0.0})
+    write_json(directory / "generation_config.json", ids)
 
 
 def configuration(
