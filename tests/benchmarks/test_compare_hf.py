@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +61,7 @@ def test_plain_loop_and_engine_give_the_same_tokens(tmp_path: Path) -> None:
     assert [answer.num_forwards for answer in ours] == [8, 8]
 
 
+@pytest.mark.slow
 def test_a_server_is_started_and_stopped(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", family="llada", seed=3)
     arguments = ["--model", str(folder), "--clients", "2", "--caches", "none", "--no-reference"]
@@ -67,22 +70,14 @@ def test_a_server_is_started_and_stopped(tmp_path: Path) -> None:
     assert (row["system"], row["num_requests"], row["num_tokens"]) == ("server", 4, 64)
 
 
-def test_a_server_that_does_not_start_ends_with_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps(compare_hf_config() | {"block_type": "sequential"})
-    )
-    arguments = ["--model", str(tmp_path), "--no-reference", "--clients", "1"]
-    assert compare_hf.main([*arguments, "--output-dir", str(tmp_path / "out")]) == 1
-    assert "the server did not start; its log ends with:" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def compare_hf_config() -> dict[str, object]:
-    from make_dummy_checkpoint import configuration
-
-    return configuration("llada", num_layers=1, shrink=32)
+def test_a_server_that_ends_at_its_start_leaves_its_log() -> None:
+    command = [sys.executable, "-c", "print('no such model')"]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=log) as process,
+        pytest.raises(compare_hf.BenchmarkError, match="log ends with: no such model"),
+    ):
+        compare_hf.wait_until_ready("http://127.0.0.1:9", process, log)
 
 
 def test_rounds_of_clients_are_told_apart() -> None:
