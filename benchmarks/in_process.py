@@ -34,7 +34,7 @@ import torch  # noqa: E402
 from benchmarks.plain_model import randomise  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,27 @@ def median_interval_ms(steps: Sequence[Step]) -> float:
     """Median time from the start of a step to the start of the next: what a client waits."""
     starts = [step.started for step in steps]
     return 1000 * statistics.median(b - a for a, b in pairwise(starts))
+
+
+def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, float]]:
+    """Kernel name -> (milliseconds, launches), both of one step of those that `run` returns.
+
+    The device's work as torch.profiler sees it, the longest first; nothing on the CPU.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        num_steps = len(run())
+    found: dict[str, tuple[float, float]] = {}
+    for event in profiled.events():
+        if event.device_type == DeviceType.CUDA:
+            time_ms, launches = found.get(event.name, (0.0, 0.0))
+            time_ms += event.device_time_total / 1000 / num_steps
+            found[event.name] = (time_ms, launches + 1 / num_steps)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
 @contextmanager

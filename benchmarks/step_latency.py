@@ -46,7 +46,7 @@ from benchmarks.plain_model import denoise_step, random_model, touched_experts  
 from benchmarks.shapes import Shape, forward_work  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from benchmarks.plain_model import PlainModel
 
@@ -152,6 +152,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="precision of the reference's softmax (LLaDA's published loop: that of the logits)",
     )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the longest kernels of every case, too"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
     parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
@@ -202,9 +205,12 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
         ) as (llm, runner):
             rows = []
             for case in cases:
-                steps = measure_steps(llm, runner, shape, case, options)
+                run = partial(run_case, llm, runner, shape, case)
+                steps = measure_steps(run, options)
                 rows.append(row_of(family, case, steps, floors[case], references))
                 print(line_of(rows[-1]), flush=True)
+                if options.profile:
+                    print_kernels(in_process.kernel_times(partial(run, len(steps))))
     return rows
 
 
@@ -278,9 +284,19 @@ def floor_ms(
 
 
 def measure_steps(
-    llm: Any, runner: Any, shape: Shape, case: Case, options: argparse.Namespace
+    run: Callable[[int], list[in_process.Step]], options: argparse.Namespace
 ) -> list[in_process.Step]:
-    """The measured steps of a case, each with all of its requests.
+    """The measured steps of a case; `run` is run_case with all but the number of steps.
+
+    The warm-up commits another number of tokens a step: what costs time at every new number of
+    masked rows is measured, as a server would meet it.
+    """
+    expected_ms = min(step.step_ms for step in run(MIN_STEPS))
+    return run(num_steps(expected_ms, options.steps, options.seconds))
+
+
+def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> list[in_process.Step]:
+    """One canvas of every request in so many steps; those steps that had all of the requests.
 
     Raises:
         RuntimeError: the engine did not run the requests together.
@@ -289,23 +305,21 @@ def measure_steps(
         in_process.random_prompt(case.length - case.canvas, shape.vocab_size, seed)
         for seed in range(case.num_requests)
     ]
-
-    def run(steps: int) -> list[in_process.Step]:
-        parameters = {
-            "algorithm": "semi_ar",
-            "gen_length": case.canvas,
-            "block_length": case.canvas,
-            "steps": min(steps, case.canvas),
-        }
-        with in_process.StepLog().attached(runner) as log:
-            in_process.run_requests(llm, prompts, parameters)
-        return [step for step in log.steps() if step.num_requests == case.num_requests]
-
-    warm_up = run(MIN_STEPS)
-    if not warm_up:
-        raise RuntimeError(f"no step had all {case.num_requests} requests of {case.length} rows")
-    expected_ms = min(step.step_ms for step in warm_up)
-    return run(num_steps(expected_ms, options.steps, options.seconds))
+    parameters = {
+        "algorithm": "semi_ar",
+        "gen_length": case.canvas,
+        "block_length": case.canvas,
+        "steps": min(steps, case.canvas),
+    }
+    with in_process.StepLog().attached(runner) as log:
+        in_process.run_requests(llm, prompts, parameters)
+    found = [step for step in log.steps() if step.num_requests == case.num_requests]
+    if len(found) < MIN_STEPS:
+        raise RuntimeError(
+            f"wanted {MIN_STEPS} steps with all {case.num_requests} requests of {case.length} "
+            f"rows, got {len(found)}"
+        )
+    return found
 
 
 def row_of(
@@ -351,6 +365,13 @@ def line_of(row: Row) -> str:
         f"{told(row.floor_ms):>9} {told(row.over_floor):>7} | "
         f"{told(row.reference_ms):>9} {told(row.speed_up):>8}"
     )
+
+
+def print_kernels(kernels: dict[str, tuple[float, float]], most: int = 15) -> None:
+    """The longest kernels with the milliseconds and launches of one step, under their sum."""
+    print(f"    device busy {sum(time_ms for time_ms, _ in kernels.values()):.3f} ms of a step")
+    for name, (time_ms, launches) in list(kernels.items())[:most]:
+        print(f"    {time_ms:>9.3f} ms {launches:>6.1f} x  {name[:100]}")
 
 
 def told(number: float | None) -> str:

@@ -74,6 +74,26 @@ def test_rows_take_medians_and_count_the_reference_once_a_request() -> None:
     assert step_latency.line_of(missing).count(" - ") >= 2
 
 
+def test_steps_are_measured_after_a_warm_up_of_other_sizes() -> None:
+    asked: list[int] = []
+
+    def run(steps: int) -> list[Step]:
+        asked.append(steps)
+        return [Step(1, 0.0, 400.0, None)] * steps
+
+    options = SimpleNamespace(steps=16, seconds=2.0)
+    assert len(step_latency.measure_steps(run, options)) == 5
+    assert asked == [3, 5]
+
+
+def test_kernels_are_printed_longest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    step_latency.print_kernels({"gemm": (2.0, 7.0), "copy": (0.5, 1.0)}, most=1)
+    printed = capsys.readouterr().out
+    assert "device busy 2.500 ms" in printed
+    assert "7.0 x  gemm" in printed
+    assert "copy" not in printed
+
+
 def test_intervals_are_between_starts() -> None:
     steps = [Step(1, started, 1.0, None) for started in (0.0, 1.0, 3.0, 4.0)]
     assert median_interval_ms(steps) == pytest.approx(1000.0)
