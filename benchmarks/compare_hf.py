@@ -17,8 +17,8 @@ this process; more clients do not make it faster, so it is measured with one.
     ms a forward    time from a request's start to its end over its forwards (mean of the requests)
 
 Weights that the server draws itself (`--family` without `--in-process`) are upstream's dummy
-weights, in all other cases normal random numbers or the checkpoint's. Written: throughput.json
-and throughput.png.
+weights, in all other cases normal random numbers or the checkpoint's. Written: throughput.json,
+throughput.png and, of a server, server.log.
 """
 
 from __future__ import annotations
@@ -333,8 +333,9 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., 
             done = [clients.submit(ask, of_client, cache) for of_client in prompts]
             return [answer for client in done for answer in client.result()]
 
+    options.output_dir.mkdir(parents=True, exist_ok=True)
     with (
-        tempfile.TemporaryFile() as log,
+        (options.output_dir / "server.log").open("w+b") as log,
         subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process,
     ):
         try:
