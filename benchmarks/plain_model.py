@@ -165,13 +165,17 @@ class PlainModel(nn.Module):
         self.norm = RMSNorm(shape.width, shape.eps)
         self.lm_head = nn.Linear(shape.width, shape.vocab_size, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, T] int64 -> logits [B, T, V] in the model's dtype, row i of position i."""
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids [B, T] int64 -> final normed hidden states [B, T, D]."""
         cos, sin = self._rotary_tables(ids.shape[-1])
         x: Tensor = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits: Tensor = self.lm_head(self.norm(x))
+        return cast("Tensor", self.norm(x))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, T] int64 -> logits [B, T, V] in the model's dtype, row i of position i."""
+        logits: Tensor = self.lm_head(self.hidden(ids))
         if self.shape.shifts_rows:
             logits = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
         return logits
@@ -312,10 +316,13 @@ def commits_of_steps(num_masked: int, steps: int) -> Iterator[int]:
 
 
 @torch.inference_mode()
-def touched_experts(model: PlainModel, ids: Tensor) -> float | None:
+def touched_experts(model: PlainModel, ids: Tensor) -> float:
     """Experts of a layer that at least one row of ids [B, T] passes, mean over the layers.
 
-    None for a dense model. Costs one forward.
+    Costs the layers of one forward.
+
+    Raises:
+        ValueError: the model has no experts.
     """
     counts: list[int] = []
 
@@ -326,10 +333,10 @@ def touched_experts(model: PlainModel, ids: Tensor) -> float | None:
 
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     if not mixtures:
-        return None
+        raise ValueError(f"model: wanted one with experts, got {model.shape.family}")
     handles = [module.register_forward_hook(count) for module in mixtures]
     try:
-        model(ids)
+        model.hidden(ids)
     finally:
         for handle in handles:
             handle.remove()

@@ -187,7 +187,7 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
     """All cases of a family, printed as they come; adds what was measured to `ceilings`."""
     shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
     shape = Shape.of(configuration(family, **shrunk))
-    references = {} if options.no_reference else measure_references(shape, options)
+    references = measure_references(shape, options)
     in_process.free_memory()
     cases = cases_of(options.lengths, options.requests, options.max_rows)
     floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
@@ -215,37 +215,40 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
 
 
 def measure_references(shape: Shape, options: argparse.Namespace) -> dict[int, Reference]:
-    """The plain step of one request of each length."""
+    """The plain step of one request of each length, and the experts that its rows pass.
+
+    Of --no-reference only the latter is left, without which there is no floor.
+    """
+    if options.no_reference and not shape.num_experts:
+        return {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = random_model(shape, device, getattr(torch, options.dtype))
+    references = {}
+    for length in sorted(options.lengths):
+        row = masked_row(shape, Case(length, 1)).to(device)
+        step_ms = None if options.no_reference else plain_step_ms(model, row, options)
+        touched = touched_experts(model, row) if shape.num_experts else None
+        references[length] = Reference(step_ms, touched)
+    return references
+
+
+def plain_step_ms(
+    model: PlainModel, row: torch.Tensor, options: argparse.Namespace
+) -> float | None:
+    """Median time of the plain step of row [1, T]; None where the memory does not suffice."""
     precision = options.reference_confidence
     confidence = None if precision == "logits" else getattr(torch, precision)
-    model = random_model(shape, device, getattr(torch, options.dtype))
-    return {
-        length: measure_reference(model, Case(length, 1), confidence, options)
-        for length in sorted(options.lengths)
-    }
-
-
-def measure_reference(
-    model: PlainModel,
-    case: Case,
-    confidence_dtype: torch.dtype | None,
-    options: argparse.Namespace,
-) -> Reference:
-    """Median time of the plain step; None where it needs more memory than there is."""
-    row = masked_row(model.shape, case).to(model.norm.weight.device)
 
     def step() -> None:
-        denoise_step(model, row.clone(), case.length, 1, confidence_dtype)
+        denoise_step(model, row.clone(), row.shape[1], 1, confidence)
 
     try:
         expected_ms = min(gpu_timing.event_ms(step) for _ in range(2))
         count = num_steps(expected_ms, options.steps, options.seconds)
-        step_ms = statistics.median(gpu_timing.event_ms(step) for _ in range(count))
+        return statistics.median(gpu_timing.event_ms(step) for _ in range(count))
     except torch.OutOfMemoryError:
         in_process.free_memory()
-        return Reference(None, None)
-    return Reference(step_ms, touched_experts(model, row))
+        return None
 
 
 def masked_row(shape: Shape, case: Case) -> torch.Tensor:
@@ -266,6 +269,7 @@ def floor_ms(
     if not torch.cuda.is_available():
         return None
     reference = references.get(case.length)
+    # Other requests bring other tokens: together they pass all experts.
     touched = reference.touched_experts if reference and case.num_requests == 1 else None
     work = forward_work(
         shape, case.length, case.num_requests, head_rows=case.canvas, touched_experts=touched

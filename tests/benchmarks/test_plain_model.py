@@ -128,7 +128,6 @@ def test_touched_experts_are_counted() -> None:
     one_row = plain_model.touched_experts(model, torch.tensor([[5]]))
     assert one_row == shape.num_chosen
     many_rows = plain_model.touched_experts(model, torch.arange(200)[None])
-    assert many_rows is not None
     assert shape.num_chosen < many_rows <= shape.num_experts
     fewer = forward_work(shape, 32, touched_experts=10).weight_bytes
     assert fewer < forward_work(shape, 32).weight_bytes
@@ -136,7 +135,8 @@ def test_touched_experts_are_counted() -> None:
 
 def test_a_dense_model_has_no_experts_to_count() -> None:
     model = random_model(Shape.of(configuration("llada", num_layers=1, shrink=32)), "cpu")
-    assert plain_model.touched_experts(model, torch.tensor([[1, 2]])) is None
+    with pytest.raises(ValueError, match="wanted one with experts, got llada"):
+        plain_model.touched_experts(model, torch.tensor([[1, 2]]))
 
 
 def test_random_weights_are_normal_and_norms_neutral() -> None:

@@ -44,6 +44,18 @@ def test_a_run_times_every_case_and_writes_what_the_document_reads(
     assert sum(line.startswith("| 2 |") for line in lines) == 2
 
 
+def test_without_the_reference_experts_are_still_counted() -> None:
+    options = step_latency.parse_arguments(["--no-reference", "--lengths", "16", "64"])
+    options.dtype = "float32"
+    small = {"num_layers": 1, "shrink": 16}
+    shape = step_latency.Shape.of(step_latency.configuration("llada-moe", **small))
+    found = step_latency.measure_references(shape, options)
+    assert [reference.step_ms for reference in found.values()] == [None, None]
+    assert 8 <= found[16].touched_experts <= found[64].touched_experts <= 64
+    dense = step_latency.Shape.of(step_latency.configuration("llada", **small))
+    assert step_latency.measure_references(dense, options) == {}
+
+
 def test_several_requests_stay_below_the_largest_number_of_rows() -> None:
     assert cases_of([32, 4096, 16384], [1, 8], 4096) == [
         Case(32, 1),
