@@ -67,7 +67,10 @@ class StepLog:
         def timed(req_ids: list[str]) -> Any:
             events = None
             if on_cuda:
-                events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+                events = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
                 events[0].record()
             started = time.perf_counter()
             results = plain(req_ids)
@@ -104,7 +107,6 @@ def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, fl
 
     The device's work as torch.profiler sees it, the longest first; nothing on the CPU.
     """
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     if not torch.cuda.is_available():
@@ -113,7 +115,7 @@ def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, fl
         num_steps = len(run())
     found: dict[str, tuple[float, float]] = {}
     for event in profiled.events():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             time_ms, launches = found.get(event.name, (0.0, 0.0))
             time_ms += event.device_time_total / 1000 / num_steps
             found[event.name] = (time_ms, launches + 1 / num_steps)
