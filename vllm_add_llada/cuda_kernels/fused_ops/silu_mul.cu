@@ -2,6 +2,7 @@
 //
 // silu(gate) * up. silu is computed in fp32 and rounded to the model dtype, then multiplied there.
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -12,26 +13,25 @@ constexpr int kThreads = 256;
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_rows(const __grid_constant__ SiluMulParams params) {
+  wait_for_previous_kernel();
   const int64_t row = blockIdx.x;
   const int column = (blockIdx.y * kThreads + threadIdx.x) * kWidth;
   if (column >= params.num_columns) return;
 
-  float gate[kWidth], up[kWidth];
-  load<kWidth>(row_address<T>(params.gate, row, 0) + column, gate);
-  load<kWidth>(row_address<T>(params.up, row, 0) + column, up);
+  const auto gate = load_vector<kWidth>(row_address<T>(params.gate, row, 0) + column);
+  const auto up = load_vector<kWidth>(row_address<T>(params.up, row, 0) + column);
+  float values[kWidth];
+  to_floats(gate, values);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    gate[i] = rounded<T>(gate[i] / (1.0f + expf(-gate[i]))) * up[i];
-  }
-  store<kWidth>(row_address<T>(params.out, row, 0) + column, gate);
+  for (int i = 0; i < kWidth; ++i) values[i] = values[i] / (1.0f + expf(-values[i]));
+  store_vector(row_address<T>(params.out, row, 0) + column, product_of(from_floats<T>(values), up));
 }
 
 template <typename T, int kWidth>
 cudaError_t launch_rows(const SiluMulParams& params, cudaStream_t stream) {
   const dim3 blocks = row_grid(params.num_rows, params.num_columns / kWidth, kThreads);
   if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  silu_mul_rows<T, kWidth><<<blocks, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(silu_mul_rows<T, kWidth>, blocks, dim3(kThreads), params, stream);
 }
 
 }  // namespace
