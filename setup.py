@@ -94,7 +94,8 @@ ROOMS = (
         "vllm_add_llada.cuda_kernels.fused_ops._fused_ops",
     ),
     Room("vmm_allocator", "vmm_allocator", ("vmm_allocator",), "vmm_allocator._vmm_allocator"),
-    Room("gather_gemm", "gather_gemm", ("gather_gemm",)),  # Triton compiles it at first use
+    # Its Triton kernels are compiled at first use.
+    Room("gather_gemm", "gather_gemm", ("gather_gemm",), "gather_gemm._gather_gemm"),
 )
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of the gather-GEMM."""
+"""Triton kernels of the gather-GEMM and of the product that is sampled tile by tile."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import LaunchConfig
+from .launch import LaunchConfig, TopConfig
 
 
 @triton.jit
@@ -81,4 +83,153 @@ def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchC
         INPUT_PRECISION="ieee",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+    )
+
+
+# Row counts come and go: no kernel of its own for 1, or for multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
+def top_tiles_kernel(
+    x,  # [T, D]
+    rows,  # [R] int64, or anything when not GATHERED
+    weight,  # descriptor of [N, D]
+    maximum,  # [R, tiles] fp32
+    column,  # [R, tiles] int32
+    sum_exp,  # [R, tiles] fp32
+    num_rows,
+    num_columns,
+    depth,
+    x_stride,
+    num_tiles,
+    GATHERED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    # Row blocks are the fast axis: programs that run together share a tile of the weight.
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
+    row_block = tl.program_id(0) % num_row_blocks
+    tile = tl.program_id(0) // num_row_blocks
+    row_ids = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first_column = tile * BLOCK_COLUMNS
+    depth_ids = tl.arange(0, BLOCK_DEPTH)
+    row_mask = row_ids < num_rows
+    if GATHERED:
+        x_ids = tl.load(rows + row_ids, mask=row_mask, other=0).to(tl.int64)
+    else:
+        x_ids = tl.minimum(row_ids, num_rows - 1).to(tl.int64)
+    x_rows = x + x_ids[:, None] * x_stride + depth_ids[None, :]
+    # Few rows are the narrow side of the tile: the tensor cores want at least 64 of the other.
+    if TRANSPOSED:
+        total = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), dtype=tl.float32)
+    else:
+        total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for start in range(0, depth, BLOCK_DEPTH):
+        left = tl.load(x_rows + start, mask=(start + depth_ids < depth)[None, :], other=0.0)
+        right = weight.load([first_column, start])
+        if TRANSPOSED:
+            total = tl.dot(right, left.T, total, input_precision=INPUT_PRECISION)
+        else:
+            total = tl.dot(left, right.T, total, input_precision=INPUT_PRECISION)
+    if TRANSPOSED:
+        total = total.T
+    # A logit is what the stored product would be: ties and sums are those of the rounded numbers.
+    logits = total.to(weight.dtype).to(tl.float32)
+    column_ids = first_column + tl.arange(0, BLOCK_COLUMNS)
+    logits = tl.where((column_ids < num_columns)[None, :], logits, -float("inf"))
+    best = tl.max(logits, axis=1)
+    is_best = logits == best[:, None]
+    lowest = tl.min(tl.where(is_best, column_ids[None, :], num_columns - 1), axis=1)
+    for excluded in tl.static_range(len(EXCLUDED)):
+        logits = tl.where((column_ids == EXCLUDED[excluded])[None, :], -float("inf"), logits)
+    shift = tl.where(best == -float("inf"), 0.0, best)
+    sums = tl.sum(tl.exp(logits - shift[:, None]), axis=1)
+    at = row_ids.to(tl.int64) * num_tiles + tile
+    tl.store(maximum + at, best, mask=row_mask)
+    tl.store(column + at, lowest, mask=row_mask)
+    tl.store(sum_exp + at, sums, mask=row_mask)
+
+
+@triton.jit
+def merge_tiles_kernel(
+    tile_maximum,  # [R, tiles] fp32
+    tile_column,  # [R, tiles] int32
+    tile_sum_exp,  # [R, tiles] fp32
+    maximum,  # [R] fp32
+    column,  # [R] int64
+    sum_exp,  # [R] fp32
+    probability,  # [R] fp32
+    num_tiles,
+    num_columns,
+    EXCLUDED: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.arange(0, BLOCK_TILES)
+    mask = tiles < num_tiles
+    at = row * num_tiles + tiles
+    maxima = tl.load(tile_maximum + at, mask=mask, other=-float("inf"))
+    columns = tl.load(tile_column + at, mask=mask, other=0)
+    sums = tl.load(tile_sum_exp + at, mask=mask, other=0.0)
+    best = tl.max(maxima, axis=0)
+    # Where the maximum is NaN, no tile has it.
+    lowest = tl.min(tl.where((maxima == best) & mask, columns, num_columns - 1), axis=0)
+    shift = tl.where(best == -float("inf"), 0.0, best)
+    tl.store(maximum + row, best)
+    tl.store(column + row, lowest.to(tl.int64))
+    total = tl.sum(sums * tl.exp(maxima - shift), axis=0)
+    tl.store(sum_exp + row, total)
+    is_zero = best == -float("inf")
+    for excluded in tl.static_range(len(EXCLUDED)):
+        is_zero = is_zero | (lowest == EXCLUDED[excluded])
+    tl.store(probability + row, tl.where(is_zero & (total == total), 0.0, 1.0 / total))
+
+
+def launch_top(
+    x: Tensor,
+    rows: Tensor | None,
+    weight: Tensor,
+    excluded: tuple[int, ...],
+    top: tuple[Tensor, Tensor, Tensor, Tensor],
+    config: TopConfig,
+) -> None:
+    """Enqueue `gather_top` into `top` on the current stream; the arguments are checked."""
+    num_rows, num_columns = len(top[0]), len(weight)
+    num_tiles = triton.cdiv(num_columns, config.block_columns)
+    partials = torch.empty((3, num_rows, num_tiles), dtype=torch.float32, device=x.device)
+    columns = partials[1].view(torch.int32)
+    top_tiles_kernel[(triton.cdiv(num_rows, config.block_rows) * num_tiles,)](
+        x,
+        rows,
+        TensorDescriptor.from_tensor(weight, [config.block_columns, config.block_depth]),
+        partials[0],
+        columns,
+        partials[2],
+        num_rows,
+        num_columns,
+        x.shape[1],
+        x.stride(0),
+        num_tiles,
+        GATHERED=rows is not None,
+        EXCLUDED=excluded,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLUMNS=config.block_columns,
+        BLOCK_DEPTH=config.block_depth,
+        TRANSPOSED=config.transposed,
+        INPUT_PRECISION="ieee",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    merge_tiles_kernel[(num_rows,)](
+        partials[0],
+        columns,
+        partials[2],
+        *top,
+        num_tiles,
+        num_columns,
+        EXCLUDED=excluded,
+        BLOCK_TILES=triton.next_power_of_2(num_tiles),
+        num_warps=4,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch references of the room's operations."""
+"""PyTorch references of the products of gathered rows."""
 
-import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,17 @@ def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = No
     return torch.mm(x.index_select(0, rows), weight.t(), out=out)
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
-    """Each group of rows times its own matrix, transposed; see `gather_gemm.grouped_gemm`."""
-    if out is None:
-        out = torch.empty((len(x), weight.shape[1]), dtype=x.dtype, device=x.device)
-    bounds = itertools.pairwise([0, *ends.tolist()])
-    for matrix, (start, end) in zip(weight, bounds, strict=True):
-        if end > start:
-            torch.mm(x[start:end], matrix.t(), out=out[start:end])
-    return out
+def gather_top(
+    x: Tensor, rows: Tensor | None, weight: Tensor, excluded: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Maximum, its column, sum of exp and probability by rows; see `gather_gemm.gather_top`."""
+    logits = torch.mm(x if rows is None else x.index_select(0, rows), weight.t()).float()
+    maximum, column = logits.amax(dim=-1), logits.argmax(dim=-1)
+    logits[:, list(excluded)] = -torch.inf
+    shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    sum_exp = (logits - shift[:, None]).exp().sum(dim=-1)
+    is_zero = maximum == -torch.inf
+    for excluded_column in excluded:
+        is_zero |= column == excluded_column
+    probability = (1.0 / sum_exp).masked_fill(is_zero & ~sum_exp.isnan(), 0.0)
+    return maximum, column, sum_exp, probability

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to the native rooms, and the products with upstream's matrices."""
 
-from vllm.diffusion.ops.experts import mix_experts
+from vllm.diffusion.ops.experts import Routing, add_experts, route
 from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,
@@ -9,7 +9,14 @@ from vllm.diffusion.ops.fused import (
     silu_mul,
     store_keys_values,
 )
-from vllm.diffusion.ops.linear import add_linear, is_plain, linear, plain_weight
+from vllm.diffusion.ops.head import most_likely_by_head
+from vllm.diffusion.ops.linear import (
+    add_linear,
+    gated_linear,
+    is_plain,
+    linear,
+    plain_weight,
+)
 from vllm.diffusion.ops.sampling import (
     gather_columns,
     most_likely,
@@ -19,20 +26,24 @@ from vllm.diffusion.ops.sampling import (
 from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
 
 __all__ = [
+    "Routing",
+    "add_experts",
     "add_linear",
     "apply_rotary",
     "copy_packed",
+    "gated_linear",
     "gather_columns",
     "is_plain",
     "linear",
-    "mix_experts",
     "most_likely",
+    "most_likely_by_head",
     "negative_entropy",
     "norm_rotary",
     "packed_bytes",
     "philox_uniform",
     "plain_weight",
     "rms_norm",
+    "route",
     "silu_mul",
     "store_keys_values",
     "to_device",

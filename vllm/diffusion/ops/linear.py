@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gather_gemm import Epilogue, is_skinny_faster, skinny_linear
+from vllm.diffusion.ops.fused import silu_mul
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
 
 _ALL = slice(None)
+_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 
 
 def is_plain(layer: ParallelLayer) -> bool:
@@ -42,8 +45,9 @@ def linear(
 ) -> Tensor:
     """x W^T + b with this rank's part of a parallel layer; never gathers, never reduces.
 
-    A plain matrix multiplies straight into `out`. A quantised layer computes all its columns by
-    its own method; those wanted are copied.
+    A plain matrix multiplies straight into `out`: few rows by our own kernel where it was measured
+    faster, else PyTorch's product. A quantised layer computes all its columns by its own method;
+    those wanted are copied.
 
     Args:
         x: [R, in], model dtype.
@@ -59,9 +63,33 @@ def linear(
         product = layer.quant_method.apply(layer, x, bias)[:, columns]
         return product if out is None else out.copy_(product)
     weight = plain_weight(layer)[columns]
+    bias = None if bias is None else bias[columns]
+    if is_skinny_faster(x, weight):
+        return skinny_linear(x, weight, out, bias=bias, early=_AT_REST)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias[columns], x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def gated_linear(x: Tensor, layer: ParallelLayer, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of this rank's columns, where gate and up are the halves of `linear`.
+
+    For few rows one kernel does it all where that was measured faster; it rounds where the two
+    ops do.
+
+    Args:
+        x: [R, in], model dtype.
+        layer: a layer of both matrices, the gate's columns first.
+        out: [R, columns / 2] contiguous; None allocates.
+
+    Returns:
+        [R, columns / 2]: `out`, or a new tensor.
+    """
+    if is_plain(layer) and _local_bias(layer) is None:
+        weight = plain_weight(layer)
+        if is_skinny_faster(x, weight, Epilogue.SILU_MUL):
+            return skinny_linear(x, weight, out, epilogue=Epilogue.SILU_MUL, early=_AT_REST)
+    return silu_mul(linear(x, layer), out=out)
 
 
 def add_linear(x: Tensor, h: Tensor, layer: RowParallelLinear) -> None:
@@ -76,7 +104,11 @@ def add_linear(x: Tensor, h: Tensor, layer: RowParallelLinear) -> None:
         layer: a row-parallel layer.
     """
     if x.is_cuda and layer.tp_size == 1 and is_plain(layer) and _local_bias(layer) is None:
-        x.addmm_(h, plain_weight(layer).t())
+        weight = plain_weight(layer)
+        if is_skinny_faster(h, weight, Epilogue.RESIDUAL):
+            skinny_linear(h, weight, x, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
+        else:
+            x.addmm_(h, weight.t())
     else:
         x.add_(tensor_model_parallel_all_reduce(linear(h, layer)))
 

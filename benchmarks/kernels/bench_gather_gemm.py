@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time of gather_gemm's products beside PyTorch's, and which of them is chosen.
+
+    benchmarks/kernels/bench_gather_gemm.py [--ops top linear] [--rows 32 4096] [--json FILE]
+
+bf16, random numbers, shapes of LLaDA-8B. Each variant is a CUDA graph, and the variants take turns.
+
+    top      masked rows -> output matrix -> best token and its probability; PyTorch's way is
+             index_select, matmul and flash_sample.low_confidence over the stored logits
+    gather   masked rows -> output matrix, stored; PyTorch's way is index_select and matmul
+    linear, residual, gated
+             the products of a layer: x W^T; y += x W^T; silu(x G^T) * x U^T
+
+    us       one call of ours, where there is a kernel for the shape
+    torch    one call of PyTorch's way
+    chosen   one call of what the room's table chooses, and its time over PyTorch's
+    TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_timing import compare, copy_bandwidth, write_record  # noqa: E402
+from flash_sample import low_confidence  # noqa: E402
+from gather_gemm import (  # noqa: E402
+    Epilogue,
+    gather_gemm,
+    gather_top,
+    is_skinny_faster,
+    is_top_faster,
+    reference,
+    skinny_linear,
+)
+from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+COLUMNS = ("op", "shape", "rows", "us", "torch", "chosen", "ratio", "TFLOP/s", "TB/s")
+ROWS = (1, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
+NUM_TOKENS, WIDTH, VOCABULARY = 16384, 4096, 126464
+FEW_ROWS = 128  # of a layer's products, beyond which only PyTorch's is there
+LAYER = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product; a variant is a call for each of several inputs."""
+
+    op: str
+    shape: str
+    num_rows: int
+    flops: float
+    num_bytes: float
+    ours: Sequence[Callable[[], object]] | None
+    torch: Sequence[Callable[[], object]]
+    is_ours_chosen: bool
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+    x, weight = random(NUM_TOKENS, WIDTH), random(VOCABULARY, WIDTH) * 0.02
+    stored = random(max(all_rows), VOCABULARY)
+    shape = f"{VOCABULARY} x {WIDTH}"
+
+    def sample(rows: Tensor) -> object:
+        logits = torch.mm(x.index_select(0, rows), weight.t(), out=stored[: len(rows)])
+        return low_confidence(logits)
+
+    for num_rows in all_rows:
+        rows = torch.randperm(NUM_TOKENS, device="cuda")[:num_rows]
+        out = stored[:num_rows]
+        flops = 2.0 * num_rows * VOCABULARY * WIDTH
+        read = weight.nbytes + 2.0 * num_rows * WIDTH
+        if "top" in ops:
+            yield Case(
+                "top",
+                shape,
+                num_rows,
+                flops,
+                read,
+                [partial(gather_top, x, rows, weight)],
+                [partial(sample, rows)],
+                is_top_faster(x, num_rows, weight),
+            )
+        if "gather" in ops:
+            yield Case(
+                "gather",
+                shape,
+                num_rows,
+                flops,
+                read + out.nbytes,
+                [partial(gather_gemm, x, rows, weight, out)],
+                [partial(reference.gather_gemm, x, rows, weight, out)],
+                True,
+            )
+
+
+def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+    for name, (num_columns, depth) in LAYER.items():
+        op = {"gate_up": "gated", "qkv": "linear"}.get(name, "residual")
+        if op not in ops:
+            continue
+        epilogue = {
+            "gated": Epilogue.SILU_MUL,
+            "linear": Epilogue.STORE,
+            "residual": Epilogue.RESIDUAL,
+        }[op]
+        # Together several times the cache, as the weights of a model's layers are.
+        weights = [random(num_columns, depth) * 0.02 for _ in range(16)]
+        for num_rows in (rows for rows in all_rows if rows <= FEW_ROWS):
+            x = random(num_rows, depth)
+            out_columns = num_columns // 2 if op == "gated" else num_columns
+            out = random(num_rows, out_columns)
+            yield Case(
+                op,
+                f"{name} {num_columns} x {depth}",
+                num_rows,
+                2.0 * num_rows * num_columns * depth,
+                weights[0].nbytes + x.nbytes + out.nbytes,
+                [
+                    partial(skinny_linear, x, weight, out, epilogue=epilogue, early=True)
+                    for weight in weights
+                ],
+                [partial(_plain, op, x, weight, out) for weight in weights],
+                is_skinny_faster(x, weights[0], epilogue),
+            )
+
+
+def _plain(op: str, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if op == "gated":
+        fused_ops.silu_mul(torch.mm(x, weight.t()), out)
+    elif op == "residual":
+        out.addmm_(x, weight.t())
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+def measure(case: Case) -> list[object]:
+    """The row of the table."""
+    variants = {"torch": case.torch}
+    # Where there is no kernel of ours it would only be PyTorch's once more.
+    has_ours = case.is_ours_chosen or case.op in ("top", "gather")
+    if has_ours and case.ours is not None:
+        variants["ours"] = case.ours
+    times = compare(variants, repeats=10, warm_up_s=0.04)
+    chosen = times["ours" if case.is_ours_chosen else "torch"]
+    return [
+        case.op,
+        case.shape,
+        case.num_rows,
+        round(times["ours"].median_us, 1) if "ours" in times else None,
+        round(times["torch"].median_us, 1),
+        round(chosen.median_us, 1),
+        round(chosen.median_us / times["torch"].median_us, 3),
+        round(case.flops / chosen.seconds / 1e12, 1),
+        round(case.num_bytes / chosen.seconds / 1e12, 2),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = ("top", "gather", "linear", "residual", "gated")
+    parser.add_argument("--ops", nargs="+", choices=every, default=list(every))
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, help="file for the record of the run")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    if max(arguments.rows) > NUM_TOKENS:
+        parser.error(f"--rows: wanted at most {NUM_TOKENS}, got {max(arguments.rows)}")
+    print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
+    print("{:9} {:22} {:>5} {:>9} {:>9} {:>9} {:>6} {:>8} {:>6}".format(*COLUMNS))
+    table = []
+    for kind in (layer_cases, head_cases):
+        for case in kind(arguments.ops, arguments.rows):
+            row = measure(case)
+            table.append(row)
+            shown = ["-" if value is None else value for value in row]
+            print("{:9} {:22} {:5} {:>9} {:9} {:9} {:6} {:8} {:6}".format(*shown), flush=True)
+    if arguments.json is not None:
+        content = {
+            "title": "gather_gemm: products of masked rows and of few rows",
+            "copy_bandwidth": copy_bandwidth(),
+            "columns": COLUMNS,
+            "rows": table,
+        }
+        write_record(arguments.json, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Names only: Python has checked the tensors and passes addresses, sizes and the stream.
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "skinny_linear.h"
+
+namespace py = pybind11;
+
+namespace gather_gemm {
+namespace {
+
+void check(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("gather_gemm.skinny_linear: ") + cudaGetErrorName(error) +
+                           ": " + cudaGetErrorString(error));
+}
+
+void skinny_linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
+                   int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns,
+                   int depth, Epilogue epilogue, int columns, int split, bool early, int device,
+                   uintptr_t stream) {
+  SkinnyLinearParams params{};
+  params.x = reinterpret_cast<const void*>(x);
+  params.weight = reinterpret_cast<const void*>(weight);
+  params.bias = reinterpret_cast<const void*>(bias);
+  params.out = reinterpret_cast<void*>(out);
+  params.x_stride = x_stride;
+  params.weight_stride = weight_stride;
+  params.out_stride = out_stride;
+  params.num_rows = num_rows;
+  params.num_columns = num_columns;
+  params.depth = depth;
+  params.epilogue = epilogue;
+  params.tiling = {columns, split};
+  params.early = early;
+  check(cudaSetDevice(device));
+  check(launch_skinny_linear(params, reinterpret_cast<cudaStream_t>(stream)));
+}
+
+}  // namespace
+}  // namespace gather_gemm
+
+PYBIND11_MODULE(_gather_gemm, module) {
+  using gather_gemm::Epilogue;
+  module.attr("MAX_ROWS") = gather_gemm::kMaxRows;
+  py::enum_<Epilogue>(module, "Epilogue")
+      .value("STORE", Epilogue::kStore)
+      .value("RESIDUAL", Epilogue::kResidual)
+      .value("SILU_MUL", Epilogue::kSiluMul);
+  module.def("skinny_linear", &gather_gemm::skinny_linear, py::kw_only(), py::arg("x"),
+             py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("x_stride"),
+             py::arg("weight_stride"), py::arg("out_stride"), py::arg("num_rows"),
+             py::arg("num_columns"), py::arg("depth"), py::arg("epilogue"), py::arg("columns"),
+             py::arg("split"), py::arg("early"), py::arg("device"), py::arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few rows, which take the time of reading the weight."""
+
+import warnings
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from .launch import Tiling, choose_tiling
+
+_native: ModuleType | None
+try:
+    _native = import_module("._gather_gemm", __package__)
+except ModuleNotFoundError:
+    _native = None
+except ImportError as error:
+    warnings.warn(f"gather_gemm: the compiled module does not load: {error}", stacklevel=2)
+    _native = None
+
+
+class Epilogue(Enum):
+    """What a product does before it is written."""
+
+    STORE = "store"  # out = x W^T + b
+    RESIDUAL = "residual"  # out += x W^T + b, rounded once
+    SILU_MUL = "silu_mul"  # out = silu(g) * u, where x W^T is g and u side by side
+
+
+def is_skinny_faster(x: Tensor, weight: Tensor, epilogue: Epilogue = Epilogue.STORE) -> bool:
+    """Whether `skinny_linear` has a kernel for these that was measured faster than PyTorch's.
+
+    Args:
+        x: [R, D].
+        weight: [N, D].
+        epilogue: as for `skinny_linear`.
+    """
+    return _choose_tiling(x, weight, epilogue) is not None
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = Epilogue.STORE,
+    early: bool = False,
+) -> Tensor:
+    """x W^T of at most 128 rows, bf16, on a card of compute capability 9.0.
+
+    Sums in fp32, in an order that neither the number of rows nor the rows beside a row change.
+    Wherever there is no such kernel (see `is_skinny_faster`) PyTorch computes the same.
+
+    Args:
+        x: [R, D]; rows may be strided.
+        weight: [N, D], of the dtype of x; rows may be strided.
+        out: [R, N], or [R, N / 2] for SILU_MUL; rows may be strided. Allocated when not given; for
+            RESIDUAL it must be.
+        bias: [N]; not with SILU_MUL.
+        epilogue: what the product does before it is written. For SILU_MUL both halves, silu and
+            the result are rounded as they would be one by one.
+        early: let the kernel start to read the weight while the one before it in the stream ends:
+            only where that kernel does not write the weight.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        ValueError: A shape, dtype or device is not as above.
+    """
+    _check(x, weight, out, bias, epilogue)
+    tiling = _choose_tiling(x, weight, epilogue)
+    if tiling is None or (out is not None and not _has_pairs(out)):
+        return _reference(x, weight, out, bias, epilogue)
+    assert _native is not None
+    num_columns, depth = weight.shape
+    if out is None:
+        out = x.new_empty(len(x), num_columns // (2 if epilogue is Epilogue.SILU_MUL else 1))
+    with torch.cuda.device(x.device):
+        _native.skinny_linear(
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.contiguous().data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            weight_stride=weight.stride(0),
+            out_stride=out.stride(0),
+            num_rows=len(x),
+            num_columns=num_columns,
+            depth=depth,
+            epilogue=getattr(_native.Epilogue, epilogue.name),
+            columns=tiling.columns,
+            split=tiling.split,
+            early=early,
+            device=x.device.index,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return out
+
+
+def _choose_tiling(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:
+    """The kernel's tiling; None where PyTorch computes the product."""
+    if _native is None or not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
+        return None
+    tiling = choose_tiling(
+        len(x),
+        *weight.shape,
+        gated=epilogue is Epilogue.SILU_MUL,
+        multiprocessors=_hopper_multiprocessors(x.device.index),
+    )
+    return tiling if _is_describable(x) and _is_describable(weight) else None
+
+
+def _reference(
+    x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, epilogue: Epilogue
+) -> Tensor:
+    """The same in PyTorch."""
+    if epilogue is Epilogue.RESIDUAL:
+        assert out is not None
+        if bias is not None:
+            return out.add_(torch.addmm(bias, x, weight.t()))
+        return out.addmm_(x, weight.t())
+    if epilogue is Epilogue.SILU_MUL:
+        gate, up = torch.mm(x, weight.t()).chunk(2, dim=-1)
+        return torch.mul(silu(gate), up, out=out)
+    if bias is not None:
+        return torch.addmm(bias, x, weight.t(), out=out)
+    return torch.mm(x, weight.t(), out=out)
+
+
+@cache
+def _hopper_multiprocessors(device: int) -> int:
+    """Multiprocessors of a card of compute capability 9.0; 0 of any other."""
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = (properties.major, properties.minor) == (9, 0)
+    return int(properties.multi_processor_count) if is_hopper else 0
+
+
+def _is_describable(matrix: Tensor) -> bool:
+    """Whether the copy engine can read tiles of it: rows that lie on whole 16 bytes."""
+    return (
+        matrix.stride(1) == 1
+        and matrix.stride(0) % 8 == 0
+        and matrix.stride(0) >= matrix.shape[1]
+        and matrix.data_ptr() % 16 == 0
+    )
+
+
+def _has_pairs(out: Tensor) -> bool:
+    """Whether two neighbouring columns can be written at once."""
+    return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
+
+
+def _check(
+    x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, epilogue: Epilogue
+) -> None:
+    op, gated = "skinny_linear", epilogue is Epilogue.SILU_MUL
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{op}: x must be [R, D] floating, got {x.dtype} {list(x.shape)}")
+    _check_like(op, "weight", weight, x, (-1, x.shape[1]))
+    if gated and (len(weight) % 2 != 0 or bias is not None):
+        raise ValueError(
+            f"{op}: SILU_MUL wants a weight of two equal halves and no bias, "
+            f"got {list(weight.shape)} and {'a' if bias is not None else 'no'} bias"
+        )
+    if bias is not None:
+        _check_like(op, "bias", bias, x, (len(weight),))
+    if out is not None:
+        _check_like(op, "out", out, x, (len(x), len(weight) // 2 if gated else len(weight)))
+    elif epilogue is Epilogue.RESIDUAL:
+        raise ValueError(f"{op}: RESIDUAL adds to out, got None")
+
+
+def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    fits = tensor.dim() == len(shape) and all(
+        wanted in (-1, given) for wanted, given in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype != x.dtype or tensor.device != x.device:
+        wanted_shape = ["any" if size == -1 else size for size in shape]
+        raise ValueError(
+            f"{op}: {argument} must be {wanted_shape} {x.dtype} on {x.device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )

@@ -1,0 +1,524 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// x weight^T for at most 128 rows of x, where reading the weight is all the time there is.
+//
+// The weight is read once, through the copy engine into a deep ring of shared-memory stages: what
+// counts is the number of bytes in flight, so one block has (almost) all of a multiprocessor's
+// shared memory, and the tilings make about one block for each multiprocessor. A cluster of `split`
+// blocks computes one tile: each sums a part of the depth on the tensor cores (rows padded to 64;
+// the padding costs no traffic), then each adds up its share of the columns out of the shared
+// memory of all, in the order of the blocks. Every sum has one order, whatever the number of rows:
+// results are deterministic and do not depend on the rows beside a row.
+//
+// Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
+// while that kernel ends, and waits for it before it reads x.
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+
+#include "skinny_linear.h"
+
+namespace gather_gemm {
+namespace {
+
+constexpr int kDepth = 64;      // of a stage: 128 bytes, the width of the swizzle
+constexpr int kGroupRows = 64;  // rows of x that a group of four warps multiplies
+constexpr int kGroupThreads = 128;
+constexpr int kRowBytes = kDepth * 2;
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kMaxStages = 16;
+constexpr int kBarrierBytes = kMaxStages * 16;
+constexpr int kAlignment = 1024;  // of a stage: the pattern of the swizzle
+
+struct KernelParams {
+  const __nv_bfloat16* bias;
+  __nv_bfloat16* out;
+  int64_t out_stride;
+  int num_rows, num_columns, depth;
+  int stage_bytes, num_stages;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // cache hints of the copy engine
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
+__device__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ void init_barrier(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ void wait(uint32_t barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+__device__ void copy_tile(uint32_t target, const CUtensorMap* map, int column, int row,
+                          uint32_t barrier, uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(hint)
+      : "memory");
+}
+
+// Rows of 128 bytes under the 128-byte swizzle, eight rows (1,024 bytes) to an atom.
+__device__ uint64_t matrix_descriptor(uint32_t address) {
+  return (uint64_t{(address & 0x3FFFF) >> 4}) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) |
+         (uint64_t{1} << 62);
+}
+
+// clang-format off
+__device__ void multiply(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 0, 0;\n}\n"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ void multiply(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ void multiply(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47"
+      "}, %48, %49, p, 1, 1, 0, 0;\n}\n"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+// clang-format on
+
+__device__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+__device__ float4 load_of_block(uint32_t address, int rank) {
+  float4 value;
+  asm volatile(
+      "{\n.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}\n"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return value;
+}
+
+__device__ int block_of_cluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// As PyTorch rounds them one by one: both products, silu, and silu times up.
+__device__ float silu_mul(float gate, float up) {
+  gate = rounded(gate);
+  return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * rounded(up);
+}
+
+// Adds the bias, and for kResidual what is there already.
+template <Epilogue kEpilogue>
+__device__ void store_pair(const KernelParams& params, int row, int column, float first,
+                           float second) {
+  if (kEpilogue != Epilogue::kSiluMul && params.bias != nullptr) {
+    first += __bfloat162float(params.bias[column]);
+    second += __bfloat162float(params.bias[column + 1]);
+  }
+  auto* target = reinterpret_cast<__nv_bfloat162*>(params.out + row * params.out_stride + column);
+  if (kEpilogue == Epilogue::kResidual) {
+    const __nv_bfloat162 there = *target;
+    first += __low2float(there);
+    second += __high2float(there);
+  }
+  *target = __floats2bfloat162_rn(first, second);
+}
+
+// The ring: in each stage a tile of the weight and then one of x, and two barriers.
+struct Ring {
+  uint32_t stages, barriers;
+  int stage_bytes, num_stages, weight_bytes;
+
+  __device__ uint32_t weight(int stage) const { return stages + stage * stage_bytes; }
+  __device__ uint32_t x(int stage) const { return weight(stage) + weight_bytes; }
+  __device__ uint32_t full(int stage) const { return barriers + stage * 16; }
+  __device__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
+};
+
+struct Position {
+  int stage = 0, phase = 0;
+
+  __device__ void advance(const Ring& ring) {
+    if (++stage == ring.num_stages) stage = 0, phase ^= 1;
+  }
+};
+
+// What a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
+struct WeightTiles {
+  const CUtensorMap* map;
+  int first_row, part_stride, parts;
+};
+
+__device__ void copy_weight(const Ring& ring, const WeightTiles& tiles, int stage, int depth) {
+  expect_bytes(ring.full(stage), ring.stage_bytes);
+  for (int part = 0; part < tiles.parts; ++part) {
+    copy_tile(ring.weight(stage) + part * (ring.weight_bytes / tiles.parts), tiles.map, depth,
+              tiles.first_row + part * tiles.part_stride, ring.full(stage), kEvictFirst);
+  }
+}
+
+// One thread keeps the ring full.
+__device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTiles& weight,
+                        int first_depth, int num_steps) {
+  const int ahead = min(num_steps, ring.num_stages);
+  for (int step = 0; step < ahead; ++step) {
+    copy_weight(ring, weight, step, first_depth + step * kDepth);
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int step = 0; step < ahead; ++step) {
+    copy_tile(ring.x(step), x, first_depth + step * kDepth, 0, ring.full(step), kEvictLast);
+  }
+  Position at;
+  for (int step = ahead; step < num_steps; ++step) {
+    wait(ring.empty(at.stage), at.phase);
+    copy_weight(ring, weight, at.stage, first_depth + step * kDepth);
+    copy_tile(ring.x(at.stage), x, first_depth + step * kDepth, 0, ring.full(at.stage), kEvictLast);
+    at.advance(ring);
+  }
+}
+
+// A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only
+// the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
+// shared memory, and so are their sums, which nothing reads.
+template <int kParts, int kWidth>
+__device__ void consume(const Ring& ring, int num_steps, int group,
+                        float (&total)[kParts][kWidth / 2]) {
+  Position at;
+  int last = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    wait(ring.full(at.stage), at.phase);
+    const uint64_t left = matrix_descriptor(ring.x(at.stage) + group * kGroupRows * kRowBytes);
+    const uint64_t right = matrix_descriptor(ring.weight(at.stage));
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        multiply(total[part], left + k * 2, right + k * 2 + part * (kWidth * kRowBytes >> 4),
+                 step > 0 || k > 0);
+      }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
+    last = at.stage;
+    at.advance(ring);
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
+__global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
+    skinny_linear_kernel(const __grid_constant__ CUtensorMap x,
+                         const __grid_constant__ CUtensorMap weight,
+                         const __grid_constant__ KernelParams params) {
+  constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
+  static_assert(!kTwoParts || (kSplit == 1 && kParts == 2), "gate and up meet in one thread");
+  constexpr int kWidth = kColumns / kParts;
+  extern __shared__ char shared[];
+  const uint32_t base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
+  const Ring ring{base, base + params.num_stages * params.stage_bytes, params.stage_bytes,
+                  params.num_stages, kColumns * kRowBytes};
+
+  if (threadIdx.x == 0) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    for (int stage = 0; stage < ring.num_stages; ++stage) {
+      init_barrier(ring.full(stage), 1);
+      init_barrier(ring.empty(stage), kGroups * kGroupThreads / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  const int rank = kSplit == 1 ? 0 : block_of_cluster();
+  const int tile = blockIdx.x / kSplit;
+  const int first_column = tile * (kTwoParts ? kWidth : kColumns);
+  const int num_steps = params.depth / kSplit / kDepth;
+  const int first_depth = rank * num_steps * kDepth;
+  const int warp = threadIdx.x / 32;
+  float total[kParts][kWidth / 2];
+
+  if (warp == kGroups * kGroupThreads / 32) {
+    if (threadIdx.x % 32 == 0) {
+      const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kTwoParts ? 2 : 1};
+      produce(ring, &x, tiles, first_depth, num_steps);
+    }
+    __syncwarp();
+  } else {
+    consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
+
+  // A thread of a group has columns lane % 4 * 2 (and the next) of every eight, of two rows.
+  const int lane = threadIdx.x % 32;
+  const int first_row = warp * 16 + lane / 4;
+  const int pair = lane % 4 * 2;
+  const bool multiplies = warp < kGroups * 4;
+
+  if constexpr (kSplit == 1) {
+    if (!multiplies) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8;
+      if (row >= params.num_rows) continue;
+      if constexpr (kTwoParts) {
+#pragma unroll
+        for (int i = 0; i < kWidth / 8; ++i) {
+          const float* gate = &total[0][i * 4 + half * 2];
+          const float* up = &total[1][i * 4 + half * 2];
+          store_pair<kEpilogue>(params, row, first_column + i * 8 + pair, silu_mul(gate[0], up[0]),
+                                silu_mul(gate[1], up[1]));
+        }
+      } else {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+          for (int i = 0; i < kWidth / 8; ++i) {
+            store_pair<kEpilogue>(params, row, first_column + part * kWidth + i * 8 + pair,
+                                  total[part][i * 4 + half * 2], total[part][i * 4 + half * 2 + 1]);
+          }
+        }
+      }
+    }
+  } else {
+    // The stages are read; their place takes the sums, fp32 [rows, kColumns + 4].
+    constexpr int kPitch = kColumns + 4;  // rows apart in the banks
+    constexpr int kShare = kColumns / kSplit;
+    __syncthreads();
+    if (multiplies) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8;
+        if (row >= params.num_rows) continue;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+          for (int i = 0; i < kWidth / 8; ++i) {
+            const uint32_t address =
+                ring.stages + (row * kPitch + part * kWidth + i * 8 + pair) * 4;
+            asm volatile("st.shared::cta.v2.f32 [%0], {%1, %2};" ::"r"(address),
+                         "f"(total[part][i * 4 + half * 2]), "f"(total[part][i * 4 + half * 2 + 1])
+                         : "memory");
+          }
+        }
+      }
+    }
+    cluster_sync();
+    constexpr int kQuads = kShare / 4;
+    for (int i = threadIdx.x; i < params.num_rows * kQuads; i += blockDim.x) {
+      const int row = i / kQuads;
+      const int column = rank * kShare + i % kQuads * 4;
+      float4 values[kSplit];
+#pragma unroll
+      for (int block = 0; block < kSplit; ++block) {
+        values[block] = load_of_block(ring.stages + (row * kPitch + column) * 4, block);
+      }
+#pragma unroll
+      for (int block = 1; block < kSplit; ++block) {
+        values[0].x += values[block].x;
+        values[0].y += values[block].y;
+        values[0].z += values[block].z;
+        values[0].w += values[block].w;
+      }
+      store_pair<kEpilogue>(params, row, first_column + column, values[0].x, values[0].y);
+      store_pair<kEpilogue>(params, row, first_column + column + 2, values[0].z, values[0].w);
+    }
+    cluster_sync();  // no block ends while others read its shared memory
+  }
+}
+
+#else
+
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
+__global__ void skinny_linear_kernel(const __grid_constant__ CUtensorMap,
+                                     const __grid_constant__ CUtensorMap,
+                                     const __grid_constant__ KernelParams) {}
+
+#endif
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// Looked up at run time: the room does not link the driver.
+EncodeTiled find_encode_tiled() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* entry = library == nullptr ? nullptr : dlsym(library, "cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(entry);
+}
+
+// Tiles [num_rows of the tile, kDepth] of a bf16 matrix; what lies outside reads as 0.
+cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int depth, int64_t stride,
+                     int tile_rows) {
+  static const EncodeTiled encode = find_encode_tiled();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t tile[] = {kDepth, static_cast<cuuint32_t>(tile_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes, strides,
+             tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
+cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
+  constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
+  if (params.num_columns % kColumns != 0 || params.depth % (kSplit * kDepth) != 0) {
+    return cudaErrorInvalidValue;
+  }
+  CUtensorMap x, weight;
+  cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride,
+                               (params.num_rows + 7) / 8 * 8);
+  if (error != cudaSuccess) return error;
+  error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
+                   kTwoParts ? kColumns / 2 : kColumns);
+  if (error != cudaSuccess) return error;
+  KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.bias),
+                             static_cast<__nv_bfloat16*>(params.out),
+                             params.out_stride,
+                             params.num_rows,
+                             params.num_columns,
+                             params.depth,
+                             0,
+                             0};
+  const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kGroups, kEpilogue>;
+  const int rows = (params.num_rows + 7) / 8 * 8;
+  kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
+  // The multiplication of the last stage reads 64 rows of x for each group, present or not.
+  const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
+  kernel_params.num_stages =
+      std::min({kMaxStages, (kSharedBytes - overhead) / kernel_params.stage_bytes,
+                params.depth / kSplit / kDepth});
+  // The sums of a tile take the place of the stages.
+  const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
+  const int shared_bytes =
+      std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kSplit, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(params.num_columns / kColumns * kSplit);
+  config.blockDim = dim3(kGroups * kGroupThreads + 32);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, x, weight, kernel_params);
+}
+
+template <int kColumns, int kParts, int kSplit, Epilogue kEpilogue>
+cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream) {
+  return params.num_rows <= kGroupRows
+             ? launch<kColumns, kParts, kSplit, 1, kEpilogue>(params, stream)
+             : launch<kColumns, kParts, kSplit, 2, kEpilogue>(params, stream);
+}
+
+template <int kColumns, int kParts, int kSplit>
+cudaError_t launch_sum(const SkinnyLinearParams& params, cudaStream_t stream) {
+  return params.epilogue == Epilogue::kResidual
+             ? launch_groups<kColumns, kParts, kSplit, Epilogue::kResidual>(params, stream)
+             : launch_groups<kColumns, kParts, kSplit, Epilogue::kStore>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t stream) {
+  const int columns = params.tiling.columns, split = params.tiling.split;
+  if (params.num_rows < 1 || params.num_rows > kMaxRows) return cudaErrorInvalidValue;
+  if (params.epilogue == Epilogue::kSiluMul) {
+    if (columns == 192 && split == 1) {
+      return launch_groups<192, 2, 1, Epilogue::kSiluMul>(params, stream);
+    }
+    return cudaErrorInvalidValue;
+  }
+  switch (columns * 10 + split) {
+    case 322:
+      return launch_sum<32, 1, 2>(params, stream);
+    case 642:
+      return launch_sum<64, 1, 2>(params, stream);
+    case 961:
+      return launch_sum<96, 1, 1>(params, stream);
+    case 962:
+      return launch_sum<96, 1, 2>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace gather_gemm
