@@ -81,6 +81,7 @@ def commit(
         num_masked=out.num_masked.data_ptr(),
         prefix=out.prefix.data_ptr(),
         num_candidates=num_candidates,
+        num_positions=len(canvas),
         num_requests=num_requests,
     )
     return out

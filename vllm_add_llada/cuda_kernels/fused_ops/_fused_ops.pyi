@@ -111,6 +111,7 @@ def commit(
     num_masked: int,
     prefix: int,
     num_candidates: int,
+    num_positions: int,
     num_requests: int,
     device: int,
     stream: int,

@@ -28,9 +28,8 @@ _KERNEL_DTYPES = {
 
 def launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
     """Run a launch on the device of ``tensor`` and its current stream."""
-    with torch.cuda.device(tensor.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        function(**arguments, device=torch.cuda.current_device(), stream=stream)
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    function(**arguments, device=tensor.device.index, stream=stream)
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int, int, int]:

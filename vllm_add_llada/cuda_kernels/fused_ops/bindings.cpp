@@ -34,11 +34,15 @@ DataType to_data_type(int dtype) {
   return static_cast<DataType>(dtype);
 }  // dispatch refuses others
 
+// Launches on `device` and leaves the caller's current device as it was.
 template <typename Params>
 void launch(const char* name, cudaError_t (*function)(const Params&, cudaStream_t),
             const Params& params, int device, uintptr_t stream) {
-  cudaError_t error = cudaSetDevice(device);
+  int current = device;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error == cudaSuccess) error = function(params, reinterpret_cast<cudaStream_t>(stream));
+  if (current != device) cudaSetDevice(current);
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string("fused_ops.") + name + ": " + cudaGetErrorName(error) +
                            ": " + cudaGetErrorString(error));
@@ -127,7 +131,8 @@ void store_keys_values(RowsTuple k, RowsTuple v, RowsTuple k_cache, RowsTuple v_
 void commit(uintptr_t tokens, uintptr_t scores, IntegersTuple rows, uintptr_t ends,
             uintptr_t canvas, uintptr_t ranges, uintptr_t quota, uintptr_t threshold,
             int64_t mask_id, uintptr_t chosen, uintptr_t num_masked, uintptr_t prefix,
-            int64_t num_candidates, int num_requests, int device, uintptr_t stream) {
+            int64_t num_candidates, int64_t num_positions, int num_requests, int device,
+            uintptr_t stream) {
   const CommitParams params{reinterpret_cast<int64_t*>(tokens),
                             reinterpret_cast<double*>(scores),
                             to_integers(rows),
@@ -141,6 +146,7 @@ void commit(uintptr_t tokens, uintptr_t scores, IntegersTuple rows, uintptr_t en
                             reinterpret_cast<int*>(num_masked),
                             reinterpret_cast<int*>(prefix),
                             num_candidates,
+                            num_positions,
                             num_requests};
   launch("commit", &launch_commit, params, device, stream);
 }
@@ -180,5 +186,5 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("commit", &fused_ops::commit, py::kw_only(), arg("tokens"), arg("scores"), arg("rows"),
              arg("ends"), arg("canvas"), arg("ranges"), arg("quota"), arg("threshold"),
              arg("mask_id"), arg("chosen"), arg("num_masked"), arg("prefix"), arg("num_candidates"),
-             arg("num_requests"), arg("device"), arg("stream"), release);
+             arg("num_positions"), arg("num_requests"), arg("device"), arg("stream"), release);
 }

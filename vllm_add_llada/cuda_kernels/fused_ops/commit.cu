@@ -9,7 +9,6 @@
 
 #include <cfloat>
 
-#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -55,6 +54,27 @@ __device__ void take(const CommitParams& params, int64_t candidate, bool is_chos
   if (is_chosen) params.canvas[at(params.rows, candidate)] = params.tokens[candidate];
 }
 
+// Calls function(index, score, whether it is a candidate) for all candidates, in their order over
+// the calls. All threads of the block make equally many calls.
+template <typename Function>
+__device__ void for_each_score(const CommitParams& params, Segment segment, Function function) {
+  constexpr int kLoads = 4;  // in flight
+  for (int start = 0; start < segment.count; start += kLoads * blockDim.x) {
+    double scores[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int index = start + i * blockDim.x + threadIdx.x;
+      scores[i] = index < segment.count ? __ldg(params.scores + segment.first + index) : 0.0;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int index = start + i * blockDim.x + threadIdx.x;
+      if (index - static_cast<int>(threadIdx.x) >= segment.count) break;
+      function(index, scores[i], index < segment.count);
+    }
+  }
+}
+
 // The `quota` most certain of up to kFew candidates; ties by ascending index.
 __device__ void take_of_few(const CommitParams& params, Segment segment, int quota,
                             Shared& shared) {
@@ -67,6 +87,7 @@ __device__ void take_of_few(const CommitParams& params, Segment segment, int quo
   __syncthreads();
   if (!is_candidate) return;
   int num_before = 0;
+#pragma unroll 8
   for (int other = 0; other < segment.count; ++other) {
     const unsigned long long value = shared.certainty[other];
     num_before += value > own || (value == own && other < index);
@@ -78,6 +99,7 @@ __device__ void take_of_few(const CommitParams& params, Segment segment, int quo
 // shared.num_wanted to how many candidates of exactly that certainty are taken.
 __device__ void find_cutoff(const CommitParams& params, Segment segment, int quota,
                             Shared& shared) {
+  const int lane = threadIdx.x % 32;
   unsigned long long known_bits = 0;
   if (threadIdx.x == 0) {
     shared.cutoff = 0;
@@ -89,11 +111,16 @@ __device__ void find_cutoff(const CommitParams& params, Segment segment, int quo
     }
     __syncthreads();
     const unsigned long long cutoff = shared.cutoff;
-    for (int index = threadIdx.x; index < segment.count; index += blockDim.x) {
-      const unsigned long long value = certainty(params.scores[segment.first + index]);
-      if ((value & known_bits) != cutoff) continue;
-      atomicAdd(&shared.histogram[value >> shift & (kDigits - 1)], 1);
-    }
+    for_each_score(params, segment, [&](int, double score, bool is_candidate) {
+      const unsigned long long value = certainty(score);
+      const bool counts = is_candidate && (value & known_bits) == cutoff;
+      const int digit = counts ? static_cast<int>(value >> shift & (kDigits - 1)) : kDigits;
+      // Many scores share their highest digits: one addition for all equal ones of a warp.
+      const unsigned equal = __match_any_sync(kFullMask, digit);
+      if (counts && (equal & ((1u << lane) - 1)) == 0) {
+        atomicAdd(&shared.histogram[digit], __popc(equal));
+      }
+    });
     __syncthreads();
     if (threadIdx.x < 32) {
       // A lane sums the digits of its share; lane 0 has the highest ones.
@@ -130,11 +157,8 @@ __device__ void take_of_many(const CommitParams& params, Segment segment, int qu
   int num_left = shared.num_wanted;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  for (int start = 0; start < segment.count; start += blockDim.x) {
-    const int index = start + threadIdx.x;
-    const bool is_candidate = index < segment.count;
-    const unsigned long long value =
-        is_candidate ? certainty(params.scores[segment.first + index]) : 0;
+  for_each_score(params, segment, [&](int index, double score, bool is_candidate) {
+    const unsigned long long value = certainty(score);
     const bool is_tie = is_candidate && value == cutoff;
     const unsigned ties = __ballot_sync(kFullMask, is_tie);
     __syncthreads();  // the counts of the walk before have been read
@@ -151,7 +175,7 @@ __device__ void take_of_many(const CommitParams& params, Segment segment, int qu
       take(params, segment.first + index, value > cutoff || (is_tie && num_before < num_left));
     }
     num_left -= min(num_left, num_ties);
-  }
+  });
 }
 
 __device__ void take_all_or_none(const CommitParams& params, Segment segment, bool is_chosen) {
@@ -170,22 +194,22 @@ __device__ void take_by_threshold(const CommitParams& params, Segment segment, d
   __syncthreads();
   unsigned long long own_best = 0;
   int own_index = INT_MAX;
-  for (int index = threadIdx.x; index < segment.count; index += blockDim.x) {
-    const unsigned long long value = certainty(params.scores[segment.first + index]);
-    if (own_index == INT_MAX || value > own_best) {
+  for_each_score(params, segment, [&](int index, double score, bool is_candidate) {
+    const unsigned long long value = certainty(score);
+    if (is_candidate && (own_index == INT_MAX || value > own_best)) {
       own_best = value;
       own_index = index;
     }
-  }
+  });
   if (own_index != INT_MAX) atomicMax(&shared.best, own_best);
   __syncthreads();
   if (own_index != INT_MAX && own_best == shared.best) atomicMin(&shared.best_index, own_index);
   __syncthreads();
-  for (int index = threadIdx.x; index < segment.count; index += blockDim.x) {
-    const double score = params.scores[segment.first + index];
+  for_each_score(params, segment, [&](int index, double score, bool is_candidate) {
     const bool is_sure = is_strict ? score > threshold : score >= threshold;
+    if (!is_candidate) return;
     take(params, segment.first + index, is_sure || index == shared.best_index);
-  }
+  });
 }
 
 // Masked positions of the request's canvas, and those before the first of them.
@@ -199,6 +223,7 @@ __device__ void report(const CommitParams& params, int request, Shared& shared) 
   __syncthreads();  // with it, the block's writes to the canvas are visible to the block
   int num_masked = 0;
   int first_masked = length;
+#pragma unroll 4
   for (int position = threadIdx.x; position < length; position += blockDim.x) {
     if (params.canvas[start + position] != params.mask_id) continue;
     ++num_masked;
@@ -220,7 +245,6 @@ __device__ void report(const CommitParams& params, int request, Shared& shared) 
 __global__ void __launch_bounds__(kThreadsOfMany)
     commit_requests(const __grid_constant__ CommitParams params) {
   __shared__ Shared shared;
-  wait_for_previous_kernel();
   const int request = blockIdx.x;
   const int first = params.ends[request];
   const Segment segment{first, max(params.ends[request + 1] - first, 0)};
@@ -241,9 +265,12 @@ __global__ void __launch_bounds__(kThreadsOfMany)
 
 cudaError_t launch_commit(const CommitParams& params, cudaStream_t stream) {
   if (params.num_requests == 0) return cudaSuccess;
-  const bool has_many = params.num_candidates > int64_t{4} * kFew * params.num_requests;
-  return launch_kernel(commit_requests, dim3(params.num_requests),
-                       dim3(has_many ? kThreadsOfMany : kThreads), params, stream);
+  // Requests are seldom of one size; their mean tells which number of threads suits most.
+  const bool has_many = params.num_candidates > int64_t{4} * kFew * params.num_requests ||
+                        params.num_positions > int64_t{8} * kThreads * params.num_requests;
+  const int threads = has_many ? kThreadsOfMany : kThreads;
+  commit_requests<<<params.num_requests, threads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 }  // namespace fused_ops

@@ -92,6 +92,7 @@ struct CommitParams {
   int* num_masked;  // [num_requests], written
   int* prefix;      // [num_requests], written
   int64_t num_candidates;
+  int64_t num_positions;
   int num_requests;
 };
 

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 
-#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -41,7 +40,6 @@ template <typename T, int kWidth, int kVectors, bool kHasResidual>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_rows(const __grid_constant__ RmsNormParams params) {
   using Part = Vector<T, kWidth>;
-  wait_for_previous_kernel();
   const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
   const unsigned outer = row / static_cast<unsigned>(params.x.inner);
   const unsigned inner = row % static_cast<unsigned>(params.x.inner);
@@ -90,7 +88,6 @@ template <typename T, int kWidth, bool kHasResidual>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_rows_in_two_walks(const __grid_constant__ RmsNormParams params) {
   using Part = Vector<T, kWidth>;
-  wait_for_previous_kernel();
   const unsigned outer = blockIdx.x / static_cast<unsigned>(params.x.inner);
   const unsigned inner = blockIdx.x % static_cast<unsigned>(params.x.inner);
   const Part* x = reinterpret_cast<const Part*>(row_address<T>(params.x, outer, inner));
@@ -127,15 +124,16 @@ cudaError_t launch_in_registers(const RmsNormParams& params, cudaStream_t stream
   const int threads = threads_per_row((num_vectors - 1) / kVectors + 1);
   const int rows = threads > 32 ? 1 : kThreads / threads;
   const auto blocks = static_cast<unsigned>((params.num_rows - 1) / rows + 1);
-  return launch_kernel(norm_rows<T, kWidth, kVectors, kHasResidual>, dim3(blocks),
-                       dim3(threads, rows), params, stream);
+  norm_rows<T, kWidth, kVectors, kHasResidual><<<blocks, dim3(threads, rows), 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 template <typename T, int kWidth, bool kHasResidual>
 cudaError_t launch_in_two_walks(const RmsNormParams& params, cudaStream_t stream) {
   const int threads = std::min(kMaxThreads, (params.num_columns / kWidth + 31) / 32 * 32);
-  return launch_kernel(norm_rows_in_two_walks<T, kWidth, kHasResidual>,
-                       dim3(static_cast<unsigned>(params.num_rows)), dim3(threads), params, stream);
+  norm_rows_in_two_walks<T, kWidth, kHasResidual>
+      <<<static_cast<unsigned>(params.num_rows), threads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 template <bool kHasResidual>

@@ -14,7 +14,6 @@
 
 #include <algorithm>
 
-#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -86,7 +85,6 @@ __device__ T* head_address(const RotaryParams& params, int64_t token, int head) 
 template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
 __global__ void __launch_bounds__(kRotaryThreads)
     rotate_heads(const __grid_constant__ RotaryParams params) {
-  wait_for_previous_kernel();
   const int half = params.rotary_dim / 2;
   const int num_runs = half / kWidth;
   const int num_q_heads = static_cast<int>(params.q.inner);
@@ -142,8 +140,8 @@ cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
       static_cast<int>(std::min<int64_t>(kRotaryThreads, (num_items + 31) / 32 * 32));
   const dim3 blocks = row_grid(params.num_tokens, num_items, threads);
   if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  return launch_kernel(rotate_heads<T, Table, kWidth, kHeads, kHasNorm>, blocks, dim3(threads),
-                       params, stream);
+  rotate_heads<T, Table, kWidth, kHeads, kHasNorm><<<blocks, threads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 template <typename T, typename Table>

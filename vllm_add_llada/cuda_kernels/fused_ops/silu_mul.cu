@@ -2,7 +2,6 @@
 //
 // silu(gate) * up. silu is computed in fp32 and rounded to the model dtype, then multiplied there.
 
-#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -13,7 +12,6 @@ constexpr int kThreads = 256;
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_rows(const __grid_constant__ SiluMulParams params) {
-  wait_for_previous_kernel();
   const int64_t row = blockIdx.x;
   const int column = (blockIdx.y * kThreads + threadIdx.x) * kWidth;
   if (column >= params.num_columns) return;
@@ -31,7 +29,8 @@ template <typename T, int kWidth>
 cudaError_t launch_rows(const SiluMulParams& params, cudaStream_t stream) {
   const dim3 blocks = row_grid(params.num_rows, params.num_columns / kWidth, kThreads);
   if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  return launch_kernel(silu_mul_rows<T, kWidth>, blocks, dim3(kThreads), params, stream);
+  silu_mul_rows<T, kWidth><<<blocks, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 }  // namespace
