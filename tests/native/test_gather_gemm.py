@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_gemm and grouped_gemm: against float64, on a GPU and under Triton's interpreter."""
+"""gather_gemm: against float64, on a GPU and under Triton's interpreter."""
 
 import os
 import subprocess
@@ -13,7 +13,6 @@ from gather_gemm import (
     Epilogue,
     gather_gemm,
     gather_top,
-    grouped_gemm,
     is_built,
     is_skinny_faster,
     is_top_faster,
