@@ -425,6 +425,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
             draw("floor_ms", "floor", color=f"C{number}", linestyle="--", alpha=0.6)
         axis.set_title(family)
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.set_yscale("log")
         axis.set_xlabel("rows of a request")
         axis.grid(alpha=0.3, which="both")
