@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,12 +70,13 @@ class TorchPool:
             VmmError: 16 pools are open, or hold memory.
             ClosedArenaError: The arena is closed.
         """
-        from torch.cuda.memory import CUDAPluggableAllocator
-
         check_count("TorchPool", "reserve_bytes", reserve_bytes, 1)
         check_count("TorchPool", "limit_bytes", limit_bytes, 0)
+        from torch.cuda.memory import CUDAPluggableAllocator
+
         self._device = arena.device
         self._segments = native().SegmentPool(arena._arena, reserve_bytes, limit_bytes)
+        weakref.finalize(self, self._segments.close)
         index = native().attach_hooks(self._segments)
         allocator = CUDAPluggableAllocator(
             str(native().__file__), f"vmm_allocate_{index}", f"vmm_free_{index}"
