@@ -146,35 +146,48 @@ void Arena::map_range(Range range) {
   for (const Range run : missing) note_mapped(run);
 }
 
-// Maps chunks at runs of positions, in order; nothing is mapped where it fails.
+// Maps chunks at runs of positions, in order, and gives the device access run by run; nothing is
+// mapped where it fails.
 CUresult Arena::attach(const std::vector<Range>& runs, const std::vector<Chunk>& chunks,
                        const char** call) {
-  const Stopwatch stopwatch(counters_.map_seconds);
   const Driver& cuda = driver();
+  CUresult result = CUDA_SUCCESS;
+  size_t num_attached = 0;
+  std::vector<Range> attached;
+  attached.reserve(runs.size());
+  for (const Range run : runs) {
+    attached.push_back({run.first, run.first});
+    const Stopwatch stopwatch(counters_.map_seconds);
+    *call = "cuMemMap";
+    for (size_t& end = attached.back().end; end < run.end; ++end) {
+      const Chunk chunk = chunks[num_attached++];
+      result = cuda.map(address(end), chunk_bytes_, 0, chunk, 0);
+      if (result != CUDA_SUCCESS) break;
+      positions_[end].chunk = chunk;
+    }
+    if (result != CUDA_SUCCESS) break;
+  }
+  if (result == CUDA_SUCCESS) {
+    *call = "cuMemSetAccess";
+    result = give_access(attached);
+  }
+  if (result == CUDA_SUCCESS) return result;
+  for (const Range run : attached) {
+    const size_t num_bytes = (run.end - run.first) * chunk_bytes_;
+    if (num_bytes > 0) report("cuMemUnmap", cuda.unmap(address(run.first), num_bytes));
+  }
+  return result;
+}
+
+CUresult Arena::give_access(const std::vector<Range>& runs) {
+  const Stopwatch stopwatch(counters_.access_seconds);
   CUmemAccessDesc access{};
   access.location = chunk_properties(device_).location;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   CUresult result = CUDA_SUCCESS;
-  auto chunk = chunks.begin();
-  size_t reached = 0;  // end of what is mapped of the run that failed
-  size_t index = 0;
-  for (; index < runs.size() && result == CUDA_SUCCESS; ++index) {
-    const Range run = runs[index];
-    *call = "cuMemMap";
-    for (reached = run.first; reached < run.end; ++reached) {
-      result = cuda.map(address(reached), chunk_bytes_, 0, *chunk, 0);
-      if (result != CUDA_SUCCESS) break;
-      positions_[reached].chunk = *chunk++;
-    }
-    if (result != CUDA_SUCCESS) continue;
-    *call = "cuMemSetAccess";
-    result = cuda.set_access(address(run.first), (run.end - run.first) * chunk_bytes_, &access, 1);
-  }
-  if (result == CUDA_SUCCESS) return result;
-  for (size_t i = 0; i < index; ++i) {
-    const size_t end = i + 1 < index ? runs[i].end : reached;
-    const size_t num_bytes = (end - runs[i].first) * chunk_bytes_;
-    if (num_bytes > 0) report("cuMemUnmap", cuda.unmap(address(runs[i].first), num_bytes));
+  for (size_t i = 0; i < runs.size() && result == CUDA_SUCCESS; ++i) {
+    const size_t num_bytes = (runs[i].end - runs[i].first) * chunk_bytes_;
+    result = driver().set_access(address(runs[i].first), num_bytes, &access, 1);
   }
   return result;
 }

@@ -34,7 +34,8 @@ struct Statistics {
   size_t num_chunks_created;
   size_t num_chunks_released;
   double create_seconds;
-  double map_seconds;  // cuMemMap and cuMemSetAccess
+  double map_seconds;
+  double access_seconds;  // to let the device read and write what has been mapped
   double unmap_seconds;
   double release_seconds;
   double wait_seconds;  // for the device, before unmapping
@@ -120,6 +121,7 @@ class Arena {
   void unmap_range(Range range, bool keep);
   CUresult attach(const std::vector<Range>& runs, const std::vector<Chunk>& chunks,
                   const char** call);
+  CUresult give_access(const std::vector<Range>& runs);
   CUresult detach(Range run, std::vector<Chunk>& chunks);
   void note_mapped(Range range);
   void note_unmapped(Range range);

@@ -50,7 +50,8 @@ class Statistics:
     num_chunks_created: int
     num_chunks_released: int
     create_seconds: float
-    map_seconds: float  # map chunks and give access to them
+    map_seconds: float
+    access_seconds: float  # let the device read and write what has been mapped
     unmap_seconds: float
     release_seconds: float
     wait_seconds: float  # for the device, before unmapping

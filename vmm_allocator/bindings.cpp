@@ -73,6 +73,7 @@ void bind_arena(py::module_& module) {
       .def_readonly("num_chunks_released", &Statistics::num_chunks_released)
       .def_readonly("create_seconds", &Statistics::create_seconds)
       .def_readonly("map_seconds", &Statistics::map_seconds)
+      .def_readonly("access_seconds", &Statistics::access_seconds)
       .def_readonly("unmap_seconds", &Statistics::unmap_seconds)
       .def_readonly("release_seconds", &Statistics::release_seconds)
       .def_readonly("wait_seconds", &Statistics::wait_seconds);
@@ -115,7 +116,8 @@ void bind_segment_pool(py::module_& module) {
       .def("set_limit", &SegmentPool::set_limit, py::arg("num_bytes"), release)
       .def("reset_peak", &SegmentPool::reset_peak, release)
       .def("close", &SegmentPool::close, release)
-      .def("statistics", &SegmentPool::statistics, release);
+      .def("statistics", &SegmentPool::statistics, release)
+      .def_property_readonly("in_use_bytes", &SegmentPool::in_use_bytes, release);
   module.def("attach_hooks", &vmm_allocator::attach_hooks, py::arg("pool"), release);
 }
 

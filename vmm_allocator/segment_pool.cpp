@@ -105,6 +105,11 @@ bool SegmentPool::is_done() const {
   return is_closed_ && segments_.empty();
 }
 
+size_t SegmentPool::in_use_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counters_.in_use_bytes;
+}
+
 SegmentStatistics SegmentPool::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   SegmentStatistics all = counters_;

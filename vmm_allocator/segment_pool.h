@@ -43,6 +43,7 @@ class SegmentPool {
   void close() noexcept;
   bool is_done() const;  // closed, and every segment is free
   SegmentStatistics statistics() const;
+  size_t in_use_bytes() const;
 
  private:
   struct Segment {

@@ -52,7 +52,9 @@ class TorchPool:
     ``statistics().last_refusal`` tells the reason) and goes on working.
 
     Freed tensors stay with PyTorch's caching allocator, inside the pool, until `trim`. Tensors and
-    graphs outlive `close`, and so does their memory. A process can have 16 pools at a time.
+    graphs outlive `close`, and so does their memory; so does the cuBLAS workspace (32 MiB on
+    Hopper) that PyTorch allocates once a stream, from the pool of whoever multiplies there first.
+    A process can have 16 pools at a time.
     """
 
     def __init__(self, arena: Arena, reserve_bytes: int, *, limit_bytes: int = NO_LIMIT) -> None:
@@ -116,6 +118,11 @@ class TorchPool:
     def limit_bytes(self, num_bytes: int) -> None:
         check_count("TorchPool", "limit_bytes", num_bytes, 0)
         self._segments.set_limit(num_bytes)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Memory that PyTorch has of the pool, in whole chunks."""
+        return int(self._segments.in_use_bytes)
 
     def statistics(self) -> PoolStatistics:
         """The present state."""

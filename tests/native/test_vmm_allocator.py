@@ -111,7 +111,7 @@ def test_grow_and_shrink_move_the_front():
         assert (statistics.num_maps, statistics.num_unmaps) == (2, 1)
         assert (statistics.num_chunks_created, statistics.num_chunks_released) == (6, 3)
         assert (statistics.num_chunks_mapped, statistics.num_chunks_unmapped) == (6, 3)
-        for name in ("create", "map", "unmap", "release", "wait"):
+        for name in ("create", "map", "access", "unmap", "release", "wait"):
             assert getattr(statistics, f"{name}_seconds") > 0
         assert memory.shrink(0) == 0
 
@@ -441,7 +441,7 @@ def test_pytorch_allocates_from_the_pool(memory, pool):
     del large
     pool.trim()
     assert pool.statistics().in_use_bytes < 24 * MIB
-    assert memory.statistics().spare_bytes > 100 * MIB
+    assert memory.statistics().spare_bytes >= 100 * MIB
     assert small.sum().item() == 4950
     del small
     with pool.use():
@@ -475,29 +475,29 @@ def test_a_limit_is_an_out_of_memory_error_of_pytorch(memory, pool, limited):
 
 @pytest.mark.gpu
 def test_a_graph_keeps_its_memory_in_the_pool(memory, pool):
+    # No products: cuBLAS's workspace would come from the pool and stay.
     source = torch.randn(1000, 1000, device="cuda")
+    identity = torch.eye(1000, device="cuda")
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.mm(source, source)  # cuBLAS's own memory is not the graph's
-    torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph, pool=pool.id):
         hidden = source * 2
-        product = hidden @ source
-    assert lies_in(product, memory) and pool.statistics().num_segments >= 1
-    source.copy_(torch.eye(1000, device="cuda"))
+        result = hidden + source
+    assert lies_in(hidden, memory) and lies_in(result, memory)
+    source.copy_(identity)
     graph.replay()
-    assert torch.equal(product, 2 * torch.eye(1000, device="cuda"))
-    pool.trim()  # the graph outlives PyTorch's pool, and trimming
+    assert torch.equal(result, 3 * identity)
+    pool.trim()  # the graph outlives PyTorch's pool, the pool and the arena
     pool.close()
     memory.close()
     source.mul_(3)
     graph.replay()
-    assert torch.equal(product, 18 * torch.eye(1000, device="cuda"))
-    del graph, hidden, product
+    assert torch.equal(result, 9 * identity)
+    assert pool.in_use_bytes > 0
+    del graph, hidden, result
+    gc.collect()
     torch.cuda.empty_cache()
-    assert pool.statistics().in_use_bytes == 0
+    assert pool.in_use_bytes == 0
     assert memory.statistics().held_bytes == 0
 
 
