@@ -117,7 +117,7 @@ void bind_segment_pool(py::module_& module) {
       .def("reset_peak", &SegmentPool::reset_peak, release)
       .def("close", &SegmentPool::close, release)
       .def("statistics", &SegmentPool::statistics, release)
-      .def_property_readonly("in_use_bytes", &SegmentPool::in_use_bytes, release);
+      .def_property_readonly("in_use_bytes", &SegmentPool::in_use_bytes);
   module.def("attach_hooks", &vmm_allocator::attach_hooks, py::arg("pool"), release);
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ._native import native
 from .arena import NO_LIMIT, check_count
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     import torch
 
@@ -103,11 +104,14 @@ class TorchPool:
         """What `torch.cuda.graph(graph, pool=...)` takes."""
         return self.mem_pool.id
 
-    def use(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def use(self) -> Iterator[None]:
         """Within it, this thread's tensors on the device are allocated from the pool."""
         import torch
 
-        return torch.cuda.use_mem_pool(self.mem_pool, self._device)
+        mem_pool = self.mem_pool  # lives to the end, whatever `trim` does meanwhile
+        with torch.cuda.use_mem_pool(mem_pool, self._device):
+            yield
 
     @property
     def limit_bytes(self) -> int:
@@ -137,8 +141,8 @@ class TorchPool:
     def trim(self) -> None:
         """Give segments in which no tensor lives back to the arena, as spares.
 
-        Ends PyTorch's pool; the next use starts another one. Not within `use`, nor while a stream
-        is being captured. Segments of living tensors and graphs stay.
+        Ends PyTorch's pool; the next use starts another one. Not while a stream is being captured.
+        Segments of living tensors and graphs stay, and those of a `use` that has not ended.
         """
         import torch
 
