@@ -6,6 +6,8 @@ import random
 import pytest
 import torch
 
+from vllm.diffusion import envs
+from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,
     ArenaBacking,
@@ -241,3 +243,16 @@ def test_virtual_memory_is_taken_where_it_is_wanted():
     assert with_vmm.num_bytes == 4 * MIB
     with_vmm.close()
     assert activation_pool(8 * MIB, CUDA, use_vmm=False).graph_pool() is None
+
+
+def test_the_environment_chooses_the_allocator_and_the_chunk(monkeypatch):
+    for name in ("VLLM_USE_VMM", "VLLM_VMM_CHUNK_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert envs.use_vmm() is True and envs.vmm_chunk_size() is None
+    monkeypatch.setenv("VLLM_USE_VMM", "0")
+    monkeypatch.setenv("VLLM_VMM_CHUNK_SIZE", "33554432")
+    assert envs.use_vmm() is False and envs.vmm_chunk_size() == 32 * MIB
+    assert {"VLLM_USE_VMM", "VLLM_VMM_CHUNK_SIZE"} <= set(envs.VARIABLES)
+    monkeypatch.setenv("VLLM_USE_VMM", "yes")
+    with pytest.raises(ServerConfigError, match="VLLM_USE_VMM: given 'yes'; wanted 0 or 1"):
+        envs.use_vmm()
