@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ._native import native
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+    from torch.cuda.memory import CUDAPluggableAllocator
 
     from .arena import Arena
 
@@ -75,18 +77,10 @@ class TorchPool:
         """
         check_count("TorchPool", "reserve_bytes", reserve_bytes, 1)
         check_count("TorchPool", "limit_bytes", limit_bytes, 0)
-        from torch.cuda.memory import CUDAPluggableAllocator
-
         self._device = arena.device
         self._segments = native().SegmentPool(arena._arena, reserve_bytes, limit_bytes)
         weakref.finalize(self, self._segments.close)
-        index = native().attach_hooks(self._segments)
-        allocator = CUDAPluggableAllocator(
-            str(native().__file__), f"vmm_allocate_{index}", f"vmm_free_{index}"
-        )
-        # PyTorch refers to the allocator for as long as a block of the pool lives: for ever.
-        _allocators.append(allocator)
-        self._allocator = allocator
+        self._allocator = _pluggable_allocator(native().attach_hooks(self._segments))
         self._mem_pool: torch.cuda.MemPool | None = None
 
     @property
@@ -156,4 +150,11 @@ class TorchPool:
         self._segments.close()
 
 
-_allocators: list[object] = []
+@cache
+def _pluggable_allocator(index: int) -> CUDAPluggableAllocator:
+    """PyTorch's object over a pair of hooks; PyTorch refers to it while a block lives: for ever."""
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+    return CUDAPluggableAllocator(
+        str(native().__file__), f"vmm_allocate_{index}", f"vmm_free_{index}"
+    )

@@ -166,7 +166,8 @@ class ArenaBacking:
         return self._graphs.id
 
     def trim(self, num_bytes: int) -> None:
-        self._temporaries.trim()
+        for pool in (self._temporaries, self._graphs):
+            pool.trim()
         try:
             self._arena.shrink(num_bytes)
         except vmm.InUseError as error:  # a graph's buffers, for instance
@@ -229,9 +230,9 @@ class ActivationPool:
                     gate_up = pool.take("gate_up", (rows, 2 * width), dtype)
 
     The contents are undefined when a buffer is taken: whoever takes it writes it first. A tensor of
-    an ended scope may share its memory with later buffers. A captured graph keeps the tensors that
-    it was captured over; they stay mapped, and share memory with the buffers of other steps, which
-    do not run at the same time.
+    an ended scope may share its memory with later buffers; what is taken outside all scopes stays.
+    Whoever keeps a captured graph keeps the tensors that it was captured over: then they stay
+    mapped, and share memory with the buffers of other steps, which do not run at the same time.
 
     Args:
         budget_bytes: most bytes in use at a time.
@@ -303,7 +304,9 @@ class ActivationPool:
         finally:
             self._mark(stage)
             self._scopes.pop()
-            self._end = self._peak = scope.start
+            self._end = scope.start
+            if self._meter is not None:
+                self._peak = self.used_bytes
 
     def temporaries(self) -> AbstractContextManager[None]:
         """Within it, what PyTorch allocates counts against the budget, where the backing can.
@@ -317,7 +320,10 @@ class ActivationPool:
         return self._backing.graph_pool()
 
     def reserve(self, num_bytes: int) -> None:
-        """Map memory for `num_bytes` of buffers now, away from a step. Raises as `take` does."""
+        """Map memory for `num_bytes` of buffers now, before a step or a capture needs it.
+
+        Raises as `take` does.
+        """
         if num_bytes > self.budget_bytes:
             raise PoolExhaustedError("reserve", num_bytes, self.budget_bytes)
         self._backing.reserve(num_bytes)
