@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA virtual memory: an address range that is backed by physical chunks as it grows.
+"""CUDA virtual memory: an address range that is backed by physical chunks where it is needed.
 
-Importing never fails: without the compiled module (`is_built`) or a driver, making an `Arena`
-raises a typed error.
+`Arena` is the range, `Arena.tensor` its memory as a tensor, and `TorchPool` a PyTorch memory pool
+in it. Importing never fails: without the compiled module (`is_built`) or a driver, making an
+`Arena` raises a typed error.
 """
 
 from ._errors import (
     ClosedArenaError,
     DriverError,
     DriverUnavailableError,
+    ForkedArenaError,
+    InUseError,
+    LimitError,
     NotBuiltError,
     OutOfMemoryError,
     ReservationError,
     VmmError,
 )
-from .arena import DEFAULT_CHUNK_BYTES, Arena, Statistics, is_built
+from ._native import is_built
+from .arena import DEFAULT_CHUNK_BYTES, Arena, Statistics
+from .torch_pool import PoolStatistics, TorchPool
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
@@ -22,10 +28,15 @@ __all__ = [
     "ClosedArenaError",
     "DriverError",
     "DriverUnavailableError",
+    "ForkedArenaError",
+    "InUseError",
+    "LimitError",
     "NotBuiltError",
     "OutOfMemoryError",
+    "PoolStatistics",
     "ReservationError",
     "Statistics",
+    "TorchPool",
     "VmmError",
     "is_built",
 ]

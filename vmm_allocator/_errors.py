@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the allocator::
+"""Errors of the allocator; each says in bytes what was asked for and what there is::
 
 VmmError
 ├── NotBuiltError            the compiled module is missing
-├── DriverUnavailableError   there is no (recent enough) CUDA driver
+├── DriverUnavailableError   there is no CUDA driver, or one without virtual memory
 ├── DriverError              a call of the driver failed
 ├── OutOfMemoryError         the card has no room for the chunks
+├── LimitError               the arena's own limit has no room for the chunks
 ├── ReservationError         the address range is too small
-└── ClosedArenaError         the arena has been closed
+├── InUseError               a tensor or a graph still refers to the memory
+├── ClosedArenaError         the arena has been closed
+└── ForkedArenaError         the arena belongs to the parent of this process
 """
 
 
@@ -20,7 +23,7 @@ class NotBuiltError(VmmError):
 
 
 class DriverUnavailableError(VmmError):
-    """There is no CUDA driver on this machine, or it is too old or finds no device."""
+    """There is no CUDA driver, it is too old, or it finds no device with virtual memory."""
 
 
 class DriverError(VmmError):
@@ -35,12 +38,24 @@ class OutOfMemoryError(VmmError):
     """The device has no memory for the chunks; nothing has changed."""
 
     def __init__(
-        self, message: str, requested_bytes: int, mapped_bytes: int, free_bytes: int
+        self, message: str, requested_bytes: int, held_bytes: int, free_bytes: int
     ) -> None:
         super().__init__(message)
-        self.requested_bytes = requested_bytes  # mapped end that was asked for
-        self.mapped_bytes = mapped_bytes  # mapped end, before and after
+        self.requested_bytes = requested_bytes  # chunks that had to be created
+        self.held_bytes = held_bytes  # chunks of the arena, mapped and spare
         self.free_bytes = free_bytes  # free memory of the device
+
+
+class LimitError(VmmError):
+    """The arena may not hold so many chunks; nothing has changed."""
+
+    def __init__(
+        self, message: str, requested_bytes: int, held_bytes: int, limit_bytes: int
+    ) -> None:
+        super().__init__(message)
+        self.requested_bytes = requested_bytes  # chunks that had to be created
+        self.held_bytes = held_bytes  # chunks of the arena, mapped and spare
+        self.limit_bytes = limit_bytes
 
 
 class ReservationError(VmmError):
@@ -52,5 +67,18 @@ class ReservationError(VmmError):
         self.reserved_bytes = reserved_bytes
 
 
+class InUseError(VmmError):
+    """Memory that was to be unmapped or moved is still referred to; nothing has changed."""
+
+    def __init__(self, message: str, first_bytes: int, end_bytes: int) -> None:
+        super().__init__(message)
+        self.first_bytes = first_bytes  # offset of the first chunk in use within the range
+        self.end_bytes = end_bytes  # offset of the end of the last one
+
+
 class ClosedArenaError(VmmError):
     """The arena has been closed."""
+
+
+class ForkedArenaError(VmmError):
+    """The arena was made before a fork; a child cannot use CUDA memory of its parent."""

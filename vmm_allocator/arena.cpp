@@ -1,23 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arena.h"
 
+#include <unistd.h>
+
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <string>
 
 #include "driver.h"
+#include "errors.h"
+#include "stopwatch.h"
 
 namespace vmm_allocator {
 namespace {
-
-CUmemAllocationProp chunk_properties(int device) {
-  CUmemAllocationProp properties{};
-  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  properties.location.id = device;
-  return properties;
-}
 
 size_t round_up(size_t value, size_t multiple) {
   if (value > std::numeric_limits<size_t>::max() - multiple) {
@@ -26,56 +21,33 @@ size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Makes a context current for a scope.
-class CurrentContext {
- public:
-  explicit CurrentContext(CUcontext context) {
-    check("cuCtxPushCurrent", driver().context_push(context));
-  }
-  ~CurrentContext() {
-    CUcontext popped;
-    driver().context_pop(&popped);
-  }
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-};
-
-// For teardown, which goes on after a failure. A driver that is already shutting down has freed
-// everything itself.
-void report(const char* call, CUresult result) noexcept {
-  if (result == CUDA_SUCCESS || result == CUDA_ERROR_DEINITIALIZED) return;
-  std::fprintf(stderr, "vmm_allocator: %s failed with error %d during teardown\n", call,
-               static_cast<int>(result));
+void require_virtual_memory(CUdevice device) {
+  int supported = 0;
+  check("cuDeviceGetAttribute",
+        driver().device_attribute(&supported,
+                                  CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device));
+  if (!supported) throw DriverUnavailable("the device has no virtual memory management");
 }
 
 }  // namespace
 
-OutOfMemory::OutOfMemory(size_t requested, size_t mapped, size_t free)
-    : std::runtime_error("Arena.grow: cannot map " + std::to_string(requested) + " bytes: " +
-                         std::to_string(mapped) + " bytes are mapped and the device has " +
-                         std::to_string(free) + " bytes free"),
-      requested_bytes(requested),
-      mapped_bytes(mapped),
-      free_bytes(free) {}
-
-ReservationExceeded::ReservationExceeded(size_t requested, size_t reserved)
-    : std::runtime_error("Arena.grow: cannot map " + std::to_string(requested) +
-                         " bytes: the address range holds " + std::to_string(reserved) + " bytes"),
-      requested_bytes(requested),
-      reserved_bytes(reserved) {}
-
-Arena::Arena(int device, size_t reserve_bytes, size_t chunk_bytes) : device_(device) {
+Arena::Arena(int device, size_t reserve_bytes, size_t chunk_bytes, size_t limit_bytes)
+    : device_(device), owner_(getpid()) {
   if (reserve_bytes == 0 || chunk_bytes == 0) {
     throw std::invalid_argument("Arena: reserve_bytes and chunk_bytes must be positive");
   }
   const Driver& cuda = driver();
   CUdevice handle;
   check("cuDeviceGet", cuda.device_get(&handle, device));
+  require_virtual_memory(handle);
   const CUmemAllocationProp properties = chunk_properties(device);
   check("cuMemGetAllocationGranularity",
         cuda.granularity(&granularity_bytes_, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
   chunk_bytes_ = round_up(chunk_bytes, granularity_bytes_);
   reserved_bytes_ = round_up(reserve_bytes, chunk_bytes_);
+  store_ = std::make_unique<ChunkStore>(device, chunk_bytes_, limit_bytes);
+  positions_.resize(reserved_bytes_ / chunk_bytes_);
+  front_end_ = positions_.size();
   check("cuDevicePrimaryCtxRetain", cuda.primary_context_retain(&context_, handle));
   const CUresult result = cuda.address_reserve(&base_, reserved_bytes_, 0, 0, 0);
   if (result != CUDA_SUCCESS) {
@@ -85,106 +57,359 @@ Arena::Arena(int device, size_t reserve_bytes, size_t chunk_bytes) : device_(dev
   }
 }
 
-Arena::~Arena() { close(); }
+Arena::~Arena() {
+  if (owner_ == getpid()) tear_down();
+}
 
-void Arena::require_open() const {
-  if (context_ == nullptr) throw ArenaClosed();
+void Arena::require_own_process() const {
+  if (owner_ != getpid()) throw ArenaForked(owner_);  // before locking: a thread may be gone
+}
+
+void Arena::require_usable() const {
+  if (is_closed_) throw ArenaClosed();
+}
+
+bool Arena::is_closed() const {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_closed_;
+}
+
+Arena::Range Arena::covering(size_t offset, size_t num_bytes) const {
+  if (offset > reserved_bytes_ || num_bytes > reserved_bytes_ - offset) {
+    throw ReservationExceeded(offset + num_bytes, reserved_bytes_);
+  }
+  return {offset / chunk_bytes_, round_up(offset + num_bytes, chunk_bytes_) / chunk_bytes_};
+}
+
+// The longest stretches of the range in which every position, or none, is mapped.
+std::vector<Arena::Range> Arena::runs(Range range, bool mapped) const {
+  std::vector<Range> found;
+  for (size_t i = range.first; i < range.end; ++i) {
+    if (positions_[i].is_mapped != mapped) continue;
+    if (!found.empty() && found.back().end == i) {
+      ++found.back().end;
+    } else {
+      found.push_back({i, i + 1});
+    }
+  }
+  return found;
+}
+
+void Arena::require_unheld(Range range) const {
+  const auto is_held = [](const Position& position) { return position.num_holds > 0; };
+  const auto first = positions_.begin() + range.first, end = positions_.begin() + range.end;
+  const auto held = std::find_if(first, end, is_held);
+  if (held == end) return;
+  const auto last =
+      std::find_if(std::make_reverse_iterator(end), std::make_reverse_iterator(held), is_held);
+  throw InUse((held - positions_.begin()) * chunk_bytes_,
+              (last.base() - positions_.begin()) * chunk_bytes_);
+}
+
+void Arena::wait() {
+  const Stopwatch stopwatch(counters_.wait_seconds);
+  check("cuCtxSynchronize", driver().context_synchronize());
+}
+
+void Arena::map(size_t offset, size_t num_bytes) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  if (num_bytes > 0) map_range(covering(offset, num_bytes));
 }
 
 void Arena::grow(size_t num_bytes) {
+  require_own_process();
   const std::lock_guard<std::mutex> lock(mutex_);
-  require_open();
-  if (num_bytes > reserved_bytes_) throw ReservationExceeded(num_bytes, reserved_bytes_);
-  const size_t wanted = round_up(num_bytes, chunk_bytes_) / chunk_bytes_;
-  if (wanted <= chunks_.size()) return;
-  map_chunks(wanted - chunks_.size());
-  peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes());
-  ++num_grows_;
+  require_usable();
+  const size_t front_limit = front_end_ * chunk_bytes_;
+  if (num_bytes > front_limit) throw ReservationExceeded(num_bytes, front_limit);
+  // What lies below the front is mapped.
+  map_range({front_, std::max(front_, covering(0, num_bytes).end)});
 }
 
-void Arena::map_chunks(size_t num_chunks) {
-  const Driver& cuda = driver();
+void Arena::map_range(Range range) {
+  const std::vector<Range> missing = runs(range, false);
+  if (missing.empty()) return;
+  size_t count = 0;
+  for (const Range run : missing) count += run.end - run.first;
   const CurrentContext current(context_);
-  const CUmemAllocationProp properties = chunk_properties(device_);
-  const CUdeviceptr first = base_ + mapped_bytes();
-  std::vector<CUmemGenericAllocationHandle> created;
-  created.reserve(num_chunks);
-  chunks_.reserve(chunks_.size() + num_chunks);  // nothing below allocates on the host
+  const std::vector<Chunk> chunks = store_->take(count);
   const char* call = nullptr;
+  const CUresult result = attach(missing, chunks, &call);
+  if (result != CUDA_SUCCESS) {
+    store_->put(chunks, true);
+    throw DriverError(call, result);
+  }
+  ++counters_.num_maps;
+  for (const Range run : missing) note_mapped(run);
+}
+
+// Maps chunks at runs of positions, in order, and gives the device access run by run; nothing is
+// mapped where it fails.
+CUresult Arena::attach(const std::vector<Range>& runs, const std::vector<Chunk>& chunks,
+                       const char** call) {
+  const Driver& cuda = driver();
   CUresult result = CUDA_SUCCESS;
-  size_t num_mapped = 0;
-  while (num_mapped < num_chunks && result == CUDA_SUCCESS) {
-    CUmemGenericAllocationHandle handle;
-    call = "cuMemCreate";
-    result = cuda.create(&handle, chunk_bytes_, &properties, 0);
+  size_t num_attached = 0;
+  std::vector<Range> attached;
+  attached.reserve(runs.size());
+  for (const Range run : runs) {
+    attached.push_back({run.first, run.first});
+    const Stopwatch stopwatch(counters_.map_seconds);
+    *call = "cuMemMap";
+    for (size_t& end = attached.back().end; end < run.end; ++end) {
+      const Chunk chunk = chunks[num_attached++];
+      result = cuda.map(address(end), chunk_bytes_, 0, chunk, 0);
+      if (result != CUDA_SUCCESS) break;
+      positions_[end].chunk = chunk;
+    }
     if (result != CUDA_SUCCESS) break;
-    created.push_back(handle);
-    call = "cuMemMap";
-    result = cuda.map(first + num_mapped * chunk_bytes_, chunk_bytes_, 0, handle, 0);
-    if (result == CUDA_SUCCESS) ++num_mapped;
   }
   if (result == CUDA_SUCCESS) {
-    CUmemAccessDesc access{};
-    access.location = properties.location;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    call = "cuMemSetAccess";
-    result = cuda.set_access(first, num_chunks * chunk_bytes_, &access, 1);
+    *call = "cuMemSetAccess";
+    result = give_access(attached);
   }
-  if (result == CUDA_SUCCESS) {
-    chunks_.insert(chunks_.end(), created.begin(), created.end());
-    return;
+  if (result == CUDA_SUCCESS) return result;
+  for (const Range run : attached) {
+    const size_t num_bytes = (run.end - run.first) * chunk_bytes_;
+    if (num_bytes > 0) report("cuMemUnmap", cuda.unmap(address(run.first), num_bytes));
   }
-  roll_back(created, num_mapped);
-  if (result != CUDA_ERROR_OUT_OF_MEMORY) throw DriverError(call, result);
-  size_t free_bytes = 0, total_bytes = 0;
-  check("cuMemGetInfo", cuda.memory_info(&free_bytes, &total_bytes));
-  throw OutOfMemory(mapped_bytes() + num_chunks * chunk_bytes_, mapped_bytes(), free_bytes);
+  return result;
 }
 
-void Arena::roll_back(const std::vector<CUmemGenericAllocationHandle>& created,
-                      size_t num_mapped) noexcept {
-  const Driver& cuda = driver();
-  const CUdeviceptr first = base_ + mapped_bytes();
-  if (num_mapped > 0) report("cuMemUnmap", cuda.unmap(first, num_mapped * chunk_bytes_));
-  for (const auto handle : created) report("cuMemRelease", cuda.release(handle));
+CUresult Arena::give_access(const std::vector<Range>& runs) {
+  const Stopwatch stopwatch(counters_.access_seconds);
+  CUmemAccessDesc access{};
+  access.location = chunk_properties(device_).location;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  CUresult result = CUDA_SUCCESS;
+  for (size_t i = 0; i < runs.size() && result == CUDA_SUCCESS; ++i) {
+    const size_t num_bytes = (runs[i].end - runs[i].first) * chunk_bytes_;
+    result = driver().set_access(address(runs[i].first), num_bytes, &access, 1);
+  }
+  return result;
 }
 
-void Arena::shrink(size_t num_bytes) {
+void Arena::unmap(size_t offset, size_t num_bytes, bool keep) {
+  require_own_process();
   const std::lock_guard<std::mutex> lock(mutex_);
-  require_open();
-  const size_t kept = std::min(num_bytes, reserved_bytes_);
-  const size_t first_chunk = round_up(kept, chunk_bytes_) / chunk_bytes_;
-  if (first_chunk >= chunks_.size()) return;
-  const CurrentContext current(context_);
-  check("cuCtxSynchronize", driver().context_synchronize());
-  unmap_from(first_chunk);
-  ++num_shrinks_;
+  require_usable();
+  covering(offset, num_bytes);  // throws where it is not in the range
+  const size_t first = round_up(offset, chunk_bytes_) / chunk_bytes_;
+  const size_t end = (offset + num_bytes) / chunk_bytes_;
+  if (first < end) unmap_range({first, end}, keep);
 }
 
-void Arena::unmap_from(size_t first_chunk) {
-  const Driver& cuda = driver();
-  const size_t num_chunks = chunks_.size() - first_chunk;
-  check("cuMemUnmap", cuda.unmap(base_ + first_chunk * chunk_bytes_, num_chunks * chunk_bytes_));
-  // Unmapped: the arena no longer owns these addresses, whatever the releases say.
-  CUresult failure = CUDA_SUCCESS;
-  for (size_t i = first_chunk; i < chunks_.size(); ++i) {
-    const CUresult result = cuda.release(chunks_[i]);
-    if (result != CUDA_SUCCESS) failure = result;
+void Arena::shrink(size_t num_bytes, bool keep) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  const size_t first = covering(0, std::min(num_bytes, reserved_bytes_)).end;
+  if (first < front_mapped_end_) unmap_range({first, front_mapped_end_}, keep);
+}
+
+void Arena::unmap_range(Range range, bool keep) {
+  const std::vector<Range> mapped = runs(range, true);
+  if (mapped.empty()) return;
+  require_unheld(range);
+  const CurrentContext current(context_);
+  wait();
+  std::vector<Chunk> chunks;
+  CUresult result = CUDA_SUCCESS;
+  for (size_t i = 0; i < mapped.size() && result == CUDA_SUCCESS; ++i) {
+    result = detach(mapped[i], chunks);
+    if (result == CUDA_SUCCESS) note_unmapped(mapped[i]);
   }
-  chunks_.resize(first_chunk);
-  check("cuMemRelease", failure);
+  ++counters_.num_unmaps;
+  store_->put(chunks, keep);
+  check("cuMemUnmap", result);
+}
+
+// Unmaps one run of mapped positions and appends its chunks.
+CUresult Arena::detach(Range run, std::vector<Chunk>& chunks) {
+  const size_t count = run.end - run.first;
+  chunks.reserve(chunks.size() + count);
+  const Stopwatch stopwatch(counters_.unmap_seconds);
+  const CUresult result = driver().unmap(address(run.first), count * chunk_bytes_);
+  if (result != CUDA_SUCCESS) return result;
+  for (size_t i = run.first; i < run.end; ++i) chunks.push_back(positions_[i].chunk);
+  return result;
+}
+
+void Arena::note_mapped(Range range) {
+  for (size_t i = range.first; i < range.end; ++i) positions_[i].is_mapped = true;
+  const size_t count = range.end - range.first;
+  num_mapped_ += count;
+  counters_.num_chunks_mapped += count;
+  if (range.first < front_end_) front_mapped_end_ = std::max(front_mapped_end_, range.end);
+  while (front_ < positions_.size() && positions_[front_].is_mapped) ++front_;
+  counters_.peak_mapped_bytes = std::max(counters_.peak_mapped_bytes, num_mapped_ * chunk_bytes_);
+  counters_.peak_held_bytes = std::max(counters_.peak_held_bytes, store_->held_bytes());
+}
+
+void Arena::note_unmapped(Range range) {
+  for (size_t i = range.first; i < range.end; ++i) positions_[i].is_mapped = false;
+  num_mapped_ -= range.end - range.first;
+  counters_.num_chunks_unmapped += range.end - range.first;
+  front_ = std::min(front_, range.first);
+  while (front_mapped_end_ > 0 && !positions_[front_mapped_end_ - 1].is_mapped) {
+    --front_mapped_end_;
+  }
+}
+
+void Arena::move(size_t source, size_t destination, size_t num_bytes) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  if (source % chunk_bytes_ || destination % chunk_bytes_ || num_bytes % chunk_bytes_) {
+    throw std::invalid_argument(
+        "Arena.move: source, destination and num_bytes must be multiples "
+        "of the chunk size of " +
+        std::to_string(chunk_bytes_) + ", got " + std::to_string(source) + ", " +
+        std::to_string(destination) + " and " + std::to_string(num_bytes));
+  }
+  const Range from = covering(source, num_bytes), to = covering(destination, num_bytes);
+  if (num_bytes == 0 || source == destination) return;
+  if (!runs(from, false).empty()) {
+    throw std::invalid_argument("Arena.move: the source must be mapped, got a hole");
+  }
+  for (const Range run : runs(to, true)) {
+    if (run.first < from.first || run.end > from.end) {
+      throw std::invalid_argument("Arena.move: the destination must not be mapped");
+    }
+  }
+  require_unheld(from);
+  const CurrentContext current(context_);
+  wait();
+  std::vector<Chunk> chunks;
+  check("cuMemUnmap", detach(from, chunks));
+  note_unmapped(from);
+  const char* call = nullptr;
+  const CUresult result = attach({to}, chunks, &call);
+  ++counters_.num_moves;
+  if (result == CUDA_SUCCESS) return note_mapped(to);
+  if (attach({from}, chunks, &call) == CUDA_SUCCESS) {
+    note_mapped(from);
+  } else {
+    store_->put(chunks, true);  // their contents have no address any more
+  }
+  throw DriverError(call, result);
+}
+
+void Arena::trim(size_t num_bytes) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  const CurrentContext current(context_);
+  store_->trim(num_bytes);
+}
+
+void Arena::set_limit(size_t num_bytes) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  store_->set_limit(num_bytes);
+}
+
+void Arena::reset_peaks() {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  counters_.peak_held_bytes = store_->held_bytes();
+  counters_.peak_mapped_bytes = num_mapped_ * chunk_bytes_;
+  counters_.peak_in_use_bytes = num_in_use_ * chunk_bytes_;
+}
+
+size_t Arena::take_addresses(size_t num_bytes) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  const size_t count = round_up(num_bytes, chunk_bytes_) / chunk_bytes_;
+  if (count > front_end_ - front_mapped_end_) {
+    throw ReservationExceeded(num_bytes, (front_end_ - front_mapped_end_) * chunk_bytes_);
+  }
+  front_end_ -= count;
+  return front_end_ * chunk_bytes_;
+}
+
+void Arena::hold(size_t offset, size_t num_bytes) {
+  require_own_process();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  const Range range = covering(offset, num_bytes);
+  if (!runs(range, false).empty()) {
+    throw std::invalid_argument("Arena: bytes " + std::to_string(offset) + " to " +
+                                std::to_string(offset + num_bytes) + " must be mapped, got " +
+                                std::to_string(front_ * chunk_bytes_) +
+                                " mapped bytes at the front");
+  }
+  for (size_t i = range.first; i < range.end; ++i) {
+    if (positions_[i].num_holds++ == 0) ++num_in_use_;
+  }
+  ++num_holds_;
+  counters_.peak_in_use_bytes = std::max(counters_.peak_in_use_bytes, num_in_use_ * chunk_bytes_);
+}
+
+void Arena::drop_holds(Range range) noexcept {
+  for (size_t i = range.first; i < range.end; ++i) {
+    if (--positions_[i].num_holds == 0) --num_in_use_;
+  }
+  --num_holds_;
+}
+
+void Arena::release_hold(size_t offset, size_t num_bytes) noexcept {
+  if (owner_ != getpid()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  drop_holds({offset / chunk_bytes_, (offset + num_bytes + chunk_bytes_ - 1) / chunk_bytes_});
+  if (num_holds_ == 0 && is_closed_) tear_down();
+}
+
+bool Arena::give_back(size_t offset, size_t num_bytes) noexcept {
+  if (owner_ != getpid()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Range range{offset / chunk_bytes_, (offset + num_bytes) / chunk_bytes_};
+  drop_holds(range);
+  if (is_closed_) {
+    if (num_holds_ == 0) tear_down();
+    return true;
+  }
+  try {
+    unmap_range(range, true);
+    return true;
+  } catch (const std::exception&) {
+    for (size_t i = range.first; i < range.end; ++i) {
+      if (positions_[i].num_holds++ == 0) ++num_in_use_;
+    }
+    ++num_holds_;
+    return false;
+  }
 }
 
 void Arena::close() noexcept {
+  if (owner_ != getpid()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
+  is_closed_ = true;
+  if (num_holds_ == 0) tear_down();
+}
+
+void Arena::tear_down() noexcept {
   if (context_ == nullptr) return;
   const Driver& cuda = driver();
   const CUresult pushed = cuda.context_push(context_);
   report("cuCtxPushCurrent", pushed);
   report("cuCtxSynchronize", cuda.context_synchronize());
-  if (!chunks_.empty()) report("cuMemUnmap", cuda.unmap(base_, mapped_bytes()));
-  for (const auto chunk : chunks_) report("cuMemRelease", cuda.release(chunk));
-  chunks_.clear();
+  try {
+    std::vector<Chunk> chunks;
+    for (const Range run : runs({0, positions_.size()}, true)) {
+      report("cuMemUnmap", detach(run, chunks));
+      note_unmapped(run);
+    }
+    store_->put(chunks, true);
+    store_->trim(0);
+  } catch (const DriverError& error) {
+    report("cuMemRelease", error.result);
+  } catch (const std::bad_alloc&) {  // the process's end frees the rest
+  }
   report("cuMemAddressFree", cuda.address_free(base_, reserved_bytes_));
   if (pushed == CUDA_SUCCESS) {
     CUcontext popped;
@@ -198,9 +423,29 @@ void Arena::close() noexcept {
 }
 
 Statistics Arena::statistics() const {
+  require_own_process();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {reserved_bytes_,    mapped_bytes(), peak_mapped_bytes_, chunk_bytes_,
-          granularity_bytes_, num_grows_,     num_shrinks_};
+  Statistics all = counters_;
+  all.reserved_bytes = reserved_bytes_;
+  all.limit_bytes = store_->limit_bytes();
+  all.chunk_bytes = chunk_bytes_;
+  all.granularity_bytes = granularity_bytes_;
+  all.front_bytes = front_ * chunk_bytes_;
+  all.mapped_bytes = num_mapped_ * chunk_bytes_;
+  all.spare_bytes = store_->spare_bytes();
+  all.in_use_bytes = num_in_use_ * chunk_bytes_;
+  all.num_chunks_created = store_->num_created();
+  all.num_chunks_released = store_->num_released();
+  all.create_seconds = store_->create_seconds();
+  all.release_seconds = store_->release_seconds();
+  return all;
 }
+
+View::View(std::shared_ptr<Arena> arena, size_t offset, size_t num_bytes)
+    : arena_(std::move(arena)), offset_(offset), num_bytes_(num_bytes) {
+  arena_->hold(offset, num_bytes);
+}
+
+View::~View() { arena_->release_hold(offset_, num_bytes_); }
 
 }  // namespace vmm_allocator

@@ -4,91 +4,163 @@
 #include <cuda.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <vector>
+
+#include "chunk_store.h"
 
 namespace vmm_allocator {
 
-// The card has no memory left for the chunks asked for. All counts are in bytes.
-struct OutOfMemory : std::runtime_error {
-  OutOfMemory(size_t requested, size_t mapped, size_t free);
-  size_t requested_bytes;  // mapped end that was asked for
-  size_t mapped_bytes;     // mapped end before and after
-  size_t free_bytes;       // free memory of the card
-};
-
-// More was asked for than the address range holds.
-struct ReservationExceeded : std::runtime_error {
-  ReservationExceeded(size_t requested, size_t reserved);
-  size_t requested_bytes;
-  size_t reserved_bytes;
-};
-
-// The arena has been closed.
-struct ArenaClosed : std::runtime_error {
-  ArenaClosed() : std::runtime_error("Arena: closed") {}
-};
-
+// All `_bytes` are bytes, all `num_` are counts since the arena was made.
 struct Statistics {
   size_t reserved_bytes;
-  size_t mapped_bytes;
-  size_t peak_mapped_bytes;
+  size_t limit_bytes;
   size_t chunk_bytes;
   size_t granularity_bytes;
-  size_t num_grows;    // calls that mapped something
-  size_t num_shrinks;  // calls that unmapped something
+  size_t front_bytes;   // mapped without a hole from the base on
+  size_t mapped_bytes;  // mapped anywhere
+  size_t spare_bytes;   // chunks that are kept without an address
+  size_t in_use_bytes;  // mapped chunks that views or segments refer to
+  size_t peak_held_bytes;
+  size_t peak_mapped_bytes;
+  size_t peak_in_use_bytes;
+  size_t num_maps;    // calls that mapped something
+  size_t num_unmaps;  // calls that unmapped something
+  size_t num_moves;
+  size_t num_chunks_mapped;
+  size_t num_chunks_unmapped;
+  size_t num_chunks_created;
+  size_t num_chunks_released;
+  double create_seconds;
+  double map_seconds;
+  double access_seconds;  // to let the device read and write what has been mapped
+  double unmap_seconds;
+  double release_seconds;
+  double wait_seconds;  // for the device, before unmapping
 };
 
-// One reserved range of device addresses whose front part is backed by physical chunks.
+// One reserved range of device addresses, parts of which are backed by chunks of memory.
 //
-// Growing and shrinking move the mapped end; everything below it keeps its address and contents.
-// Safe to call from several threads. Teardown order: wait for the device, unmap, release the
-// chunks, free the addresses, release the primary context. Whoever holds a pointer or a captured
-// graph into the range drops it before the range under it goes.
+// The front of the range grows and shrinks; pools take their addresses from its end. Whatever is
+// not unmapped or moved keeps its address and contents. Offsets count from the base of the range.
+//
+// Who keeps a pointer says so by `hold`: chunks that are held are not unmapped (InUse). Teardown
+// order: views and segments end, then wait for the device, unmap, release the chunks, free the
+// addresses, release the primary context. `close` only starts it: it happens at once, or when the
+// last hold ends.
+//
+// Safe to call from several threads. In a forked child every call throws ArenaForked, and teardown
+// does nothing.
 class Arena {
  public:
   // Retains the primary context of `device` and reserves addresses; `chunk_bytes` is rounded up to
   // the driver's granularity and `reserve_bytes` to whole chunks. Maps nothing.
-  Arena(int device, size_t reserve_bytes, size_t chunk_bytes);
-  ~Arena();  // close(); what fails is written to stderr
+  Arena(int device, size_t reserve_bytes, size_t chunk_bytes, size_t limit_bytes);
+  ~Arena();  // what fails is written to stderr
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Maps chunks until at least `num_bytes` are mapped, or none at all where it throws (OutOfMemory,
-  // ReservationExceeded, DriverError). Never unmaps.
+  // Maps the chunks that overlap the range and are not mapped yet, spares first; or none at all
+  // where it throws (OutOfMemory, LimitExceeded, ReservationExceeded, DriverError).
+  void map(size_t offset, size_t num_bytes);
+  // Waits for the device, then unmaps the chunks that lie wholly within the range; they become
+  // spares (`keep`) or are released. Throws InUse.
+  void unmap(size_t offset, size_t num_bytes, bool keep);
+  // map(0, num_bytes), within the front.
   void grow(size_t num_bytes);
+  // unmap from `num_bytes` to the end of the front.
+  void shrink(size_t num_bytes, bool keep);
+  // Waits for the device, then gives the chunks of one range, with their contents, the addresses of
+  // another one. All three are multiples of the chunk size; the source is mapped and nobody holds
+  // it, the destination (outside the source) is not mapped. Copies nothing.
+  void move(size_t source, size_t destination, size_t num_bytes);
+  // Releases spares until at most `num_bytes` of them are left.
+  void trim(size_t num_bytes);
+  void set_limit(size_t num_bytes);
+  void reset_peaks();
 
-  // Waits for all work of the device, then unmaps and releases the chunks that lie wholly beyond
-  // `num_bytes`.
-  void shrink(size_t num_bytes);
+  // The offset of addresses that the front will never reach.
+  size_t take_addresses(size_t num_bytes);
 
-  // Gives everything back; later calls of grow and shrink throw ArenaClosed. May be called
-  // again.
+  // Says that somebody refers to a mapped range, until release_hold of the same range.
+  void hold(size_t offset, size_t num_bytes);
+  void release_hold(size_t offset, size_t num_bytes) noexcept;
+  // Ends the hold of whole chunks and makes them spares. False where that cannot be done now (while
+  // a stream is being captured, for instance): then the hold lasts.
+  bool give_back(size_t offset, size_t num_bytes) noexcept;
+
+  // No later call but statistics and release_hold is good; may be called again.
   void close() noexcept;
 
   CUdeviceptr base() const { return base_; }
+  int device() const { return device_; }
+  int owner() const { return owner_; }
+  size_t chunk_bytes() const { return chunk_bytes_; }
+  bool is_closed() const;
   Statistics statistics() const;
 
  private:
-  void require_open() const;
-  void map_chunks(size_t num_chunks);
-  void unmap_from(size_t first_chunk);
-  void roll_back(const std::vector<CUmemGenericAllocationHandle>& created,
-                 size_t num_mapped) noexcept;
-  size_t mapped_bytes() const { return chunks_.size() * chunk_bytes_; }
+  struct Position {  // a place for one chunk in the address range
+    Chunk chunk = 0;
+    uint32_t num_holds = 0;
+    bool is_mapped = false;
+  };
+  struct Range {  // of positions, half open
+    size_t first, end;
+  };
+
+  void require_own_process() const;
+  void require_usable() const;
+  Range covering(size_t offset, size_t num_bytes) const;
+  std::vector<Range> runs(Range range, bool mapped) const;
+  void require_unheld(Range range) const;
+  void wait();
+  void map_range(Range range);
+  void unmap_range(Range range, bool keep);
+  CUresult attach(const std::vector<Range>& runs, const std::vector<Chunk>& chunks,
+                  const char** call);
+  CUresult give_access(const std::vector<Range>& runs);
+  CUresult detach(Range run, std::vector<Chunk>& chunks);
+  void note_mapped(Range range);
+  void note_unmapped(Range range);
+  void drop_holds(Range range) noexcept;
+  void tear_down() noexcept;
+  CUdeviceptr address(size_t position) const { return base_ + position * chunk_bytes_; }
 
   mutable std::mutex mutex_;
   int device_;
-  CUcontext context_ = nullptr;
+  int owner_;  // process
+  bool is_closed_ = false;
+  CUcontext context_ = nullptr;  // null once torn down
   CUdeviceptr base_ = 0;
-  size_t reserved_bytes_ = 0;
-  size_t chunk_bytes_ = 0;
   size_t granularity_bytes_ = 0;
-  size_t peak_mapped_bytes_ = 0;
-  size_t num_grows_ = 0;
-  size_t num_shrinks_ = 0;
-  std::vector<CUmemGenericAllocationHandle> chunks_;  // in the order of their addresses
+  size_t chunk_bytes_ = 0;
+  size_t reserved_bytes_ = 0;
+  std::unique_ptr<ChunkStore> store_;
+  std::vector<Position> positions_;
+  size_t front_end_ = 0;         // positions that the front may reach
+  size_t front_mapped_end_ = 0;  // no position of the front is mapped from here on
+  size_t front_ = 0;             // positions mapped without a hole from the first one on
+  size_t num_mapped_ = 0;
+  size_t num_in_use_ = 0;  // positions with holds
+  size_t num_holds_ = 0;
+  Statistics counters_{};  // peaks, counts and seconds; the rest is worked out when asked for
+};
+
+// A hold for as long as the object lives; keeps the arena.
+class View {
+ public:
+  View(std::shared_ptr<Arena> arena, size_t offset, size_t num_bytes);
+  ~View();
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+ private:
+  std::shared_ptr<Arena> arena_;
+  size_t offset_;
+  size_t num_bytes_;
 };
 
 }  // namespace vmm_allocator

@@ -1,95 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arena on CUDA virtual memory: one address range, physical memory at its front."""
+"""An arena on CUDA virtual memory: one address range, physical memory where it is needed."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._errors import NotBuiltError, VmmError
+from ._errors import VmmError
+from ._native import native
 
 if TYPE_CHECKING:
-    from types import ModuleType, TracebackType
-    from typing import Self
+    from types import TracebackType
+    from typing import Any, Self
 
     import torch
 
-_native: ModuleType | None
-_reason = "vmm_allocator is not built: run `python setup.py build_ext --inplace`"
-try:
-    _native = import_module("._vmm_allocator", __package__)
-except ModuleNotFoundError:
-    _native = None
-except ImportError as error:
-    _reason = f"vmm_allocator: the compiled module does not load: {error}"
-    warnings.warn(_reason, stacklevel=2)
-    _native = None
-
 DEFAULT_CHUNK_BYTES = 2 * 1024 * 1024
-
-
-def is_built() -> bool:
-    """Whether the compiled module is there; without it no arena can be made."""
-    return _native is not None
+CHUNK_SIZE_VARIABLE = "VLLM_VMM_CHUNK_SIZE"
+NO_LIMIT = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """State of an arena; every ``_bytes`` is a count of bytes."""
+    """State of an arena.
 
-    reserved_bytes: int
-    mapped_bytes: int
-    peak_mapped_bytes: int
+    Every ``_bytes`` is a number of bytes; every ``num_`` and ``_seconds`` (of host time, inside the
+    driver) counts from the start of the arena.
+    """
+
+    reserved_bytes: int  # addresses
+    limit_bytes: int  # of physical memory
     chunk_bytes: int
     granularity_bytes: int  # the driver's
-    num_grows: int  # calls that mapped something
-    num_shrinks: int  # calls that unmapped something
+    front_bytes: int  # mapped without a hole from the base on
+    mapped_bytes: int  # mapped anywhere
+    spare_bytes: int  # physical memory that is kept without an address
+    in_use_bytes: int  # mapped chunks that tensors or pools refer to
+    peak_held_bytes: int  # of mapped and spare memory
+    peak_mapped_bytes: int
+    peak_in_use_bytes: int
+    num_maps: int  # calls that mapped something
+    num_unmaps: int  # calls that unmapped something
+    num_moves: int
+    num_chunks_mapped: int
+    num_chunks_unmapped: int
+    num_chunks_created: int
+    num_chunks_released: int
+    create_seconds: float
+    map_seconds: float
+    access_seconds: float  # let the device read and write what has been mapped
+    unmap_seconds: float
+    release_seconds: float
+    wait_seconds: float  # for the device, before unmapping
+
+    @property
+    def held_bytes(self) -> int:
+        """Physical memory of the arena, mapped or spare."""
+        return self.mapped_bytes + self.spare_bytes
 
 
 class Arena:
-    """A reserved range of device addresses whose front part is backed by memory.
+    """A reserved range of device addresses, parts of which are backed by chunks of memory.
 
-    Growing and shrinking move the mapped end in whole chunks; what lies below keeps its address and
-    its contents, so tensors and captured graphs there stay good.
+    The front of the range grows and shrinks in whole chunks. What is neither unmapped nor moved
+    keeps its address and its contents, so tensors and captured graphs there stay good. Chunks that
+    are unmapped with ``keep=True`` become spares: the next mapping takes them, wherever it is,
+    before it creates any. A `TorchPool` takes addresses from the end of the range and chunks from
+    the same spares, under the same limit.
 
-    Teardown order: drop captured graphs and tensors that reach into a range, then shrink or
-    close. Both wait for the device, then unmap, release the chunks, (close) free the addresses and
-    let go of the primary context. Touching memory that is no longer mapped, by a replayed graph for
-    instance, is a device fault that the process does not survive. A tensor of `tensor` keeps
-    its arena from being collected, but not from being closed.
+    Teardown:
 
-    Methods may be called from several threads, and let other Python threads run meanwhile. None may
-    be called while a stream of the device is being captured.
+    * A tensor of `tensor` keeps its memory. Unmapping under one raises `InUseError`. `close` with
+      living tensors takes effect when the last of them is gone.
+    * A captured graph keeps nothing by itself: whoever keeps the graph keeps the tensors that it
+      was captured over. Replaying a graph into unmapped memory is a device fault, which the process
+      does not survive.
+    * Then, in this order: wait for the device, unmap, release the chunks, free the addresses, let
+      go of the primary context. What fails is written to stderr; nothing is raised, and at the end
+      of the process nothing need be closed.
+    * In a child made by fork every method raises `ForkedArenaError`, and teardown does nothing.
+
+    Methods may be called from several threads, and let other Python threads run meanwhile. Mapping
+    is allowed while a stream is being captured; whatever waits for the device (`unmap`, `shrink`,
+    `move`) is not.
     """
 
     def __init__(
-        self, reserve_bytes: int, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES, device: int = 0
+        self,
+        reserve_bytes: int,
+        *,
+        chunk_bytes: int | None = None,
+        limit_bytes: int = NO_LIMIT,
+        device: int = 0,
     ) -> None:
         """Reserve addresses; nothing is mapped yet.
 
         Args:
             reserve_bytes: Size of the address range, rounded up to whole chunks. Addresses cost no
-                memory: take far more than the card has.
-            chunk_bytes: Unit of physical memory; rounded up, with a warning, to a multiple of the
-                driver's granularity.
+                memory (16 host bytes a chunk): take far more than the card has.
+            chunk_bytes: Unit of physical memory; None takes the environment variable
+                VLLM_VMM_CHUNK_SIZE, or 2 MiB without it. Rounded up, with a warning, to a multiple
+                of the driver's granularity.
+            limit_bytes: Most physical memory that the arena may hold.
             device: CUDA ordinal.
 
         Raises:
-            ValueError: An argument is out of range.
+            ValueError: An argument, or the variable, is out of range.
             NotBuiltError: The compiled module is missing.
             DriverUnavailableError: There is no CUDA driver, or no GPU.
             DriverError: The device does not exist or the addresses cannot be reserved.
         """
-        _check_count("reserve_bytes", reserve_bytes, 1)
-        _check_count("chunk_bytes", chunk_bytes, 1)
-        _check_count("device", device, 0)
-        if _native is None:
-            raise NotBuiltError(_reason)
-        self._arena = _native.Arena(device, reserve_bytes, chunk_bytes)
+        check_count("Arena", "reserve_bytes", reserve_bytes, 1)
+        if chunk_bytes is None:
+            chunk_bytes = _default_chunk_bytes()
+        check_count("Arena", "chunk_bytes", chunk_bytes, 1)
+        check_count("Arena", "limit_bytes", limit_bytes, 0)
+        check_count("Arena", "device", device, 0)
+        self._arena = native().Arena(device, reserve_bytes, chunk_bytes, limit_bytes)
         self._device = device
+        self._base = int(self._arena.base)
         actual = self._arena.statistics()
         if actual.chunk_bytes != chunk_bytes:
             warnings.warn(
@@ -106,48 +138,105 @@ class Arena:
     @property
     def base_address(self) -> int:
         """Device address of the first byte."""
-        return int(self._arena.base)
+        return self._base
 
     @property
-    def mapped_bytes(self) -> int:
-        """Bytes from the base that are backed by memory."""
-        return int(self._arena.statistics().mapped_bytes)
+    def front_bytes(self) -> int:
+        """Bytes that are backed by memory, without a hole, from the base on."""
+        return int(self._arena.statistics().front_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most physical memory, mapped and spare, that the arena may hold.
+
+        A limit below what it holds takes nothing away.
+        """
+        return int(self._arena.statistics().limit_bytes)
+
+    @limit_bytes.setter
+    def limit_bytes(self, num_bytes: int) -> None:
+        check_count("Arena", "limit_bytes", num_bytes, 0)
+        self._arena.set_limit(num_bytes)
 
     def grow(self, num_bytes: int) -> int:
-        """Map chunks until at least ``num_bytes`` from the base are mapped; never unmaps.
+        """Map chunks until the first ``num_bytes`` are mapped; never unmaps.
 
         New memory holds arbitrary bytes. Costs tens of microseconds a chunk: keep it off the path
         of a small step.
 
         Returns:
-            The mapped bytes.
+            `front_bytes`.
 
         Raises:
             ValueError: ``num_bytes`` is negative.
-            OutOfMemoryError, ReservationError, DriverError: Nothing has been mapped.
+            OutOfMemoryError, LimitError, ReservationError, DriverError: Nothing has been mapped.
             ClosedArenaError: The arena is closed.
         """
-        _check_count("num_bytes", num_bytes, 0)
+        check_count("Arena", "num_bytes", num_bytes, 0)
         self._arena.grow(num_bytes)
-        return self.mapped_bytes
+        return self.front_bytes
 
-    def shrink(self, num_bytes: int) -> int:
-        """Wait for the device, then give back the chunks that lie wholly beyond ``num_bytes``.
+    def shrink(self, num_bytes: int, *, keep: bool = False) -> int:
+        """Wait for the device, then unmap the front's chunks that lie wholly beyond ``num_bytes``.
+
+        Args:
+            num_bytes: What stays mapped.
+            keep: Whether the chunks become spares, or go back to the device.
 
         Returns:
-            The mapped bytes.
+            `front_bytes`.
 
         Raises:
             ValueError: ``num_bytes`` is negative.
+            InUseError: A tensor refers to a chunk beyond; nothing has changed.
             DriverError: The device cannot be waited for, or a chunk cannot be unmapped.
             ClosedArenaError: The arena is closed.
         """
-        _check_count("num_bytes", num_bytes, 0)
-        self._arena.shrink(num_bytes)
-        return self.mapped_bytes
+        check_count("Arena", "num_bytes", num_bytes, 0)
+        self._arena.shrink(num_bytes, keep)
+        return self.front_bytes
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        """Map the chunks that overlap a range and are not mapped yet. Raises as `grow` does."""
+        check_count("Arena", "offset_bytes", offset_bytes, 0)
+        check_count("Arena", "num_bytes", num_bytes, 0)
+        self._arena.map(offset_bytes, num_bytes)
+
+    def unmap(self, offset_bytes: int, num_bytes: int, *, keep: bool = False) -> None:
+        """Unmap the chunks that lie wholly within a range. Waits and raises as `shrink` does."""
+        check_count("Arena", "offset_bytes", offset_bytes, 0)
+        check_count("Arena", "num_bytes", num_bytes, 0)
+        self._arena.unmap(offset_bytes, num_bytes, keep)
+
+    def move(self, source_bytes: int, destination_bytes: int, num_bytes: int) -> None:
+        """Give the chunks of one range, with their contents, other addresses; copies nothing.
+
+        Waits for the device. The ranges may overlap.
+
+        Args:
+            source_bytes: Offset of a mapped range that no tensor refers to.
+            destination_bytes: Offset of a range that, outside the source, is not mapped.
+            num_bytes: Size of both. All three are multiples of the chunk size.
+
+        Raises:
+            ValueError: An argument is none of these.
+            InUseError, ReservationError, DriverError: Nothing has changed.
+            ClosedArenaError: The arena is closed.
+        """
+        check_count("Arena", "source_bytes", source_bytes, 0)
+        check_count("Arena", "destination_bytes", destination_bytes, 0)
+        check_count("Arena", "num_bytes", num_bytes, 0)
+        self._arena.move(source_bytes, destination_bytes, num_bytes)
+
+    def trim(self, num_bytes: int = 0) -> None:
+        """Give spare chunks back to the device until at most ``num_bytes`` of them are left."""
+        check_count("Arena", "num_bytes", num_bytes, 0)
+        self._arena.trim(num_bytes)
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the arena's memory; nothing is copied or initialised.
+
+        The memory stays mapped for as long as the tensor or a view of it lives.
 
         Args:
             offset_bytes: From the base; a multiple of the dtype's size.
@@ -156,36 +245,40 @@ class Arena:
 
         Raises:
             ValueError: The range is not mapped, or the offset is not aligned.
+            ClosedArenaError: The arena is closed.
         """
         import torch
 
-        _check_count("offset_bytes", offset_bytes, 0)
+        check_count("Arena", "offset_bytes", offset_bytes, 0)
         num_bytes = math.prod(shape) * dtype.itemsize
         if offset_bytes % dtype.itemsize:
             raise ValueError(
                 f"Arena: offset_bytes must be a multiple of {dtype.itemsize}, got {offset_bytes}"
             )
-        if offset_bytes + num_bytes > self.mapped_bytes:
-            raise ValueError(
-                f"Arena: bytes {offset_bytes} to {offset_bytes + num_bytes} must be mapped, "
-                f"got {self.mapped_bytes} mapped bytes"
-            )
         device = torch.device("cuda", self._device)
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=device)
+        view = native().View(self._arena, offset_bytes, num_bytes)
         # The interface knows no bf16, so the memory travels as bytes.
-        memory = torch.as_tensor(_Memory(self, offset_bytes, num_bytes), device=device)
-        if memory.data_ptr() != self.base_address + offset_bytes:
+        memory = torch.as_tensor(_Memory(view, self._base + offset_bytes, num_bytes), device=device)
+        if memory.data_ptr() != self._base + offset_bytes:
             raise VmmError("Arena: PyTorch copied the memory instead of referring to it")
         return memory.view(dtype).view(shape)
 
     def statistics(self) -> Statistics:
-        """The present state."""
-        native = self._arena.statistics()
-        return Statistics(**{name: getattr(native, name) for name in Statistics.__annotations__})
+        """The present state; also of a closed arena."""
+        actual = self._arena.statistics()
+        return Statistics(**{name: getattr(actual, name) for name in Statistics.__annotations__})
+
+    def reset_peaks(self) -> None:
+        """Let the three peaks start again from the present values."""
+        self._arena.reset_peaks()
 
     def close(self) -> None:
-        """Wait for the device and give everything back; may be called again. Never raises."""
+        """Give everything back: now, or when the last tensor and segment are gone.
+
+        May be called again. Never raises.
+        """
         self._arena.close()
 
     def __enter__(self) -> Self:
@@ -201,19 +294,29 @@ class Arena:
 
 
 class _Memory:
-    """Bytes of an arena, as PyTorch takes them in; holds the arena while a tensor refers to it."""
+    """Bytes of an arena, as PyTorch takes them in; PyTorch keeps it for as long as the storage."""
 
-    def __init__(self, arena: Arena, offset_bytes: int, num_bytes: int) -> None:
-        self._arena = arena
+    def __init__(self, view: Any, address: int, num_bytes: int) -> None:
+        self._view = view
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (arena.base_address + offset_bytes, False),
+            "data": (address, False),
             "strides": None,
             "version": 3,
         }
 
 
-def _check_count(argument: str, value: int, minimum: int) -> None:
+def check_count(owner: str, argument: str, value: int, minimum: int) -> None:
+    """Raise ValueError unless ``value`` is an integer from ``minimum`` to 2**63 - 1."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**63:
-        raise ValueError(f"Arena: {argument} must be an integer >= {minimum}, got {value!r}")
+        raise ValueError(f"{owner}: {argument} must be an integer >= {minimum}, got {value!r}")
+
+
+def _default_chunk_bytes() -> int:
+    value = os.environ.get(CHUNK_SIZE_VARIABLE, "")
+    if not value:
+        return DEFAULT_CHUNK_BYTES
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+        raise ValueError(f"{CHUNK_SIZE_VARIABLE} must be a number of bytes >= 1, got {value!r}")
+    return int(value)

@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <cstdio>
+
 namespace vmm_allocator {
 namespace {
 
@@ -21,11 +23,13 @@ Driver open_driver() {
   find(library, "cuInit", driver.init);
   find(library, "cuGetErrorName", driver.get_error_name);
   find(library, "cuDeviceGet", driver.device_get);
+  find(library, "cuDeviceGetAttribute", driver.device_attribute);
   find(library, "cuDevicePrimaryCtxRetain", driver.primary_context_retain);
   find(library, "cuDevicePrimaryCtxRelease_v2", driver.primary_context_release);
   find(library, "cuCtxPushCurrent_v2", driver.context_push);
   find(library, "cuCtxPopCurrent_v2", driver.context_pop);
   find(library, "cuCtxSynchronize", driver.context_synchronize);
+  find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
   find(library, "cuMemGetInfo_v2", driver.memory_info);
   find(library, "cuMemGetAllocationGranularity", driver.granularity);
   find(library, "cuMemAddressReserve", driver.address_reserve);
@@ -63,6 +67,23 @@ DriverError::DriverError(const char* call, CUresult result)
 
 void check(const char* call, CUresult result) {
   if (result != CUDA_SUCCESS) throw DriverError(call, result);
+}
+
+void report(const char* call, CUresult result) noexcept {
+  if (result == CUDA_SUCCESS || result == CUDA_ERROR_DEINITIALIZED) return;
+  std::fprintf(stderr, "vmm_allocator: %s failed with error %d during teardown\n", call,
+               static_cast<int>(result));
+}
+
+CurrentContext::CurrentContext(CUcontext context) {
+  check("cuCtxPushCurrent", driver().context_push(context));
+  driver().exchange_capture_mode(&capture_mode_);
+}
+
+CurrentContext::~CurrentContext() {
+  driver().exchange_capture_mode(&capture_mode_);
+  CUcontext popped;
+  driver().context_pop(&popped);
 }
 
 }  // namespace vmm_allocator

@@ -25,11 +25,13 @@ struct Driver {
   decltype(&::cuInit) init;
   decltype(&::cuGetErrorName) get_error_name;
   decltype(&::cuDeviceGet) device_get;
+  decltype(&::cuDeviceGetAttribute) device_attribute;
   decltype(&::cuDevicePrimaryCtxRetain) primary_context_retain;
   decltype(&::cuDevicePrimaryCtxRelease) primary_context_release;
   decltype(&::cuCtxPushCurrent) context_push;
   decltype(&::cuCtxPopCurrent) context_pop;
   CUresult (*context_synchronize)();
+  decltype(&::cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
   decltype(&::cuMemGetInfo) memory_info;
   decltype(&::cuMemGetAllocationGranularity) granularity;
   decltype(&::cuMemAddressReserve) address_reserve;
@@ -46,5 +48,22 @@ const Driver& driver();
 
 // Throws DriverError unless the call succeeded.
 void check(const char* call, CUresult result);
+
+// For teardown, which goes on after a failure: writes it to stderr. A driver that is already
+// shutting down has freed everything itself, so that is no failure.
+void report(const char* call, CUresult result) noexcept;
+
+// For a scope: makes a context current, and lets the thread map memory while one of its streams is
+// being captured (mapping is no work of a stream, so a graph does not record it).
+class CurrentContext {
+ public:
+  explicit CurrentContext(CUcontext context);
+  ~CurrentContext();
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  CUstreamCaptureMode capture_mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
 
 }  // namespace vmm_allocator

@@ -52,6 +52,19 @@ def use_chunkwise_graph() -> bool:
     return _flag("VLLM_USE_CHUNKWISE_GRAPH", default="1")
 
 
+def use_vmm() -> bool:
+    """VLLM_USE_VMM=0: take activations from PyTorch's allocator, not from virtual memory."""
+    return _flag("VLLM_USE_VMM", "1")
+
+
+def vmm_chunk_size() -> int | None:
+    """VLLM_VMM_CHUNK_SIZE: bytes of physical memory that are mapped at a time (default 2 MiB).
+
+    `vmm_allocator` reads it too where it is used without the overlay.
+    """
+    return _positive_int("VLLM_VMM_CHUNK_SIZE")
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -62,6 +75,8 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "DLLM_DIFFUSION_STEPS": default_steps,
     "VLLM_ACTIVATION_POOL_SIZE_BYTES": activation_pool_size_bytes,
     "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
+    "VLLM_USE_VMM": use_vmm,
+    "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
 }
 
 

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a step: named buffers one after the other in one address range, one budget.
+
+Buffers are placed like frames of a stack. A scope ends with everything taken in it, so buffers of
+stages that do not run at the same time share memory, and what a step needs is the largest sum along
+the stages, not the sum of all. The next step lays out its own buffers over the same physical
+memory: no sequence of request lengths can fragment it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from vllm.diffusion.errors import DiffusionError
+from vllm.diffusion.ops import arena as vmm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from vllm.diffusion.memory.usage import UsageMeter
+
+ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
+MAX_KNOWN_PLACES = 4096
+
+
+class PoolExhaustedError(DiffusionError):
+    """A step wants more memory than the pool's budget, or the card, has.
+
+    Attributes:
+        required_bytes: bytes in use had the buffer been given.
+        available_bytes: bytes that there are.
+    """
+
+    def __init__(self, what: str, required_bytes: int, available_bytes: int) -> None:
+        super().__init__(
+            f"activation pool: {what}: wanted {required_bytes} bytes in all, "
+            f"got {available_bytes} bytes"
+        )
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+
+
+class Backing(Protocol):
+    """Where a pool's bytes come from."""
+
+    keeps_places: bool  # the same offset is the same memory for as long as it is held
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have the first `num_bytes` ready. Raises PoolExhaustedError."""
+
+    def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
+
+    def temporaries(self) -> AbstractContextManager[None]:
+        """Within it, PyTorch's own allocations count against the budget where that can be."""
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """The `pool` argument of a graph's capture; None leaves the choice to PyTorch."""
+
+    def trim(self, num_bytes: int) -> None:
+        """Give back what lies beyond the first `num_bytes`, and what nothing refers to."""
+
+    def close(self) -> None:
+        """Give everything back, what tensors and graphs refer to when they are gone."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Physical memory that is taken from the device."""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Memory of temporaries and graphs."""
+
+
+class TorchBacking:
+    """PyTorch's allocator: a tensor for every buffer, gone with its scope."""
+
+    keeps_places = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reserve(self, num_bytes: int) -> None:
+        """Nothing: PyTorch's allocator keeps freed memory itself."""
+
+    def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def temporaries(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        return None
+
+    def trim(self, num_bytes: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.trim(0)
+
+    held_bytes = 0  # PyTorch counts them
+    temporary_bytes = 0
+
+
+class ArenaBacking:
+    """CUDA virtual memory: buffers at the front of one arena, PyTorch's memory in pools behind.
+
+    Args:
+        device: a CUDA device.
+        budget_bytes: most physical memory of buffers, temporaries and graphs together.
+        chunk_bytes: unit of physical memory; None for the allocator's default.
+    """
+
+    keeps_places = True
+
+    def __init__(
+        self, device: torch.device, budget_bytes: int, chunk_bytes: int | None = None
+    ) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        card = torch.cuda.get_device_properties(index).total_memory
+        self._budget_bytes = budget_bytes
+        # Addresses cost next to nothing: each of the three regions could hold the whole card.
+        self._arena = vmm.Arena(
+            4 * card, chunk_bytes=chunk_bytes, limit_bytes=budget_bytes, device=index
+        )
+        self._temporaries = vmm.TorchPool(self._arena, card)
+        self._graphs = vmm.TorchPool(self._arena, card)
+
+    def reserve(self, num_bytes: int) -> None:
+        try:
+            self._arena.grow(num_bytes)
+        except (vmm.LimitError, vmm.OutOfMemoryError):
+            self._temporaries.trim()  # what PyTorch caches for nobody comes back as spares
+            torch.cuda.empty_cache()
+            self._grow_or_say_why(num_bytes)
+
+    def _grow_or_say_why(self, num_bytes: int) -> None:
+        try:
+            self._arena.grow(num_bytes)
+        except vmm.LimitError as error:
+            raise PoolExhaustedError(
+                "budget", error.held_bytes + error.requested_bytes, error.limit_bytes
+            ) from error
+        except vmm.OutOfMemoryError as error:
+            raise PoolExhaustedError(
+                "device memory",
+                error.held_bytes + error.requested_bytes,
+                error.held_bytes + error.free_bytes,
+            ) from error
+
+    def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
+        self.reserve(offset + num_bytes)
+        return self._arena.tensor(offset, (num_bytes,), torch.uint8)
+
+    def temporaries(self) -> AbstractContextManager[None]:
+        return self._temporaries.use()
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        return self._graphs.id
+
+    def trim(self, num_bytes: int) -> None:
+        for pool in (self._temporaries, self._graphs):
+            pool.trim()
+        try:
+            self._arena.shrink(num_bytes)
+        except vmm.InUseError as error:  # a graph's buffers, for instance
+            self._arena.shrink(error.end_bytes)
+        self._arena.trim()
+
+    def close(self) -> None:
+        for pool in (self._temporaries, self._graphs):
+            pool.close()
+        self._arena.close()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._arena.statistics().held_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        pools = (self._temporaries, self._graphs)
+        return sum(pool.in_use_bytes for pool in pools)
+
+
+class _Place:
+    """A buffer's bytes, and the tensors that have been made of them."""
+
+    def __init__(self, offset: int, memory: torch.Tensor) -> None:
+        self.offset = offset
+        self.num_bytes = memory.numel()
+        self._memory = memory
+        self._views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        view = self._views.get((shape, dtype))
+        if view is None:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            view = self._memory[:num_bytes].view(dtype).view(shape)
+            self._views[shape, dtype] = view
+        return view
+
+
+@dataclass
+class _Scope:
+    stage: str
+    start: int
+    places: dict[str, _Place] = field(default_factory=dict)
+
+
+class ActivationPool:
+    """Named scratch buffers on one device, within one budget.
+
+    ::
+
+        with pool.scope("step"):
+            x = pool.take("x", (rows, hidden), dtype)
+            for layer in layers:
+                with pool.scope("feed-forward"):
+                    gate_up = pool.take("gate_up", (rows, 2 * width), dtype)
+
+    The contents are undefined when a buffer is taken: whoever takes it writes it first. A tensor of
+    an ended scope may share its memory with later buffers; what is taken outside all scopes stays.
+    Whoever keeps a captured graph keeps the tensors that it was captured over: then they stay
+    mapped, and share memory with the buffers of other steps, which do not run at the same time.
+
+    Args:
+        budget_bytes: most bytes in use at a time.
+        backing: where the bytes come from.
+    """
+
+    def __init__(self, budget_bytes: int, backing: Backing) -> None:
+        if budget_bytes < 1:
+            raise ValueError(f"ActivationPool: budget_bytes must be at least 1, got {budget_bytes}")
+        self.budget_bytes = budget_bytes
+        self._backing = backing
+        self._scopes = [_Scope("", 0)]
+        self._end = 0  # of what is taken
+        self._peak = 0  # of the bytes in use since the last mark
+        self._known: dict[tuple[int, int], _Place] = {}
+        self._meter: UsageMeter | None = None
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor [shape], contiguous, at a multiple of 512 bytes.
+
+        A second take of `name` in this scope, or one inside it, reuses the memory where it is
+        large enough.
+
+        Raises:
+            PoolExhaustedError: the budget or the card has no room; the pool is as before.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        for scope in reversed(self._scopes):
+            place = scope.places.get(name)
+            if place is not None and place.num_bytes >= num_bytes:
+                return place.view(shape, dtype)
+        return self._add(name, num_bytes).view(shape, dtype)
+
+    def _add(self, name: str, num_bytes: int) -> _Place:
+        places = self._scopes[-1].places
+        outgrown = places.get(name)
+        # The last buffer grows where it is; another one leaves a gap until the scope ends.
+        in_place = outgrown is not None and outgrown.end == self._end
+        offset = outgrown.offset if outgrown is not None and in_place else self._end
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        in_use = offset + size + self._backing.temporary_bytes
+        if in_use > self.budget_bytes:
+            raise PoolExhaustedError(name, in_use, self.budget_bytes)
+        place = self._place(offset, size)
+        places[name] = place
+        self._end = offset + size
+        self._peak = max(self._peak, in_use)
+        return place
+
+    def _place(self, offset: int, num_bytes: int) -> _Place:
+        if not self._backing.keeps_places:
+            return _Place(offset, self._backing.memory(offset, num_bytes))
+        place = self._known.get((offset, num_bytes))
+        if place is None:
+            if len(self._known) >= MAX_KNOWN_PLACES:
+                self._known.clear()
+            place = _Place(offset, self._backing.memory(offset, num_bytes))
+            self._known[offset, num_bytes] = place
+        return place
+
+    @contextlib.contextmanager
+    def scope(self, stage: str = "") -> Iterator[None]:
+        """What is taken within it is given back at its end."""
+        self._mark(self._scopes[-1].stage)
+        scope = _Scope(stage, self._end)
+        self._scopes.append(scope)
+        try:
+            yield
+        finally:
+            self._mark(stage)
+            self._scopes.pop()
+            self._end = scope.start
+            if self._meter is not None:
+                self._peak = self.used_bytes
+
+    def temporaries(self) -> AbstractContextManager[None]:
+        """Within it, what PyTorch allocates counts against the budget, where the backing can.
+
+        Beyond the budget PyTorch raises `torch.OutOfMemoryError`.
+        """
+        return self._backing.temporaries()
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """The `pool` argument of `torch.cuda.graph`, so that graphs count against the budget."""
+        return self._backing.graph_pool()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Map memory for `num_bytes` of buffers now, before a step or a capture needs it.
+
+        Raises as `take` does.
+        """
+        if num_bytes > self.budget_bytes:
+            raise PoolExhaustedError("reserve", num_bytes, self.budget_bytes)
+        self._backing.reserve(num_bytes)
+
+    def trim(self) -> None:
+        """Give back what no buffer, tensor or graph refers to. Waits for the device."""
+        self._known.clear()
+        self._backing.trim(self._end)
+
+    def close(self) -> None:
+        """Forget all buffers and give everything back."""
+        self._known.clear()
+        self._scopes = [_Scope("", 0)]
+        self._end = self._peak = 0
+        self._backing.close()
+
+    def measure(self, meter: UsageMeter | None) -> None:
+        """Tell a meter the bytes in use whenever a scope begins or ends; None ends that."""
+        self._meter = meter
+        self._peak = self.used_bytes
+        if meter is not None:
+            meter.start()
+
+    def _mark(self, stage: str) -> None:
+        if self._meter is not None:
+            used = self.used_bytes
+            self._meter.mark(stage, max(self._peak, used))
+            self._peak = used
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffers, with alignment and gaps, and of temporaries and graphs."""
+        return self._end + self._backing.temporary_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pool holds of the device, as far as its backing knows them."""
+        return max(self._backing.held_bytes, self.used_bytes)
+
+
+def activation_pool(
+    budget_bytes: int, device: torch.device, *, use_vmm: bool, chunk_bytes: int | None = None
+) -> ActivationPool:
+    """A pool over virtual memory where that is wanted and built and the device is CUDA's.
+
+    Args:
+        budget_bytes: most bytes in use at a time.
+        device: of the buffers.
+        use_vmm: False takes PyTorch's allocator everywhere.
+        chunk_bytes: unit of physical memory; None for the allocator's default.
+    """
+    if use_vmm and device.type == "cuda" and vmm.is_built():
+        return ActivationPool(budget_bytes, ArenaBacking(device, budget_bytes, chunk_bytes))
+    return ActivationPool(budget_bytes, TorchBacking(device))

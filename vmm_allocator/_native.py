@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the compiled module, or remembers why there is none."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ._errors import NotBuiltError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_module: ModuleType | None
+_reason = "vmm_allocator is not built: run `python setup.py build_ext --inplace`"
+try:
+    _module = import_module("._vmm_allocator", __package__)
+except ModuleNotFoundError:
+    _module = None
+except ImportError as error:
+    _reason = f"vmm_allocator: the compiled module does not load: {error}"
+    warnings.warn(_reason, stacklevel=2)
+    _module = None
+
+
+def is_built() -> bool:
+    """Whether the compiled module is there; without it no arena can be made."""
+    return _module is not None
+
+
+def native() -> ModuleType:
+    """The compiled module; raises NotBuiltError without it."""
+    if _module is None:
+        raise NotBuiltError(_reason)
+    return _module

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PyTorch memory pool whose segments come from an arena."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ._native import native
+from .arena import NO_LIMIT, check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+    from .arena import Arena
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """Memory that PyTorch's caching allocator took for a pool.
+
+    It takes segments of at least 2 MiB and cuts them, so tensors hold less than ``in_use_bytes``.
+    """
+
+    reserved_bytes: int  # addresses
+    limit_bytes: int
+    in_use_bytes: int  # of the segments, in whole chunks
+    peak_in_use_bytes: int
+    num_segments: int
+    num_allocations: int  # of segments, since the start
+    num_refusals: int  # segments that could not be had
+    refused_bytes: int  # size of the last of these
+    last_refusal: str  # and why
+
+
+class TorchPool:
+    """A `torch.cuda.MemPool` over an arena, capped in bytes.
+
+    ::
+
+        pool = TorchPool(arena, 64 << 30, limit_bytes=1 << 30)
+        with pool.use():                       # what this thread allocates
+            y = torch.softmax(x, dim=-1)
+        with torch.cuda.graph(graph, pool=pool.id):    # what the graph keeps
+            ...
+
+    Where the pool's limit, the arena's limit or the card has no room, PyTorch raises
+    `torch.OutOfMemoryError` as it would without the pool (its message speaks of the whole card;
+    ``statistics().last_refusal`` tells the reason) and goes on working.
+
+    Freed tensors stay with PyTorch's caching allocator, inside the pool, until `trim`. Tensors and
+    graphs outlive `close`, and so does their memory; so does the cuBLAS workspace (32 MiB on
+    Hopper) that PyTorch allocates once a stream, from the pool of whoever multiplies there first.
+    A process can have 16 pools at a time.
+    """
+
+    def __init__(self, arena: Arena, reserve_bytes: int, *, limit_bytes: int = NO_LIMIT) -> None:
+        """Take addresses from the end of the arena's range; nothing is mapped yet.
+
+        Args:
+            arena: Where addresses and memory come from.
+            reserve_bytes: Addresses, taken for as long as the arena lives. Segments are placed in
+                them first fit, so take several times ``limit_bytes``.
+            limit_bytes: Most memory that PyTorch may take, in whole chunks.
+
+        Raises:
+            ValueError: An argument is out of range.
+            ReservationError: So many addresses are not free behind the arena's front.
+            VmmError: 16 pools are open, or hold memory.
+            ClosedArenaError: The arena is closed.
+        """
+        check_count("TorchPool", "reserve_bytes", reserve_bytes, 1)
+        check_count("TorchPool", "limit_bytes", limit_bytes, 0)
+        self._device = arena.device
+        self._segments = native().SegmentPool(arena._arena, reserve_bytes, limit_bytes)
+        weakref.finalize(self, self._segments.close)
+        self._allocator = _pluggable_allocator(native().attach_hooks(self._segments))
+        self._mem_pool: torch.cuda.MemPool | None = None
+
+    @property
+    def mem_pool(self) -> torch.cuda.MemPool:
+        """PyTorch's pool."""
+        import torch
+
+        if self._mem_pool is None:
+            with torch.cuda.device(self._device):
+                self._mem_pool = torch.cuda.MemPool(self._allocator.allocator())
+        return self._mem_pool
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """What `torch.cuda.graph(graph, pool=...)` takes."""
+        return self.mem_pool.id
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Within it, this thread's tensors on the device are allocated from the pool."""
+        import torch
+
+        mem_pool = self.mem_pool  # lives to the end, whatever `trim` does meanwhile
+        with torch.cuda.use_mem_pool(mem_pool, self._device):
+            yield
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most memory that PyTorch may take; a limit below what it has takes nothing away."""
+        return int(self._segments.statistics().limit_bytes)
+
+    @limit_bytes.setter
+    def limit_bytes(self, num_bytes: int) -> None:
+        check_count("TorchPool", "limit_bytes", num_bytes, 0)
+        self._segments.set_limit(num_bytes)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Memory that PyTorch has of the pool, in whole chunks."""
+        return int(self._segments.in_use_bytes)
+
+    def statistics(self) -> PoolStatistics:
+        """The present state."""
+        actual = self._segments.statistics()
+        names = PoolStatistics.__annotations__
+        return PoolStatistics(**{name: getattr(actual, name) for name in names})
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from the present value."""
+        self._segments.reset_peak()
+
+    def trim(self) -> None:
+        """Give segments in which no tensor lives back to the arena, as spares.
+
+        Ends PyTorch's pool; the next use starts another one. Not while a stream is being captured.
+        Segments of living tensors and graphs stay, and those of a `use` that has not ended.
+        """
+        import torch
+
+        if self._mem_pool is not None:
+            self._mem_pool = None
+            torch.cuda.empty_cache()  # of pools ended before, whose tensors are gone by now
+
+    def close(self) -> None:
+        """Take no more memory, and give it back as soon as tensors and graphs are gone."""
+        self.trim()
+        self._segments.close()
+
+
+@cache
+def _pluggable_allocator(index: int) -> CUDAPluggableAllocator:
+    """PyTorch's object over a pair of hooks; PyTorch refers to it while a block lives: for ever."""
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+    return CUDAPluggableAllocator(
+        str(native().__file__), f"vmm_allocate_{index}", f"vmm_free_{index}"
+    )
