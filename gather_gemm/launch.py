@@ -69,6 +69,7 @@ class Tiling:
     columns: int  # rows of the weight; of a gated product half of them from each part
     split: int  # blocks of a cluster, which share the depth
     max_rows: int
+    pair: int = 1  # 2: blocks of a cluster, which share the rows
 
 
 # Measured on one H200 in CUDA graphs over rotated weights, cuBLAS -> ours in us at 1, 32, 64 and
