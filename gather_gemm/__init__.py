@@ -5,18 +5,26 @@ and products of few rows.
 Importing never fails: without Triton, and without the compiled module, everything runs in PyTorch.
 """
 
-from ._ops import gather_gemm, grouped_gemm, is_built
+from ._ops import gather_gemm, is_built
+from .grouped import gated_gemm, grouped_gemm, weighted_gemm
+from .routing import Routing, add_terms, route, sum_terms
 from .skinny import Epilogue, is_skinny_faster, skinny_linear
 from .top import Top, gather_top, is_top_faster
 
 __all__ = [
     "Epilogue",
+    "Routing",
     "Top",
+    "add_terms",
+    "gated_gemm",
     "gather_gemm",
     "gather_top",
     "grouped_gemm",
     "is_built",
     "is_skinny_faster",
     "is_top_faster",
+    "route",
     "skinny_linear",
+    "sum_terms",
+    "weighted_gemm",
 ]

@@ -71,54 +71,6 @@ def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = No
     return out
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
-    """Products of consecutive groups of rows, each group with a matrix of its own.
-
-    No group is padded to the size of another, and an empty one costs nothing. Sums in fp32. On
-    CUDA bf16 runs `torch._grouped_mm` where torch has it; all else runs the reference, which
-    copies `ends` to the host.
-
-    Args:
-        x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; D is contiguous.
-        weight: [E, N, D] of the same dtype, a matrix for each group; D is contiguous.
-        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked:
-            looking at values on a GPU would make the host wait for it.
-        out: [S, N] of the same dtype. Allocated when not given.
-
-    Returns:
-        [S, N]: ``x[start:end] @ weight[e].T`` for each group e.
-
-    Raises:
-        ValueError: A shape, dtype, device or stride is not as above.
-    """
-    op = "grouped_gemm"
-    _check(op, "x", x, x, (-1, -1))
-    _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
-    if ends.shape != weight.shape[:1] or ends.dtype != torch.int32 or ends.device != x.device:
-        raise ValueError(
-            f"{op}: ends must be int32 [{len(weight)}] on {x.device}, "
-            f"got {ends.dtype} {list(ends.shape)} on {ends.device}"
-        )
-    shape = (len(x), weight.shape[1])
-    if out is not None:
-        _check(op, "out", out, x, shape)
-    if 0 in shape:
-        return x.new_empty(shape) if out is None else out
-    if not _has_grouped_mm(x, weight):
-        return reference.grouped_gemm(x, weight, ends, out)
-    product: Tensor = torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    return product if out is None else out.copy_(product)
-
-
-def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own grouped product takes these: bf16 on CUDA, rows on whole 16 bytes."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
-        return False
-    strides = (x.stride(0), weight.stride(0), weight.stride(1), weight.shape[1])
-    starts = (x.data_ptr(), weight.data_ptr())
-    return all(stride % 8 == 0 for stride in strides) and all(at % 16 == 0 for at in starts)
-
-
 def _has_kernel(x: Tensor) -> bool:
     if _is_interpreted():
         # The interpreter's dot product takes the bit patterns of bf16 for integers.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch references of the room's operations."""
+"""PyTorch references of the products of gathered rows."""
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -27,14 +26,3 @@ def gather_top(
         is_zero |= column == excluded_column
     probability = (1.0 / sum_exp).masked_fill(is_zero & ~sum_exp.isnan(), 0.0)
     return maximum, column, sum_exp, probability
-
-
-def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
-    """Each group of rows times its own matrix, transposed; see `gather_gemm.grouped_gemm`."""
-    if out is None:
-        out = torch.empty((len(x), weight.shape[1]), dtype=x.dtype, device=x.device)
-    bounds = itertools.pairwise([0, *ends.tolist()])
-    for matrix, (start, end) in zip(weight, bounds, strict=True):
-        if end > start:
-            torch.mm(x[start:end], matrix.t(), out=out[start:end])
-    return out

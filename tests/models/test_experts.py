@@ -8,9 +8,17 @@ import torch
 from torch.nn import functional
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.moe import route
 
 NUM_EXPERTS, WIDTH, INNER = 6, 8, 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group of ranks is set up here."""
+    monkeypatch.setattr(
+        "vllm.diffusion.ops.experts.get_tensor_model_parallel_world_size", lambda: 1
+    )
 
 
 def matrices(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,21 +27,25 @@ def matrices(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return w1, torch.randn(NUM_EXPERTS, WIDTH, INNER, generator=generator)
 
 
+def chosen_experts(routing: ops.Routing) -> torch.Tensor:
+    """The experts [R, k] of each row, ascending."""
+    starts = functional.pad(routing.ends[:-1], (1, 0))
+    experts = torch.arange(len(routing.ends), device=routing.ends.device)
+    by_slot = torch.empty_like(routing.slots, dtype=torch.int64)
+    by_slot[routing.slots] = experts.repeat_interleave(routing.ends - starts)
+    return by_slot.view_as(routing.weights)
+
+
 def plain_mixture(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weights: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    x: torch.Tensor, routing: ops.Routing, w1: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
     """The definition, one row and expert at a time, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
-    for row in range(len(x)):
-        for slot in range(expert_ids.shape[1]):
-            expert = int(expert_ids[row, slot])
+    for row, experts in enumerate(chosen_experts(routing).tolist()):
+        for slot, expert in enumerate(experts):
             gate, up = (w1[expert].double() @ x[row].double()).chunk(2)
             term = w2[expert].double() @ (functional.silu(gate) * up)
-            out[row] += weights[row, slot].double() * term
+            out[row] += routing.weights[row, slot].double() * term
     return out
 
 
@@ -42,61 +54,96 @@ def plain_mixture(
 def test_mixture_equals_its_definition(num_rows: int, num_chosen: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, WIDTH, generator=generator)
-    ids = torch.rand(num_rows, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :num_chosen]
-    weights = torch.rand(num_rows, num_chosen, generator=generator)
-    kept = x.clone()
-    given = ops.mix_experts(x, ids, weights, *matrices())
-    wanted = plain_mixture(x, ids, weights, *matrices())
-    torch.testing.assert_close(given.double(), wanted, rtol=1e-5, atol=1e-4)
-    assert given.shape == x.shape and given.is_contiguous()
-    assert torch.equal(x, kept)
+    normed = torch.randn(num_rows, WIDTH, generator=generator)
+    routing = ops.route(torch.randn(num_rows, NUM_EXPERTS, generator=generator), num_chosen)
+    kept = normed.clone()
+    wanted = x.double() + plain_mixture(normed, routing, *matrices())
+    ops.add_experts(x, normed, routing, *matrices())
+    torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(normed, kept)
 
 
-def test_all_rows_with_one_expert() -> None:
-    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
-    ids, weights = torch.full((5, 1), NUM_EXPERTS - 1), torch.ones(5, 1)
-    wanted = plain_mixture(x, ids, weights, *matrices())
-    given = ops.mix_experts(x, ids, weights, *matrices())
-    torch.testing.assert_close(given.double(), wanted, rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_rows_with_one_expert(device: str) -> None:
+    normed = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    logits = torch.zeros(5, NUM_EXPERTS, device=device)
+    logits[:, -1] = 50.0
+    routing = ops.route(logits, 1)
+    assert routing.ends.tolist() == [0] * (NUM_EXPERTS - 1) + [5]
+    w1, w2 = (matrix.to(device) for matrix in matrices())
+    x = torch.zeros_like(normed)
+    ops.add_experts(x, normed, routing, w1, w2)
+    wanted = plain_mixture(normed, routing, w1, w2)
+    torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_terms_are_added_in_ascending_order_in_the_model_dtype() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_terms_are_added_in_ascending_order_in_the_model_dtype(device: str) -> None:
     """256 + 1 is 256 in bf16, so the sum tells in which order the terms came, and how rounded."""
-    x = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
-    x[0, 0] = 1.0
-    w1 = torch.zeros(3, 2 * INNER, WIDTH, dtype=torch.bfloat16)
+    normed = torch.zeros(1, WIDTH, dtype=torch.bfloat16, device=device)
+    normed[0, 0] = 1.0
+    w1 = torch.zeros(3, 2 * INNER, WIDTH, dtype=torch.bfloat16, device=device)
     w1[:, 0, 0] = 32.0  # silu(32) is 32 in bf16
     w1[:, INNER, 0] = 1.0
-    w2 = torch.zeros(3, WIDTH, INNER, dtype=torch.bfloat16)
+    w2 = torch.zeros(3, WIDTH, INNER, dtype=torch.bfloat16, device=device)
     w2[:, 0, 0] = torch.tensor([1.0, 256.0, 1.0]) / 32.0
-    ids, weights = torch.tensor([[2, 0, 1]]), torch.ones(1, 3, dtype=torch.bfloat16)
-    assert ops.mix_experts(x, ids, weights, w1, w2)[0, 0] == 256.0  # 258 in any other way
+    routing = ops.route(torch.tensor([[1.0, 3.0, 2.0]], device=device), 3)
+    routing.weights.fill_(1.0)
+    routing = routing._replace(weights=routing.weights.to(torch.bfloat16))
+    x = torch.zeros_like(normed)
+    ops.add_experts(x, normed, routing, w1, w2)
+    assert x[0, 0] == 256.0  # 258 in any other way
+
+
+def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank holds half of every expert's width; what the ranks would reduce is summed here."""
+    generator = torch.Generator().manual_seed(3)
+    normed = torch.randn(7, WIDTH, generator=generator)
+    routing = ops.route(torch.randn(7, NUM_EXPERTS, generator=generator), 2)
+    w1, w2 = matrices()
+    whole = torch.zeros_like(normed)
+    ops.add_experts(whole, normed, routing, w1, w2)
+    parts: list[torch.Tensor] = []
+
+    def reduce(part: torch.Tensor) -> torch.Tensor:
+        parts.append(part.clone())
+        return part
+
+    experts = "vllm.diffusion.ops.experts"
+    monkeypatch.setattr(f"{experts}.get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(f"{experts}.tensor_model_parallel_all_reduce", reduce)
+    gate, up = w1.split(INNER, dim=1)
+    for rank in range(2):
+        mine = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
+        sharded = torch.cat((gate[:, mine], up[:, mine]), dim=1)
+        ops.add_experts(torch.zeros_like(normed), normed, routing, sharded, w2[:, :, mine])
+    torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
 def test_weights_are_probabilities_over_all_experts() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    ids, weights = route(logits, 2)
-    assert ids.tolist() == [[1, 3]]
+    routing = ops.route(logits, 2)
+    assert chosen_experts(routing).tolist() == [[1, 3]]
     wanted = torch.softmax(logits.double(), dim=-1)[:, [1, 3]]
-    torch.testing.assert_close(weights.double(), wanted)
-    assert weights.sum() < 0.95  # not made to sum to 1
+    torch.testing.assert_close(routing.weights.double(), wanted)
+    assert routing.weights.sum() < 0.95  # not made to sum to 1
 
 
 def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    ids, weights = route(logits, 2, torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    assert ids.tolist() == [[0, 1]]
-    torch.testing.assert_close(weights, torch.softmax(logits, dim=-1)[:, [0, 1]])
+    routing = ops.route(logits, 2, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    assert chosen_experts(routing).tolist() == [[0, 1]]
+    torch.testing.assert_close(routing.weights, torch.softmax(logits, dim=-1)[:, [0, 1]])
 
 
 def test_the_lowest_expert_wins_among_equals() -> None:
-    ids, _ = route(torch.zeros(40, 64), 8)
-    assert ids.tolist() == [list(range(8))] * 40
+    assert chosen_experts(ops.route(torch.zeros(40, 64), 8)).tolist() == [list(range(8))] * 40
 
 
 def test_bf16_logits_are_widened_before_the_softmax() -> None:
     logits = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    ids, weights = route(logits, 8)
+    routing = ops.route(logits, 8)
     wide = torch.softmax(logits.float(), dim=-1)
-    assert weights.dtype == torch.bfloat16
-    assert torch.equal(weights, wide.gather(1, ids).to(torch.bfloat16))
+    assert routing.weights.dtype == torch.bfloat16
+    wanted = wide.gather(1, chosen_experts(routing)).to(torch.bfloat16)
+    assert torch.equal(routing.weights, wanted)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_ops: the references against separate operations, the kernels against the references."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -15,8 +17,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # and the result is rounded twice.
 NORM_RTOL = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
-# Below a vector, odd, one head, LLaDA's; more vectors than a block has threads.
-WIDTHS = [1, 3, 33, 128, 4096, 20_000]
+# Below a vector, odd, a head, a warp a row, Dream's, LLaDA's; more than a block's registers hold.
+WIDTHS = [1, 3, 33, 128, 768, 3584, 4096, 40_000]
 
 
 def random(generator, *shape, dtype=torch.float32, device="cpu"):
@@ -125,6 +127,72 @@ def test_rotary(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_full_precision", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [
+        (700, 4, 2, 64, 64),  # many tokens; the last threads have fewer heads than the others
+        (600, 2, 1, 128, 128),
+        (9, 28, 4, 128, 128),
+        (5, 16, 16, 128, 64),  # part of a head turns
+        (5, 3, 2, 96, 96),  # a head's threads are no power of two
+        (5, 3, 2, 18, 18),  # no vectors
+        (3, 2, 0, 64, 64),
+    ],
+)
+def test_norm_rotary(
+    generator,
+    device,
+    dtype,
+    is_full_precision,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    rotary_dim,
+):
+    """Against the norm in float64, rounded as `rms_norm` does, and the rotation after it."""
+    all_heads = num_heads + 2 * num_kv_heads
+    fused = random(generator, num_tokens, all_heads, head_dim, dtype=dtype, device=device)
+    values = fused[:, num_heads + num_kv_heads :].clone()
+    q, k, v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    weights = [random(generator, head_dim, dtype=dtype, device=device) for _ in range(2)]
+    angles = random(generator, num_tokens, rotary_dim, device=device)
+    table_dtype = torch.float32 if is_full_precision else dtype
+    cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
+    wanted = [
+        rotated(exact_norm(heads, weight, 1e-5), cos, sin)
+        for heads, weight in zip((q, k), weights, strict=True)
+    ]
+    fused_ops.norm_rotary(q, k, *weights, 1e-5, cos, sin)
+    # A sum of two products may lose digits, so the error is one of the larger product.
+    rtol = NORM_RTOL[dtype]
+    for heads, exact in zip((q, k), wanted, strict=True):
+        torch.testing.assert_close(heads, exact, rtol=rtol, atol=4 * rtol)
+        if dtype != torch.float32 and heads.numel():  # most are rounded to the same number
+            assert (heads != exact).float().mean() < 5e-3
+    assert torch.equal(v, values)
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_others(generator):
+    """Few and many rows are launched differently; the bits of a row stay."""
+    x = random(generator, 3000, 4096, dtype=torch.bfloat16, device="cuda")
+    weight = random(generator, 4096, dtype=torch.bfloat16, device="cuda")
+    cos, sin = torch.randn(2, 3000, 128, device="cuda").unbind()
+    few, many = x[:5].clone(), x.clone()
+    assert torch.equal(
+        fused_ops.rms_norm(few, weight, 1e-6), fused_ops.rms_norm(many, weight, 1e-6)[:5]
+    )
+    for heads in (few, many):
+        q, k = heads.view(-1, 32, 128).split((28, 4), dim=1)
+        rows = slice(0, len(heads))
+        fused_ops.norm_rotary(q, k, weight[:128], weight[128:256], 1e-6, cos[rows], sin[rows])
+    assert torch.equal(few, many[:5])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 24, 12_288])
 def test_silu_mul(generator, device, dtype, width):
     gate_up = random(generator, 11, 2 * width + 3, dtype=dtype, device=device)[:, : 2 * width]
@@ -140,6 +208,211 @@ def test_silu_mul(generator, device, dtype, width):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "num_queries"), [(32, 128, 32), (4, 128, 28), (3, 20, 1), (1, 1, 0)]
+)
+def test_store_keys_values(generator, device, dtype, slot_dtype, num_heads, head_dim, num_queries):
+    num_rows, num_slots = 11, 17
+    fused = random(
+        generator, num_rows, num_queries + 2 * num_heads, head_dim, dtype=dtype, device=device
+    )
+    _, k, v = fused.split((num_queries, num_heads, num_heads), dim=1)
+    # The caches are a layer of a pool, with other columns beside them.
+    pool = random(generator, 2, num_slots, num_heads, head_dim + 8, dtype=dtype, device=device)
+    k_cache, v_cache = pool[..., :head_dim].unbind()
+    slots = torch.randperm(num_slots, generator=generator)[:num_rows]
+    slots[[2, 5]] = torch.tensor([-1, num_slots])  # left out
+    wanted = pool.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if 0 <= slot < num_slots:
+            wanted[0, slot, :, :head_dim] = k[row]
+            wanted[1, slot, :, :head_dim] = v[row]
+    fused_ops.store_keys_values(k, v, k_cache, v_cache, slots.to(device, slot_dtype))
+    assert torch.equal(pool, wanted)
+
+
+MASK = 99
+
+
+def make_step(generator, sizes, canvas_length, device="cpu", row_dtype=torch.int64):
+    """Canvases side by side with gaps, and candidates for masked positions of each.
+
+    Scores repeat often and hold NaN, infinities and both zeros.
+    """
+    stride = canvas_length + 3
+    canvas = torch.randint(0, MASK, (len(sizes) * stride,), generator=generator)
+    ranges, rows = [], []
+    for request, size in enumerate(sizes):
+        start = request * stride + 1
+        places = torch.randperm(canvas_length, generator=generator)
+        masked = places[: min(canvas_length, size + size // 4)] + start
+        canvas[masked] = MASK
+        rows.append(masked[:size].sort()[0])
+        ranges.append((start, start + canvas_length))
+    rows = torch.cat(rows)
+    scores = torch.randint(-6, 7, rows.shape, generator=generator).double() / 4
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1 / 3], dtype=scores.dtype)
+    replaced = torch.rand(rows.shape, generator=generator) < 0.3
+    which = torch.randint(0, len(special), rows.shape, generator=generator)
+    scores[replaced] = special[which[replaced]]
+    tokens = torch.randint(0, MASK + 1, rows.shape, generator=generator)  # also the mask itself
+    ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    proposals = fused_ops.Proposals(tokens, scores, rows.to(row_dtype), ends)
+    return (
+        canvas.to(device),
+        torch.tensor(ranges, dtype=torch.int32).to(device),
+        fused_ops.Proposals(*(tensor.to(device) for tensor in proposals)),
+    )
+
+
+def by_the_rules(canvas, ranges, proposals, quotas, thresholds):
+    """Chosen candidates, the canvas, and what is left of it, in plain Python."""
+    canvas, chosen, num_masked, prefix = canvas.tolist(), [], [], []
+    segments = itertools.pairwise(proposals.ends.tolist())
+    for request, (first, last) in enumerate(segments):
+        scores = proposals.scores[first:last].tolist()
+
+        def rank(index, scores=scores):
+            score = scores[index]
+            largest = torch.finfo(torch.float64).max
+            is_number = score == score
+            return is_number, min(max(score, -largest), largest) if is_number else 0, -index
+
+        order = sorted(range(len(scores)), key=rank, reverse=True)
+        quota, threshold = quotas[request], thresholds[request]
+        if quota >= 0:
+            mine = set(order[:quota])
+        elif quota == fused_ops.AT_LEAST_THRESHOLD:
+            mine = {i for i, score in enumerate(scores) if score >= threshold} | {*order[:1]}
+        else:
+            mine = {i for i, score in enumerate(scores) if score > threshold} | {*order[:1]}
+        for index in range(len(scores)):
+            chosen.append(index in mine)
+            if index in mine:
+                canvas[int(proposals.rows[first + index])] = int(proposals.tokens[first + index])
+        start, end = ranges[request].tolist()
+        masked = [token == MASK for token in canvas[start:end]]
+        num_masked.append(sum(masked))
+        prefix.append(masked.index(True) if any(masked) else len(masked))
+    return canvas, chosen, num_masked, prefix
+
+
+def assert_commits(canvas, ranges, proposals, quotas, thresholds):
+    wanted = by_the_rules(canvas.cpu(), ranges, proposals, quotas, thresholds)
+    selection = fused_ops.Selection(
+        torch.tensor(quotas, dtype=torch.int32, device=canvas.device),
+        torch.tensor(thresholds, dtype=torch.float64, device=canvas.device),
+    )
+    committed = fused_ops.commit(canvas, ranges, proposals, selection, MASK)
+    found = (canvas, committed.chosen, committed.num_masked, committed.prefix)
+    for result, expected in zip(found, wanted, strict=True):
+        assert result.tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("row_dtype", [torch.int32, torch.int64])
+def test_commit_of_many_requests(generator, device, row_dtype):
+    """Quotas of zero, some, all and more; thresholds of both kinds; requests without candidates."""
+    sizes = [32, 0, 1, 7, 32, 256, 257, 0, 300, 32, 40, 31]
+    quotas = [8, 3, 1, 0, 32, 100, 101, -1, 400, -1, -2, -1]
+    thresholds = [0.0] * 9 + [0.5, 0.5, 2.0]  # the last is reached by infinity at most
+    canvas, ranges, proposals = make_step(generator, sizes, 400, device, row_dtype)
+    assert_commits(canvas, ranges, proposals, quotas, thresholds)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quota", [0, 1, 255, 2_000, 4_999, 5_000, 6_000, -1, -2])
+def test_commit_of_a_long_request(generator, device, quota):
+    """Far more candidates than threads, with ties that are cut at the quota."""
+    canvas, ranges, proposals = make_step(generator, [5_000], 7_000, device)
+    assert_commits(canvas, ranges, proposals, [quota], [0.25])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [0.75, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("size", [64, 2_000])
+def test_commit_of_equal_scores_takes_the_first(generator, device, value, size):
+    canvas, ranges, proposals = make_step(generator, [size, size], 3_000, device)
+    proposals.scores.fill_(value)
+    assert_commits(canvas, ranges, proposals, [size // 3, -1], [0.0, 1.0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_commit_follows_the_order_of_the_decoding_rules(generator, device):
+    decoding = pytest.importorskip("vllm.diffusion.decoding")
+    for size in (200, 900):
+        canvas, ranges, proposals = make_step(generator, [size], 1_000, device)
+        quota = torch.tensor([size // 2], dtype=torch.int32, device=device)
+        threshold = torch.zeros(1, dtype=torch.float64, device=device)
+        selection = fused_ops.Selection(quota, threshold)
+        chosen = fused_ops.commit(canvas, ranges, proposals, selection, MASK).chosen
+        first = decoding.most_certain_first(proposals.scores.cpu())[: size // 2]
+        assert chosen.nonzero().flatten().tolist() == first.sort()[0].tolist()
+
+
+@pytest.mark.gpu
+def test_commit_of_a_hundred_thousand_candidates(generator):
+    sizes = [100_000, 5, 3_000]
+    step = make_step(generator, sizes, 120_000, "cuda")
+    on_host = [step[0].cpu(), step[1].cpu(), fused_ops.Proposals(*(t.cpu() for t in step[2]))]
+    quota = torch.tensor([60_001, 2, -1], dtype=torch.int32)
+    threshold = torch.full((3,), 0.3, dtype=torch.float64)
+    found = fused_ops.commit(*step, fused_ops.Selection(quota.cuda(), threshold.cuda()), MASK)
+    wanted = fused_ops.commit(*on_host, fused_ops.Selection(quota, threshold), MASK)
+    assert torch.equal(step[0].cpu(), on_host[0])
+    for result, expected in zip(found, wanted, strict=True):
+        assert torch.equal(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_commit_without_requests(device):
+    canvas, ranges, proposals = make_step(torch.Generator(), [4], 8, device)
+    none = fused_ops.Proposals(*(tensor[:0] for tensor in proposals[:3]), proposals.ends[:1])
+    quota = torch.empty(0, dtype=torch.int32, device=device)
+    selection = fused_ops.Selection(quota, quota.double())
+    committed = fused_ops.commit(canvas, ranges[:0], none, selection, MASK)
+    assert all(part.numel() == 0 for part in committed)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_its_inputs(generator):
+    """All operations in one CUDA graph, in which each waits for the one before."""
+    x = random(generator, 48, 4096, dtype=torch.bfloat16, device="cuda")
+    residual = random(generator, 48, 4096, dtype=torch.bfloat16, device="cuda")
+    weight = random(generator, 4096, dtype=torch.bfloat16, device="cuda")
+    cos, sin = torch.randn(2, 48, 128, device="cuda").unbind()
+    caches = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16, device="cuda")
+    slots = torch.arange(47, -1, -1, device="cuda")
+
+    def step():
+        out = fused_ops.add_rms_norm(x, residual, weight, 1e-6)
+        heads = out.view(48, 32, 128)
+        q, k, v = heads.split((16, 8, 8), dim=1)
+        fused_ops.norm_rotary(q, k, weight[:128], weight[128:256], 1e-6, cos, sin)
+        fused_ops.store_keys_values(k, v, *caches, slots)
+        fused_ops.apply_rotary(q, k, cos, sin)
+        return fused_ops.silu_mul(fused_ops.rms_norm(out, weight, 1e-6))
+
+    start = residual.clone()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        x.copy_(random(generator, 48, 4096, dtype=torch.bfloat16))
+        residual.copy_(start)
+        caches.zero_()
+        graph.replay()
+        found = out.clone(), residual.clone(), caches.clone()
+        residual.copy_(start)
+        caches.zero_()
+        wanted = step(), residual, caches
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_no_rows(device):
     x = torch.empty(0, 16, device=device)
     weight = torch.ones(16, device=device)
@@ -148,12 +421,16 @@ def test_no_rows(device):
     assert fused_ops.silu_mul(x).shape == (0, 8)
     heads = torch.empty(0, 2, 16, device=device)
     fused_ops.apply_rotary(heads, heads.clone(), x, x)
+    fused_ops.norm_rotary(heads, heads.clone(), weight, weight, 1e-6, x, x)
+    slots = torch.empty(0, dtype=torch.int32, device=device)
+    fused_ops.store_keys_values(heads, heads, heads.clone(), heads.clone(), slots)
 
 
 @pytest.mark.gpu
 def test_kernels_run_on_a_gpu(generator, monkeypatch):
     assert fused_ops.is_built()
-    for name in ("rms_norm", "add_rms_norm", "apply_rotary", "silu_mul"):
+    names = ("rms_norm", "add_rms_norm", "apply_rotary", "norm_rotary", "silu_mul")
+    for name in (*names, "store_keys_values", "commit"):
         monkeypatch.delattr(reference, name)  # the kernels must not need them
     x = random(generator, 5, 64, device="cuda")
     weight, heads = torch.ones(64, device="cuda"), x.view(5, 2, 32)
@@ -161,6 +438,21 @@ def test_kernels_run_on_a_gpu(generator, monkeypatch):
     fused_ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     fused_ops.silu_mul(x)
     fused_ops.apply_rotary(heads, heads.clone(), x[:, :32], x[:, 32:])
+    tables = x[:, :32], x[:, 32:]
+    fused_ops.norm_rotary(heads, heads.clone(), weight[:32], weight[:32], 1e-6, *tables)
+    slots = torch.arange(5, device="cuda")
+    fused_ops.store_keys_values(heads, heads, heads.clone(), heads.clone(), slots)
+    canvas, ranges, proposals = make_step(generator, [4], 8, "cuda")
+    selection = fused_ops.Selection(ranges[:, 0].contiguous(), proposals.scores[:1])
+    fused_ops.commit(canvas, ranges, proposals, selection, MASK)
+
+
+@pytest.mark.gpu
+def test_the_kernels_know_the_same_thresholds():
+    from vllm_add_llada.cuda_kernels.fused_ops import _fused_ops
+
+    assert _fused_ops.AT_LEAST_THRESHOLD == fused_ops.AT_LEAST_THRESHOLD
+    assert _fused_ops.ABOVE_THRESHOLD == fused_ops.ABOVE_THRESHOLD
 
 
 X, WEIGHT, HEADS, TABLE = (
@@ -169,6 +461,9 @@ X, WEIGHT, HEADS, TABLE = (
     torch.zeros(4, 2, 8),
     torch.zeros(4, 8),
 )
+SLOTS = torch.zeros(4, dtype=torch.int32)
+STEP = make_step(torch.Generator(), [4, 2], 8)
+SELECTION = fused_ops.Selection(torch.zeros(2, dtype=torch.int32), torch.zeros(2).double())
 
 
 @pytest.mark.parametrize(
@@ -189,6 +484,60 @@ X, WEIGHT, HEADS, TABLE = (
         (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE[:2], TABLE[:2]), r"cos must be \[4,"),
         (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE[:, :3], TABLE[:, :3]), "even"),
         (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE.half(), TABLE.half()), "cos must be"),
+        (
+            lambda: fused_ops.norm_rotary(HEADS, HEADS, WEIGHT[:7], WEIGHT, 1e-6, TABLE, TABLE),
+            r"q_weight must be torch.float32 \[8\]",
+        ),
+        (
+            lambda: fused_ops.norm_rotary(HEADS, HEADS, WEIGHT, WEIGHT, 1e-6, TABLE[:2], TABLE[:2]),
+            r"norm_rotary: cos must be \[4,",
+        ),
+        (
+            lambda: fused_ops.store_keys_values(HEADS, HEADS[:3], HEADS, HEADS, SLOTS),
+            r"v must be .*\[4, 2, 8\]",
+        ),
+        (
+            lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS[..., :4], HEADS, SLOTS),
+            "k_cache must be",
+        ),
+        (
+            lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS, HEADS[:3], SLOTS),
+            "v_cache must be",
+        ),
+        (
+            lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS, HEADS, SLOTS.float()),
+            r"slots must be int32 or int64 \[4\]",
+        ),
+        (
+            lambda: fused_ops.commit(STEP[0].int(), *STEP[1:], SELECTION, MASK),
+            r"canvas must be int64 \[any\]",
+        ),
+        (
+            lambda: fused_ops.commit(STEP[0], STEP[1][:, :1], STEP[2], SELECTION, MASK),
+            r"ranges must be int32 \[any, 2\]",
+        ),
+        (
+            lambda: fused_ops.commit(
+                *STEP[:2], STEP[2]._replace(scores=STEP[2].scores.float()), SELECTION, MASK
+            ),
+            r"scores must be float64 \[6\]",
+        ),
+        (
+            lambda: fused_ops.commit(
+                *STEP[:2], STEP[2]._replace(ends=STEP[2].ends[:2]), SELECTION, MASK
+            ),
+            r"ends must be int32 \[3\]",
+        ),
+        (
+            lambda: fused_ops.commit(*STEP, SELECTION._replace(quota=SLOTS), MASK),
+            r"quota must be int32 \[2\] .*got torch.int32 \[4\]",
+        ),
+        (
+            lambda: fused_ops.commit(
+                *STEP[:2], STEP[2]._replace(rows=torch.zeros(12).long()[::2]), SELECTION, MASK
+            ),
+            "rows must be contiguous",
+        ),
         (lambda: fused_ops.silu_mul(torch.zeros(2, 3)), r"gate_up must be \[R, 2M\]"),
         (lambda: fused_ops.silu_mul(X, out=torch.zeros(4, 5)), r"out must be .*\[4, 4\]"),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_gemm and grouped_gemm: against float64, on a GPU and under Triton's interpreter."""
+"""gather_gemm: against float64, on a GPU and under Triton's interpreter."""
 
 import os
 import subprocess
@@ -13,7 +13,6 @@ from gather_gemm import (
     Epilogue,
     gather_gemm,
     gather_top,
-    grouped_gemm,
     is_built,
     is_skinny_faster,
     is_top_faster,
@@ -343,60 +342,3 @@ def test_arguments_of_skinny_are_checked(changes, message):
     arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8)}
     with pytest.raises(ValueError, match=message):
         skinny_linear(**(arguments | changes))
-
-
-# Rows of each group: one row, none at all, empty groups at both ends and between, a large one.
-GROUPS = [[1], [0, 0], [0, 3, 0, 1, 17, 0], [200, 1, 0, 64]]
-
-
-def ends_of(sizes, device="cpu"):
-    return torch.tensor(sizes).cumsum(0).to(dtype=torch.int32, device=device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(ERROR))
-@pytest.mark.parametrize("sizes", GROUPS)
-@pytest.mark.parametrize(("num_columns", "depth"), [(64, 32), (7, 5)])  # 5: no multiple of 16 bytes
-def test_groups_against_float64(generator, device, dtype, sizes, num_columns, depth):
-    x = torch.randn(sum(sizes), depth, generator=generator).to(dtype).to(device)
-    weight = torch.randn(len(sizes), num_columns, depth, generator=generator).to(dtype).to(device)
-    wanted = torch.cat(
-        [
-            part.double() @ matrix.double().t()
-            for part, matrix in zip(x.split(sizes), weight, strict=True)
-        ]
-    )
-    out = torch.full((sum(sizes), num_columns), torch.nan, dtype=dtype, device=device)
-    ends = ends_of(sizes, device)
-    assert grouped_gemm(x, weight, ends, out=out) is out
-    assert (out.double() - wanted).norm() <= ERROR[dtype] * wanted.norm()
-    assert torch.equal(grouped_gemm(x, weight, ends), out)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_of_strided_rows(generator, device, dtype):
-    """Slices of wider matrices, as a chunk of a fused product is."""
-    x = torch.randn(9, 48, generator=generator).to(dtype).to(device)[:, 16:]
-    weight = torch.randn(2, 16, 40, generator=generator).to(dtype).to(device)[:, :, :32]
-    given = grouped_gemm(x, weight, ends_of([4, 5], device))
-    copies = grouped_gemm(x.contiguous(), weight.contiguous(), ends_of([4, 5], device))
-    torch.testing.assert_close(given, copies)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": torch.zeros(4)}, "grouped_gemm: x must be"),
-        ({"x": torch.zeros(8, 4).t()}, "columns of x must be contiguous"),
-        ({"weight": torch.zeros(5, 8)}, r"weight must be \['any', 'any', 8\]"),
-        ({"weight": torch.zeros(2, 5, 8).half()}, "got torch.float16"),
-        ({"ends": torch.zeros(2)}, r"ends must be int32 \[2\]"),
-        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends must be int32 \[2\]"),
-        ({"out": torch.zeros(4, 6)}, r"out must be \[4, 5\]"),
-    ],
-)
-def test_arguments_of_groups_are_checked(changes, message):
-    arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(2, 5, 8), "ends": ends_of([1, 3])}
-    with pytest.raises(ValueError, match=message):
-        grouped_gemm(**(arguments | changes))

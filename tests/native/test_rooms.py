@@ -5,9 +5,13 @@ import ast
 import importlib
 import importlib.metadata
 import os
+import re
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -67,6 +71,41 @@ assert low_confidence(torch.eye(3))[0].tolist() == [0, 1, 2]
 """
     result = run_python(program, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr
+
+
+def readme_import_check():
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (check,) = [block for block in blocks if "import vmm_allocator" in block]
+    assert ".venv/bin/python" in check
+    return check.replace(".venv/bin/python", shlex.quote(sys.executable))
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_import_check_of_the_readme(is_fresh, tmp_path):
+    """In this checkout, and in one where nothing is compiled."""
+    folder = ROOT
+    if is_fresh:
+        folder = tmp_path
+        for room in ROOMS:
+            shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("*.so"))
+    result = subprocess.run(
+        ["bash", "-c", readme_import_check()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "flash_sample ok",
+        "fused_ops ok",
+        "vmm_allocator ok",
+    ]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for line, extension in zip(lines, EXTENSIONS.values(), strict=True):
+        is_there = (folder / (extension.replace(".", "/") + suffix)).exists()
+        assert line.endswith(f"compiled: {is_there}")
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.diffusion.engine.canvas import Canvas
+    from vllm.diffusion.memory import CacheRange
     from vllm.diffusion.sampling import NoiseSource
 
 
@@ -55,9 +56,11 @@ class _Read(NamedTuple):
     """Rows that predict some positions of one request."""
 
     request: int  # its number in the batch
-    rows: torch.Tensor  # [R] int64, of the batch
-    twin_rows: torch.Tensor | None  # the same positions in the prompt-masked sequence
     positions: torch.Tensor  # [R] int64, on the canvas
+    rows: torch.Tensor  # [R] int64, of the batch
+    sequence: PackedSequence  # to which they belong
+    twin_rows: torch.Tensor | None = None  # the same positions in the prompt-masked sequence
+    twin_sequence: PackedSequence | None = None
 
 
 class ReadPart(NamedTuple):
@@ -128,14 +131,14 @@ class StepBatch:
             while done < read.rows.numel():
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
-                    yield part.finish(self)
+                    yield part.finish()
                     part = _PartBuilder()
                     continue
                 piece = slice(done, min(done + max(room, 1), read.rows.numel()))
                 part.add(read, piece)
                 done = piece.stop
         if part.num_rows:
-            yield part.finish(self)
+            yield part.finish()
 
     def row_groups(self, part: ReadPart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
         """How the rows of a part are sampled, with the part's `positions` on the device."""
@@ -212,40 +215,36 @@ class _Packing:
         self._num_rows = 0
 
     def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Read:
-        twin: int | None = None
+        predicting = (work.eligible - logit_shift).clamp(min=0)
+        start, twin_rows, twin = self._num_rows, None, None
         if canvas.cache is None:
-            first = self._whole(canvas.tokens)
+            whole = slice(0, canvas.length)
+            own = self._append(canvas, canvas.tokens, whole)
             if canvas.params.cfg_scale > 0:
-                twin = self._whole(canvas.unconditional_tokens())
+                twin_rows = predicting + self._num_rows
+                twin = self._append(canvas, canvas.unconditional_tokens(), whole)
         else:
             # The window starts early enough for the row that predicts its first position.
             window = slice(max(work.rows[0] - logit_shift, 0), work.rows[1])
-            first = self._num_rows - window.start
-            kept = slice(canvas.cache.start, canvas.cache.end)
-            self.slots.append(torch.arange(window.start, window.stop) + kept.start)
-            self._append(canvas.tokens[window], window, kept, is_cached=True)
-        predicting = (work.eligible - logit_shift).clamp(min=0)
-        return _Read(
-            request=number,
-            rows=predicting + first,
-            twin_rows=None if twin is None else predicting + twin,
-            positions=work.eligible - canvas.prompt_length,
-        )
-
-    def _whole(self, tokens: torch.Tensor) -> int:
-        start = self._num_rows
-        rows = slice(start, start + tokens.numel())
-        self._append(tokens, slice(0, tokens.numel()), keys=rows, is_cached=False)
-        return start
+            own = self._append(canvas, canvas.tokens, window, canvas.cache)
+            start -= window.start
+        on_canvas = work.eligible - canvas.prompt_length
+        return _Read(number, on_canvas, predicting + start, own, twin_rows, twin)
 
     def _append(
-        self, tokens: torch.Tensor, positions: slice, keys: slice, *, is_cached: bool
-    ) -> None:
-        rows = slice(self._num_rows, self._num_rows + tokens.numel())
-        self.token_ids.append(tokens)
-        self.positions.append(torch.arange(positions.start, positions.stop))
-        self.sequences.append(PackedSequence(rows, keys, is_cached))
+        self, canvas: Canvas, tokens: torch.Tensor, window: slice, cache: CacheRange | None = None
+    ) -> PackedSequence:
+        rows = slice(self._num_rows, self._num_rows + window.stop - window.start)
+        positions = canvas.positions[window]
+        keys = rows
+        if cache is not None:
+            keys = slice(cache.start, cache.end)
+            self.slots.append(positions + cache.start)
+        self.token_ids.append(tokens[window])
+        self.positions.append(positions)
+        self.sequences.append(PackedSequence(rows, keys, cache is not None))
         self._num_rows = rows.stop
+        return self.sequences[-1]
 
 
 class _PartBuilder:
@@ -255,31 +254,32 @@ class _PartBuilder:
         self.num_rows = 0
         self._rows: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
+        self._counted: list[tuple[int, PackedSequence]] = []
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
     def add(self, read: _Read, piece: slice) -> None:
-        own = self._append(read.rows[piece], read.positions[piece])
+        own = self._append(read.rows[piece], read.positions[piece], read.sequence)
         twins = None
-        if read.twin_rows is not None:
-            twins = self._append(read.twin_rows[piece], read.positions[piece])
+        if read.twin_rows is not None and read.twin_sequence is not None:
+            twins = self._append(read.twin_rows[piece], read.positions[piece], read.twin_sequence)
         self._pieces.append((read.request, own, twins))
 
-    def _append(self, rows: torch.Tensor, positions: torch.Tensor) -> slice:
+    def _append(
+        self, rows: torch.Tensor, positions: torch.Tensor, sequence: PackedSequence
+    ) -> slice:
         place = slice(self.num_rows, self.num_rows + rows.numel())
         self._rows.append(rows)
         self._positions.append(positions)
+        self._counted.append((rows.numel(), sequence))
         self.num_rows = place.stop
         return place
 
-    def finish(self, batch: StepBatch) -> ReadPart:
-        rows = torch.cat(self._rows)
-        # Rows lie in the order of the sequences, so each sequence reads a run of them.
-        ends = torch.tensor([sequence.rows.stop for sequence in batch.sequences])
-        owners = torch.bucketize(rows, ends, right=True)
-        counts = torch.bincount(owners, minlength=len(ends)).tolist()
-        counted = [(n, s) for n, s in zip(counts, batch.sequences, strict=True) if n]
+    def finish(self) -> ReadPart:
         return ReadPart(
-            rows, torch.cat(self._positions), _group_spans(counted), tuple(self._pieces)
+            torch.cat(self._rows),
+            torch.cat(self._positions),
+            _group_spans(self._counted),
+            tuple(self._pieces),
         )
 
 

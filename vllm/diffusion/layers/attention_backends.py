@@ -65,14 +65,15 @@ class AttentionLayout(NamedTuple):
         """
         spans = tuple(spans)
         check_tiling(spans)
-        query_ends = [0, *(span.q_end for span in spans)]
-        key_starts = [*(span.kv_start for span in spans), 0]
         key_counts = [span.kv_end - span.kv_start for span in spans]
+
+        def on_device(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
         return cls(
-            *(
-                torch.tensor(values, dtype=torch.int32, device=device)
-                for values in (query_ends, key_starts, key_counts)
-            ),
+            query_ends=on_device([0, *(span.q_end for span in spans)]),
+            key_starts=on_device([*(span.kv_start for span in spans), 0]),
+            key_counts=on_device(key_counts),
             max_queries=max((span.q_end - span.q_start for span in spans), default=0),
             max_keys=max(key_counts, default=0),
             spans=spans,

@@ -27,5 +27,4 @@ class GatedMLP:
         """x += Wdown (silu(Wgate h) * Wup h), h = norm(x); x [R, D], in place."""
         if x.shape[0] == 0:
             return
-        gate_up = ops.linear(self.norm(x), self.gate_up_proj)
-        ops.add_linear(x, ops.silu_mul(gate_up), self.down_proj)
+        ops.add_linear(x, ops.gated_linear(self.norm(x), self.gate_up_proj), self.down_proj)

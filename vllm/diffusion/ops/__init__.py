@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to the native rooms, and the products with upstream's matrices."""
 
-from vllm.diffusion.ops.experts import mix_experts
-from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul, store_keys_values
+from vllm.diffusion.ops.experts import Routing, add_experts, route
+from vllm.diffusion.ops.fused import (
+    apply_rotary,
+    norm_rotary,
+    rms_norm,
+    silu_mul,
+    store_keys_values,
+)
 from vllm.diffusion.ops.head import most_likely_by_head
 from vllm.diffusion.ops.linear import (
     add_linear,
@@ -20,6 +26,8 @@ from vllm.diffusion.ops.sampling import (
 from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
 
 __all__ = [
+    "Routing",
+    "add_experts",
     "add_linear",
     "apply_rotary",
     "copy_packed",
@@ -27,14 +35,15 @@ __all__ = [
     "gather_columns",
     "is_plain",
     "linear",
-    "mix_experts",
     "most_likely",
     "most_likely_by_head",
     "negative_entropy",
+    "norm_rotary",
     "packed_bytes",
     "philox_uniform",
     "plain_weight",
     "rms_norm",
+    "route",
     "silu_mul",
     "store_keys_values",
     "to_device",

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import torch
-
 from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
 
@@ -55,6 +53,35 @@ def apply_rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor) -
     )
 
 
+def norm_rotary(
+    q: Tensor | None,
+    k: Tensor | None,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """`rms_norm` of every head of q and k, then `apply_rotary`, in place and in one pass.
+
+    Args:
+        q, k, cos, sin: as for `apply_rotary`; either of q and k may be absent.
+        weights: [hd] of the query heads and [hd] of the key heads, model dtype.
+        eps: added to the mean square of a head.
+    """
+    present = q if q is not None else k
+    if present is None:
+        return
+    no_heads = present[:, :0]
+    fused_ops.norm_rotary(
+        q if q is not None else no_heads,
+        k if k is not None else no_heads,
+        *weights,
+        eps,
+        cos,
+        sin,
+    )
+
+
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up.
 
@@ -76,12 +103,9 @@ def store_keys_values(
     Args:
         k, v: [R, KV, hd], model dtype; rows may be strided.
         key_cache, value_cache: [N, KV, hd], the same dtype, written; rows may be strided.
-        slots: [R] int64, the cache row of each row; rows with a negative one are skipped.
+        slots: [R] int32 or int64, the cache row of each row; rows with a negative one are skipped.
     """
-    skipped = (slots < 0)[:, None, None]
-    rows = slots.where(slots >= 0, slots[0])  # they repeat the first row, without a look at values
-    for source, cache in ((k, key_cache), (v, value_cache)):
-        cache.index_copy_(0, rows, torch.where(skipped, source[:1], source))
+    fused_ops.store_keys_values(k, v, key_cache, value_cache, slots)
 
 
 @functools.cache

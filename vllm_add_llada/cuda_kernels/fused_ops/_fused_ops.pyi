@@ -4,10 +4,13 @@
 from typing import Final, TypeAlias
 
 _Rows: TypeAlias = tuple[int, int, int, int]  # address, inner rows, outer stride, inner stride
+_Integers: TypeAlias = tuple[int, bool]  # address, whether int64 (else int32)
 
 FLOAT32: Final[int]
 FLOAT16: Final[int]
 BFLOAT16: Final[int]
+AT_LEAST_THRESHOLD: Final[int]
+ABOVE_THRESHOLD: Final[int]
 
 def rms_norm(
     *,
@@ -49,6 +52,25 @@ def apply_rotary(
     device: int,
     stream: int,
 ) -> None: ...
+def norm_rotary(
+    *,
+    q: _Rows,
+    k: _Rows,
+    q_weight: int,
+    k_weight: int,
+    eps: float,
+    cos: int,
+    sin: int,
+    cos_stride: int,
+    sin_stride: int,
+    dtype: int,
+    table_dtype: int,
+    num_tokens: int,
+    head_dim: int,
+    rotary_dim: int,
+    device: int,
+    stream: int,
+) -> None: ...
 def silu_mul(
     *,
     gate: _Rows,
@@ -57,6 +79,40 @@ def silu_mul(
     dtype: int,
     num_rows: int,
     num_columns: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def store_keys_values(
+    *,
+    k: _Rows,
+    v: _Rows,
+    k_cache: _Rows,
+    v_cache: _Rows,
+    slots: _Integers,
+    dtype: int,
+    num_rows: int,
+    num_slots: int,
+    head_dim: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def commit(
+    *,
+    tokens: int,
+    scores: int,
+    rows: _Integers,
+    ends: int,
+    canvas: int,
+    ranges: int,
+    quota: int,
+    threshold: int,
+    mask_id: int,
+    chosen: int,
+    num_masked: int,
+    prefix: int,
+    num_candidates: int,
+    num_positions: int,
+    num_requests: int,
     device: int,
     stream: int,
 ) -> None: ...

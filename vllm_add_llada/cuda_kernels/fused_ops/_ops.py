@@ -1,36 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operations: check the arguments, then launch the kernel or run the reference."""
+"""The row-wise operations: check the arguments, then launch the kernel or run the reference."""
 
-import warnings
-from collections.abc import Callable
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
-
-_native: ModuleType | None
-try:
-    _native = import_module("._fused_ops", __package__)
-except ModuleNotFoundError:
-    _native = None
-except ImportError as error:
-    warnings.warn(f"fused_ops: the compiled module does not load: {error}", stacklevel=2)
-    _native = None
-
-_KERNEL_DTYPES = {
-    torch.float32: "FLOAT32",
-    torch.float16: "FLOAT16",
-    torch.bfloat16: "BFLOAT16",
-}
+from ._support import (
+    check_like,
+    check_rows,
+    check_vector,
+    dtype_of,
+    has_kernel,
+    integers_of,
+    launch,
+    native,
+    rows_of,
+)
 
 
 def is_built() -> bool:
     """Whether the compiled module is there; without it CUDA tensors run the reference."""
-    return _native is not None
+    return native is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -52,15 +44,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "rms_norm"
-    _check_rows(name, "x", x, (2, 3))
-    _check_like(name, "weight", weight, x, x.shape[-1:])
+    check_rows(name, "x", x, (2, 3))
+    check_like(name, "weight", weight, x, x.shape[-1:])
     if out is not None:
-        _check_like(name, "out", out, x, x.shape)
-    if not _has_kernel(x):
+        check_like(name, "out", out, x, x.shape)
+    if not has_kernel(x):
         return reference.rms_norm(x, weight, eps, out)
-    assert _native is not None
+    assert native is not None
     out = torch.empty_like(x) if out is None else out
-    _launch(_native.rms_norm, x, **_norm_arguments(x, weight, out, eps))
+    launch(native.rms_norm, x, **_norm_arguments(x, weight, out, eps))
     return out
 
 
@@ -82,19 +74,19 @@ def add_rms_norm(
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "add_rms_norm"
-    _check_rows(name, "x", x, (2, 3))
-    _check_like(name, "residual", residual, x, x.shape)
-    _check_like(name, "weight", weight, x, x.shape[-1:])
+    check_rows(name, "x", x, (2, 3))
+    check_like(name, "residual", residual, x, x.shape)
+    check_like(name, "weight", weight, x, x.shape[-1:])
     if out is not None:
-        _check_like(name, "out", out, x, x.shape)
+        check_like(name, "out", out, x, x.shape)
         if out.data_ptr() == residual.data_ptr() and out.numel() > 0:
             raise ValueError("add_rms_norm: out must not be residual, which holds the sum")
-    if not _has_kernel(x):
+    if not has_kernel(x):
         return reference.add_rms_norm(x, residual, weight, eps, out)
-    assert _native is not None
+    assert native is not None
     out = torch.empty_like(x) if out is None else out
     arguments = _norm_arguments(x, weight, out, eps)
-    _launch(_native.add_rms_norm, x, residual=_rows(residual), **arguments)
+    launch(native.add_rms_norm, x, residual=rows_of(residual), **arguments)
     return out
 
 
@@ -115,37 +107,52 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "apply_rotary"
-    _check_rows(name, "q", q, (3,))
-    _check_like(name, "k", k, q, (q.shape[0], k.shape[1] if k.dim() == 3 else -1, q.shape[2]))
-    _check_rows(name, "cos", cos, (2,))
-    _check_like(name, "sin", sin, cos, cos.shape)
-    if cos.dtype not in (torch.float32, q.dtype) or cos.device != q.device:
-        raise ValueError(
-            f"{name}: cos must be float32 or {q.dtype} on {q.device}, "
-            f"got {cos.dtype} on {cos.device}"
-        )
-    rotary_dim = cos.shape[1]
-    if len(cos) != len(q) or rotary_dim % 2 or rotary_dim > q.shape[2]:
-        raise ValueError(
-            f"{name}: cos must be [{len(q)}, even and at most {q.shape[2]}], got {list(cos.shape)}"
-        )
-    if not _has_kernel(q):
+    _check_rotary(name, q, k, cos, sin)
+    if not has_kernel(q):
         reference.apply_rotary(q, k, cos, sin)
         return
-    assert _native is not None
-    _launch(
-        _native.apply_rotary,
+    assert native is not None
+    launch(native.apply_rotary, q, **_rotary_arguments(q, k, cos, sin))
+
+
+def norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """`rms_norm` of every head of q and k, then `apply_rotary`, in place and in one pass.
+
+    The rounding is that of the two operations one after the other.
+
+    Args:
+        q, k, cos, sin: As for `apply_rotary`.
+        q_weight: [hd] of the dtype of q, the gains of every head of q.
+        k_weight: [hd], likewise of k.
+        eps: Added to the mean square of a head.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    name = "norm_rotary"
+    _check_rotary(name, q, k, cos, sin)
+    check_like(name, "q_weight", q_weight, q, q.shape[-1:])
+    check_like(name, "k_weight", k_weight, q, q.shape[-1:])
+    if not has_kernel(q):
+        reference.norm_rotary(q, k, q_weight, k_weight, eps, cos, sin)
+        return
+    assert native is not None
+    launch(
+        native.norm_rotary,
         q,
-        q=_rows(q),
-        k=_rows(k),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        cos_stride=cos.stride(0),
-        sin_stride=sin.stride(0),
-        dtype=_dtype(q),
-        table_dtype=_dtype(cos),
-        num_tokens=len(q),
-        rotary_dim=rotary_dim,
+        q_weight=q_weight.data_ptr(),
+        k_weight=k_weight.data_ptr(),
+        eps=eps,
+        head_dim=q.shape[-1],
+        **_rotary_arguments(q, k, cos, sin),
     )
 
 
@@ -165,90 +172,112 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "silu_mul"
-    _check_rows(name, "gate_up", gate_up, (2,))
+    check_rows(name, "gate_up", gate_up, (2,))
     if gate_up.shape[1] % 2:
         raise ValueError(f"{name}: gate_up must be [R, 2M], got {list(gate_up.shape)}")
     gate, up = gate_up.chunk(2, dim=-1)
     if out is not None:
-        _check_like(name, "out", out, gate, gate.shape)
-    if not _has_kernel(gate_up):
+        check_like(name, "out", out, gate, gate.shape)
+    if not has_kernel(gate_up):
         return reference.silu_mul(gate_up, out)
-    assert _native is not None
+    assert native is not None
     out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
-    _launch(
-        _native.silu_mul,
+    launch(
+        native.silu_mul,
         gate,
-        gate=_rows(gate),
-        up=_rows(up),
-        out=_rows(out),
-        dtype=_dtype(gate),
+        gate=rows_of(gate),
+        up=rows_of(up),
+        out=rows_of(out),
+        dtype=dtype_of(gate),
         num_rows=len(gate),
         num_columns=gate.shape[1],
     )
     return out
 
 
+def store_keys_values(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """``k_cache[slots[r]] = k[r]`` and the same of v, for every row r, in one launch.
+
+    Rows whose slot is not in 0..N-1 are left out; -1 marks padding. Where two rows name the same
+    slot, one of them is kept.
+
+    Args:
+        k: [R, KV, hd] bf16, fp16 or fp32; leading strides are free, hd is contiguous.
+        v: Like ``k``.
+        k_cache: [N, KV, hd] of the same dtype, strided likewise; written.
+        v_cache: Like ``k_cache``.
+        slots: [R] int32 or int64.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    name = "store_keys_values"
+    check_rows(name, "k", k, (3,))
+    check_like(name, "v", v, k, k.shape)
+    num_slots = k_cache.shape[0] if k_cache.dim() == 3 else -1
+    check_like(name, "k_cache", k_cache, k, (num_slots, *k.shape[1:]))
+    check_like(name, "v_cache", v_cache, k, k_cache.shape)
+    check_vector(name, "slots", slots, (torch.int32, torch.int64), k.shape[:1], k.device)
+    if not has_kernel(k):
+        reference.store_keys_values(k, v, k_cache, v_cache, slots)
+        return
+    assert native is not None
+    launch(
+        native.store_keys_values,
+        k,
+        k=rows_of(k),
+        v=rows_of(v),
+        k_cache=rows_of(k_cache),
+        v_cache=rows_of(v_cache),
+        slots=integers_of(slots),
+        dtype=dtype_of(k),
+        num_rows=k.shape[0],
+        num_slots=num_slots,
+        head_dim=k.shape[2],
+    )
+
+
 def _norm_arguments(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> dict[str, Any]:
     return {
-        "x": _rows(x),
+        "x": rows_of(x),
         "weight": weight.data_ptr(),
-        "out": _rows(out),
-        "dtype": _dtype(x),
+        "out": rows_of(out),
+        "dtype": dtype_of(x),
         "num_rows": x.shape[:-1].numel(),
         "num_columns": x.shape[-1],
         "eps": eps,
     }
 
 
-def _launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
-    """Run a launch on the device of ``tensor`` and its current stream."""
-    with torch.cuda.device(tensor.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        function(**arguments, device=torch.cuda.current_device(), stream=stream)
-
-
-def _rows(tensor: Tensor) -> tuple[int, int, int, int]:
-    """A tensor [R, D] or [R, H, D] as the kernels see it: address, H, strides of R and H."""
-    if tensor.dim() == 2:
-        return tensor.data_ptr(), 1, tensor.stride(0), 0
-    return tensor.data_ptr(), tensor.shape[1], tensor.stride(0), tensor.stride(1)
-
-
-def _dtype(tensor: Tensor) -> int:
-    return int(getattr(_native, _KERNEL_DTYPES[tensor.dtype]))
-
-
-def _has_kernel(tensor: Tensor) -> bool:
-    return _native is not None and tensor.is_cuda
-
-
-def _check_rows(name: str, argument: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
-    if tensor.dim() not in dims or tensor.dtype not in _KERNEL_DTYPES:
-        wanted = " or ".join(f"{dim}-D" for dim in dims)
+def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_rows(name, "q", q, (3,))
+    check_like(name, "k", k, q, (q.shape[0], k.shape[1] if k.dim() == 3 else -1, q.shape[2]))
+    check_rows(name, "cos", cos, (2,))
+    check_like(name, "sin", sin, cos, cos.shape)
+    if cos.dtype not in (torch.float32, q.dtype) or cos.device != q.device:
         raise ValueError(
-            f"{name}: {argument} must be {wanted} bf16, fp16 or fp32, "
-            f"got {tensor.dtype} {list(tensor.shape)}"
+            f"{name}: cos must be float32 or {q.dtype} on {q.device}, "
+            f"got {cos.dtype} on {cos.device}"
         )
-    if not 1 <= tensor.shape[-1] < 2**31:
-        raise ValueError(f"{name}: {argument} must have columns, got {list(tensor.shape)}")
-    _check_columns(name, argument, tensor)
-
-
-def _check_like(
-    name: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]
-) -> None:
-    same_place = tensor.dtype == like.dtype and tensor.device == like.device
-    if tuple(tensor.shape) != tuple(shape) or not same_place:
+    rotary_dim = cos.shape[1]
+    if len(cos) != len(q) or rotary_dim % 2 or rotary_dim > q.shape[2]:
         raise ValueError(
-            f"{name}: {argument} must be {like.dtype} {list(shape)} on {like.device}, "
-            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            f"{name}: cos must be [{len(q)}, even and at most {q.shape[2]}], got {list(cos.shape)}"
         )
-    _check_columns(name, argument, tensor)
 
 
-def _check_columns(name: str, argument: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name}: the last dimension of {argument} must be contiguous, "
-            f"got strides {tensor.stride()}"
-        )
+def _rotary_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Any]:
+    return {
+        "q": rows_of(q),
+        "k": rows_of(k),
+        "cos": cos.data_ptr(),
+        "sin": sin.data_ptr(),
+        "cos_stride": cos.stride(0),
+        "sin_stride": sin.stride(0),
+        "dtype": dtype_of(q),
+        "table_dtype": dtype_of(cos),
+        "num_tokens": len(q),
+        "rotary_dim": cos.shape[1],
+    }

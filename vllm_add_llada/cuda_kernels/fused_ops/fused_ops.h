@@ -39,6 +39,11 @@ struct RotaryParams {
   DataType table_dtype;
   int64_t num_tokens;
   int rotary_dim;  // even
+  // For the norm of each head before, [head_dim] each; not read by the plain rotation.
+  const void* q_weight;
+  const void* k_weight;
+  int head_dim;
+  float eps;
 };
 
 struct SiluMulParams {
@@ -50,11 +55,55 @@ struct SiluMulParams {
   int num_columns;
 };
 
+// Integers of either width.
+struct Integers {
+  const void* data;
+  bool is_wide;  // int64; else int32
+};
+
+struct StoreKeysValuesParams {
+  Rows k;  // [num_rows, num_heads, head_dim]: inner is the number of heads
+  Rows v;
+  Rows k_cache;  // [num_slots, num_heads, head_dim]
+  Rows v_cache;
+  Integers slots;  // [num_rows]; rows whose slot is not in 0..num_slots - 1 are left out
+  DataType dtype;
+  int64_t num_rows;
+  int64_t num_slots;
+  int head_dim;
+};
+
+// Values of CommitParams::quota that stand for a threshold instead of a number.
+constexpr int kAtLeastThreshold = -1;
+constexpr int kAboveThreshold = -2;
+
+// Requests s have candidates ends[s] .. ends[s + 1] - 1 and canvas ranges[s][0] .. [1] - 1.
+struct CommitParams {
+  const int64_t* tokens;    // [num_candidates]
+  const double* scores;     // [num_candidates]
+  Integers rows;            // [num_candidates], into canvas
+  const int* ends;          // [num_requests + 1]
+  int64_t* canvas;          // [num_positions], written
+  const int* ranges;        // [num_requests, 2]
+  const int* quota;         // [num_requests]
+  const double* threshold;  // [num_requests], read where the quota says so
+  int64_t mask_id;
+  bool* chosen;     // [num_candidates], written
+  int* num_masked;  // [num_requests], written
+  int* prefix;      // [num_requests], written
+  int64_t num_candidates;
+  int64_t num_positions;
+  int num_requests;
+};
+
 // Each enqueues its kernel on `stream` of the current device, and neither allocates nor
 // synchronises.
 cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t launch_add_rms_norm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t launch_rotary(const RotaryParams& params, cudaStream_t stream);
+cudaError_t launch_norm_rotary(const RotaryParams& params, cudaStream_t stream);
 cudaError_t launch_silu_mul(const SiluMulParams& params, cudaStream_t stream);
+cudaError_t launch_store_keys_values(const StoreKeysValuesParams& params, cudaStream_t stream);
+cudaError_t launch_commit(const CommitParams& params, cudaStream_t stream);
 
 }  // namespace fused_ops

@@ -6,9 +6,40 @@ LLaDA (https://huggingface.co/GSAI-ML/LLaDA-8B-Instruct) and Dream
 (https://huggingface.co/Dream-org/Dream-v0-Instruct-7B).
 """
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+
+# Values of Selection.quota that stand for a threshold instead of a number.
+AT_LEAST_THRESHOLD = -1
+ABOVE_THRESHOLD = -2
+
+
+class Proposals(NamedTuple):
+    """Candidates of several requests, those of one request after each other."""
+
+    tokens: Tensor  # [R] int64
+    scores: Tensor  # [R] float64, larger is more certain; NaN is the least certain
+    rows: Tensor  # [R] int32 or int64, the candidate's place in the canvas
+    ends: Tensor  # [S + 1] int32: 0, then the end of each request's candidates
+
+
+class Selection(NamedTuple):
+    """How many of its candidates each request commits."""
+
+    quota: Tensor  # [S] int32: that many, or AT_LEAST_THRESHOLD or ABOVE_THRESHOLD
+    threshold: Tensor  # [S] float64, of the scores; read where the quota says so
+
+
+class Committed(NamedTuple):
+    """What a commit did to each request."""
+
+    chosen: Tensor  # [R] bool: the candidate was committed
+    num_masked: Tensor  # [S] int32: masked positions left
+    prefix: Tensor  # [S] int32: positions before the first masked one
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -36,10 +67,82 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         rotated.copy_(rotated * cos[:, None, :] + turned * sin[:, None, :])
 
 
+def norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """`rms_norm` of the heads, then `apply_rotary`; see `fused_ops.norm_rotary`."""
+    rms_norm(q, q_weight, eps, out=q)
+    rms_norm(k, k_weight, eps, out=k)
+    apply_rotary(q, k, cos, sin)
+
+
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` in the model dtype; see `fused_ops.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return _written(silu(gate) * up, out)
+
+
+def store_keys_values(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """Rows of k and v to the rows `slots` of the caches; see `fused_ops.store_keys_values`.
+
+    Rows that are left out repeat the first one that is kept (or a row of the cache, where there is
+    none), so the host need not know which they are.
+    """
+    if len(slots) == 0 or len(k_cache) == 0:
+        return
+    kept = (slots >= 0) & (slots < len(k_cache))
+    first = kept.int().argmax()[None]
+    some_slot = slots[first].long().clamp(0, len(k_cache) - 1)
+    places = torch.where(kept, slots.long(), some_slot)
+    for source, cache in ((k, k_cache), (v, v_cache)):
+        some_row = torch.where(kept[first][:, None, None], source[first], cache[some_slot])
+        cache.index_copy_(0, places, torch.where(kept[:, None, None], source, some_row))
+
+
+def commit(
+    canvas: Tensor,
+    ranges: Tensor,
+    proposals: Proposals,
+    selection: Selection,
+    mask_id: int,
+    out: Committed,
+) -> Committed:
+    """Choice and commit, request after request; see `fused_ops.commit`."""
+    segments = pairwise(proposals.ends.tolist())
+    quotas, thresholds = selection.quota.tolist(), selection.threshold.tolist()
+    for request, (first, last) in enumerate(segments):
+        scores = proposals.scores[first:last]
+        chosen = _chosen(scores, quotas[request], thresholds[request])
+        out.chosen[first:last] = chosen
+        places = proposals.rows[first:last][chosen].long()
+        canvas[places] = proposals.tokens[first:last][chosen]
+        start, end = ranges[request].tolist()
+        masked = canvas[start:end] == mask_id
+        out.num_masked[request] = masked.sum()
+        out.prefix[request] = (masked.cumsum(0) == 0).sum()
+    return out
+
+
+def _chosen(scores: Tensor, quota: int, threshold: float) -> Tensor:
+    """[R] bool, of one request."""
+    # Infinite scores count as the largest finite ones, NaN as less than all.
+    order = torch.sort(torch.nan_to_num(scores, nan=-torch.inf), descending=True, stable=True)[1]
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    if quota == AT_LEAST_THRESHOLD:
+        chosen = scores >= threshold
+    elif quota == ABOVE_THRESHOLD:
+        chosen = scores > threshold
+    num_best = quota if quota >= 0 else 1  # with a threshold the most certain in any case
+    chosen[order[:num_best]] = True
+    return chosen
 
 
 def _written(result: Tensor, out: Tensor | None) -> Tensor:

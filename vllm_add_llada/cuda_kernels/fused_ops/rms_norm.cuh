@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RMSNorm with and without a residual: a block takes a row, sums its squares, and writes it on a
-// second walk that finds it in the caches. Rounding: the normalised value is cast to the model
-// dtype before it is multiplied by the weight.
+// RMSNorm with and without a residual. A row stays in the registers of its threads between the sum
+// of its squares and its result, so each element crosses the memory bus once in each direction.
+// Rounding: the normalised value is cast to the model dtype before it is multiplied by the weight.
+//
+// How a row is spread over threads depends on its width alone, so its bits do not depend on the
+// other rows of the call.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +14,17 @@
 
 namespace fused_ops {
 
-// Sum over the block, in the same order for every row.
-__device__ inline float block_sum(float value) {
-  constexpr unsigned kFullMask = 0xffffffffu;
-  __shared__ float warp_sums[32];
-  for (int distance = 16; distance > 0; distance /= 2) {
+constexpr int kMaxThreads = 1024;
+constexpr unsigned kFullMask = 0xffffffffu;
+
+// Sum over the threads of a row: blockDim.x of them, which are a power of two within a warp, or
+// whole warps that make up the block.
+__device__ inline float row_sum(float value) {
+  for (int distance = min(blockDim.x, 32) / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kFullMask, value, distance);
   }
+  if (blockDim.x <= 32) return value;
+  __shared__ float warp_sums[32];
   const int lane = threadIdx.x % 32;
   if (lane == 0) warp_sums[threadIdx.x / 32] = value;
   __syncthreads();
@@ -28,48 +35,104 @@ __device__ inline float block_sum(float value) {
   return value;
 }
 
-template <typename T, int kWidth, bool kHasResidual>
-__global__ void rms_norm_rows(const __grid_constant__ RmsNormParams params) {
-  const int64_t outer = blockIdx.x / params.x.inner;
-  const int64_t inner = blockIdx.x % params.x.inner;
-  const T* x = row_address<T>(params.x, outer, inner);
-  T* source = kHasResidual ? row_address<T>(params.residual, outer, inner) : const_cast<T*>(x);
-  T* out = row_address<T>(params.out, outer, inner);
-  const T* weight = static_cast<const T*>(params.weight);
-  const int step = blockDim.x * kWidth;
+// blockDim.y rows a block; a thread has up to kVectors vectors of its row.
+template <typename T, int kWidth, int kVectors, bool kHasResidual>
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_rows(const __grid_constant__ RmsNormParams params) {
+  using Part = Vector<T, kWidth>;
+  const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
+  const unsigned outer = row / static_cast<unsigned>(params.x.inner);
+  const unsigned inner = row % static_cast<unsigned>(params.x.inner);
+  const Part* x = reinterpret_cast<const Part*>(row_address<T>(params.x, outer, inner));
+  Part* residual = reinterpret_cast<Part*>(row_address<T>(params.residual, outer, inner));
+  Part* out = reinterpret_cast<Part*>(row_address<T>(params.out, outer, inner));
+  const Part* weight = static_cast<const Part*>(params.weight);
+  // The last block may have threads without a row; they take part in the sums with nothing.
+  const int num_vectors = row < params.num_rows ? params.num_columns / kWidth : 0;
 
-  float sum = 0.0f;
-  for (int column = threadIdx.x * kWidth; column < params.num_columns; column += step) {
-    float values[kWidth];
-    load<kWidth>(source + column, values);
-    if (kHasResidual) {
-      float added[kWidth];
-      load<kWidth>(x + column, added);
+  Part parts[kVectors], added[kVectors], weights[kVectors];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[i] = rounded<T>(values[i] + added[i]);
-      store<kWidth>(source + column, values);
-    }
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) sum += values[i] * values[i];
+  for (int i = 0; i < kVectors; ++i) {
+    const int index = threadIdx.x + i * blockDim.x;
+    if (index >= num_vectors) continue;
+    parts[i] = x[index];
+    if (kHasResidual) added[i] = residual[index];
   }
-  const float scale = rsqrtf(block_sum(sum) / params.num_columns + params.eps);
-
-  for (int column = threadIdx.x * kWidth; column < params.num_columns; column += step) {
-    float values[kWidth], weights[kWidth];
-    load<kWidth>(source + column, values);
-    load<kWidth>(weight + column, weights);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[i] = rounded<T>(values[i] * scale) * weights[i];
-    store<kWidth>(out + column, values);
+  for (int i = 0; i < kVectors; ++i) {
+    const int index = threadIdx.x + i * blockDim.x;
+    if (index < num_vectors) weights[i] = weight[index];
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int index = threadIdx.x + i * blockDim.x;
+    if (index >= num_vectors) continue;
+    if (kHasResidual) {
+      parts[i] = sum_of(added[i], parts[i]);
+      residual[index] = parts[i];
+    }
+    sum += sum_of_squares(parts[i]);
+  }
+  const float scale = rsqrtf(row_sum(sum) / params.num_columns + params.eps);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int index = threadIdx.x + i * blockDim.x;
+    if (index < num_vectors) out[index] = product_of(scaled(parts[i], scale), weights[i]);
   }
 }
 
+// For rows that do not start on 16 bytes or do not fit the registers of a block: a block takes a
+// row, sums its squares, and finds it in the caches on a second walk.
 template <typename T, int kWidth, bool kHasResidual>
-cudaError_t launch_rows(const RmsNormParams& params, cudaStream_t stream) {
-  const int num_vectors = (params.num_columns - 1) / kWidth + 1;
-  const int num_threads = std::min(1024, (num_vectors + 31) / 32 * 32);
-  rms_norm_rows<T, kWidth, kHasResidual>
-      <<<static_cast<unsigned>(params.num_rows), num_threads, 0, stream>>>(params);
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_rows_in_two_walks(const __grid_constant__ RmsNormParams params) {
+  using Part = Vector<T, kWidth>;
+  const unsigned outer = blockIdx.x / static_cast<unsigned>(params.x.inner);
+  const unsigned inner = blockIdx.x % static_cast<unsigned>(params.x.inner);
+  const Part* x = reinterpret_cast<const Part*>(row_address<T>(params.x, outer, inner));
+  Part* residual = reinterpret_cast<Part*>(row_address<T>(params.residual, outer, inner));
+  Part* out = reinterpret_cast<Part*>(row_address<T>(params.out, outer, inner));
+  const Part* weight = static_cast<const Part*>(params.weight);
+  const int num_vectors = params.num_columns / kWidth;
+
+  float sum = 0.0f;
+  for (int index = threadIdx.x; index < num_vectors; index += blockDim.x) {
+    Part part = x[index];
+    if (kHasResidual) residual[index] = part = sum_of(residual[index], part);
+    sum += sum_of_squares(part);
+  }
+  const float scale = rsqrtf(row_sum(sum) / params.num_columns + params.eps);
+  const Part* source = kHasResidual ? residual : x;
+  for (int index = threadIdx.x; index < num_vectors; index += blockDim.x) {
+    out[index] = product_of(scaled(source[index], scale), weight[index]);
+  }
+}
+
+// Threads of a row that has `num_parts` parts to spread: a power of two, or whole warps.
+inline int threads_per_row(int num_parts) {
+  if (num_parts > 32) return (num_parts + 31) / 32 * 32;
+  int threads = 1;
+  while (threads < num_parts) threads *= 2;
+  return threads;
+}
+
+template <typename T, int kWidth, int kVectors, bool kHasResidual>
+cudaError_t launch_in_registers(const RmsNormParams& params, cudaStream_t stream) {
+  constexpr int kThreads = 128;
+  const int num_vectors = params.num_columns / kWidth;
+  const int threads = threads_per_row((num_vectors - 1) / kVectors + 1);
+  const int rows = threads > 32 ? 1 : kThreads / threads;
+  const auto blocks = static_cast<unsigned>((params.num_rows - 1) / rows + 1);
+  norm_rows<T, kWidth, kVectors, kHasResidual><<<blocks, dim3(threads, rows), 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <typename T, int kWidth, bool kHasResidual>
+cudaError_t launch_in_two_walks(const RmsNormParams& params, cudaStream_t stream) {
+  const int threads = std::min(kMaxThreads, (params.num_columns / kWidth + 31) / 32 * 32);
+  norm_rows_in_two_walks<T, kWidth, kHasResidual>
+      <<<static_cast<unsigned>(params.num_rows), threads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -83,8 +146,16 @@ cudaError_t launch_norm(const RmsNormParams& params, cudaStream_t stream) {
     const bool is_vector = params.num_columns % kWidth == 0 && is_aligned(params.weight) &&
                            has_aligned_rows<T>(params.x) && has_aligned_rows<T>(params.out) &&
                            (!kHasResidual || has_aligned_rows<T>(params.residual));
-    return is_vector ? launch_rows<T, kWidth, kHasResidual>(params, stream)
-                     : launch_rows<T, 1, kHasResidual>(params, stream);
+    if (!is_vector) return launch_in_two_walks<T, 1, kHasResidual>(params, stream);
+    const int num_vectors = params.num_columns / kWidth;
+    if (num_vectors <= 32) return launch_in_registers<T, kWidth, 1, kHasResidual>(params, stream);
+    if (num_vectors <= 2 * kMaxThreads) {
+      return launch_in_registers<T, kWidth, 2, kHasResidual>(params, stream);
+    }
+    if (num_vectors <= 4 * kMaxThreads) {
+      return launch_in_registers<T, kWidth, 4, kHasResidual>(params, stream);
+    }
+    return launch_in_two_walks<T, kWidth, kHasResidual>(params, stream);
   });
 }
 

@@ -16,14 +16,13 @@ __global__ void __launch_bounds__(kThreads)
   const int column = (blockIdx.y * kThreads + threadIdx.x) * kWidth;
   if (column >= params.num_columns) return;
 
-  float gate[kWidth], up[kWidth];
-  load<kWidth>(row_address<T>(params.gate, row, 0) + column, gate);
-  load<kWidth>(row_address<T>(params.up, row, 0) + column, up);
+  const auto gate = load_vector<kWidth>(row_address<T>(params.gate, row, 0) + column);
+  const auto up = load_vector<kWidth>(row_address<T>(params.up, row, 0) + column);
+  float values[kWidth];
+  to_floats(gate, values);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    gate[i] = rounded<T>(gate[i] / (1.0f + expf(-gate[i]))) * up[i];
-  }
-  store<kWidth>(row_address<T>(params.out, row, 0) + column, gate);
+  for (int i = 0; i < kWidth; ++i) values[i] = values[i] / (1.0f + expf(-values[i]));
+  store_vector(row_address<T>(params.out, row, 0) + column, product_of(from_floats<T>(values), up));
 }
 
 template <typename T, int kWidth>

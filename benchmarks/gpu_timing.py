@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of work on a CUDA device, and the ceilings of that device, measured in the same run.
+
+    from benchmarks.gpu_timing import compare, copy_bandwidth, rotating, run_record
+
+    inputs = rotating(lambda: torch.randn(4096, 4096, device="cuda"))  # together beyond the cache
+    times = compare({
+        "ours": [partial(op, x) for x in inputs],
+        "torch": [partial(torch_op, x) for x in inputs],
+    })                                                      # {"ours": Timing, "torch": Timing}
+    print(times["ours"].median_us, num_bytes / times["ours"].seconds / copy_bandwidth())
+
+All times come from CUDA events. Variants to be compared are run in turns, so that a change of the
+clock rate meets all of them. Inputs are random: on zeros a card needs less power and is faster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "triton", "vllm")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call, over several measurements."""
+
+    median_ms: float
+    min_ms: float
+    num_measured: int
+
+    @property
+    def median_us(self) -> float:
+        """The median in microseconds."""
+        return 1000 * self.median_ms
+
+    @property
+    def seconds(self) -> float:
+        """The median in seconds."""
+        return self.median_ms / 1000
+
+    @classmethod
+    def of(cls, times_ms: Sequence[float]) -> Timing:
+        """Median and minimum of `times_ms`.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not times_ms:
+            raise ValueError("times_ms: wanted at least one time, got none")
+        return cls(statistics.median(times_ms), min(times_ms), len(times_ms))
+
+
+# --- timing ----------------------------------------------------------------------------------
+
+
+def time_call(call: Callable[[], object], *, repeats: int = 20, warm_up_s: float = 0.05) -> Timing:
+    """Device time from before to after one call, gaps between its kernels included.
+
+    The call may launch any number of kernels, from the host each time: what a user's program sees
+    once the device waits for the host. It is repeated for `warm_up_s` seconds before.
+    """
+    warm_up([call], warm_up_s)
+    return Timing.of([event_ms(call) for _ in range(repeats)])
+
+
+def time_graph(
+    calls: Sequence[Callable[[], object]], *, repeats: int = 20, warm_up_s: float = 0.05
+) -> Timing:
+    """Device time of one call, from replays of one CUDA graph of all `calls` after each other.
+
+    Takes the host out of the measurement. Give calls on different inputs (see `rotating`), or a
+    small input stays in the cache.
+    """
+    replay = graph_of(calls)
+    warm_up([replay], warm_up_s)
+    return Timing.of([event_ms(replay) / len(calls) for _ in range(repeats)])
+
+
+def compare(
+    variants: Mapping[str, Sequence[Callable[[], object]]],
+    *,
+    repeats: int = 20,
+    warm_up_s: float = 0.05,
+    use_graphs: bool = True,
+) -> dict[str, Timing]:
+    """Time of one call of every variant; the variants take turns.
+
+    Args:
+        variants: calls of each variant, usually one for each of several inputs.
+        use_graphs: all calls of a variant become one CUDA graph, as in `time_graph`. A variant
+            that cannot be captured needs False; then the gaps between its launches count.
+    """
+    run = {
+        name: graph_of(calls) if use_graphs else partial(_call_all, calls)
+        for name, calls in variants.items()
+    }
+    warm_up(list(run.values()), warm_up_s)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, calls in variants.items():
+            times[name].append(event_ms(run[name]) / len(calls))
+    return {name: Timing.of(measured) for name, measured in times.items()}
+
+
+def event_ms(call: Callable[[], object]) -> float:
+    """Milliseconds between two CUDA events around `call` on the current stream.
+
+    Without a CUDA device: by the host's clock.
+    """
+    if not torch.cuda.is_available():
+        started = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - started)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
+
+
+def warm_up(calls: Sequence[Callable[[], object]], seconds: float) -> None:
+    """Every call at least twice, then in turns until `seconds` have passed."""
+    until = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < 2 or time.perf_counter() < until:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        rounds += 1
+
+
+def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Replay of one CUDA graph of `calls` in their order, each run once before on a side stream.
+
+    The graph, its memory and what `calls` hold live as long as the result.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _call_all(calls)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _call_all(calls)
+    return partial(_replay, graph, calls)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _inputs: Sequence[Callable[[], object]]) -> None:
+    graph.replay()
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def rotating(make: Callable[[], T], num_bytes: int | None = None, most: int = 64) -> list[T]:
+    """Inputs from `make`, together at least twice the device's cache, so that each is found cold.
+
+    Args:
+        num_bytes: what one call reads and writes of its input; by default the bytes of the tensors
+            that `make` returns (a tensor, or a sequence or mapping of tensors).
+        most: upper bound on their number.
+    """
+    first = make()
+    size = num_bytes or sum(tensor.nbytes for tensor in _tensors(first))
+    count = min(most, 1 + 2 * l2_bytes() // max(1, size))
+    return [first, *(make() for _ in range(count - 1))]
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+def l2_bytes() -> int:
+    """Size of the device's last-level cache."""
+    size: int = torch.cuda.get_device_properties().L2_cache_size
+    return size
+
+
+# --- ceilings --------------------------------------------------------------------------------
+# Of the fastest measurement: a card that gets hot lowers its clock, and a ceiling must not follow.
+
+
+@cache
+def copy_bandwidth(num_bytes: int = 2**31) -> float:
+    """Bytes per second, read plus written, of one large device-to-device copy."""
+    source = torch.randint(2**62, (num_bytes // 8,), device="cuda")
+    target = torch.empty_like(source)
+    timing = time_call(partial(target.copy_, source))
+    return 2000 * source.nbytes / timing.min_ms
+
+
+@cache
+def matmul_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP per second of one `size` x `size` x `size` product of random numbers."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+    timing = time_call(partial(torch.mm, a, b))
+    return float(2000 * size**3 / timing.min_ms)
+
+
+@cache
+def attention_rate(
+    num_tokens: int,
+    num_heads: int = 32,
+    head_dim: int = 128,
+    backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """FLOP per second of bidirectional attention over one sequence with PyTorch's `backend`."""
+    q, k, v = (
+        torch.randn(1, num_heads, num_tokens, head_dim, device="cuda", dtype=dtype)
+        for _ in range(3)
+    )
+    flops = attention_flops(num_tokens, num_tokens, num_heads, head_dim)
+    calls = [partial(scaled_dot_product_attention, q, k, v)] * (1 if num_tokens > 8192 else 8)
+    with sdpa_kernel(backend):
+        timing = time_graph(calls)
+    return 1000 * flops / timing.min_ms
+
+
+def attention_flops(num_queries: int, num_keys: int, num_heads: int, head_dim: int) -> float:
+    """FLOP of both products of attention without a mask."""
+    return 4.0 * num_queries * num_keys * num_heads * head_dim
+
+
+# --- the record of a run ---------------------------------------------------------------------
+
+
+def run_record() -> dict[str, Any]:
+    """What numbers depend on: machine, software, commit of the sources and command line."""
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *map(_relative, sys.argv)]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": platform.machine(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+    }
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties()
+        record["gpu"] = device.name
+        record["gpu_memory_gib"] = round(device.total_memory / 2**30, 1)
+        record["cuda"] = torch.version.cuda
+        record["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
+    return record
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `{"run": run_record(), **content}` as JSON; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"run": run_record(), **content}, indent=2) + "\n", "utf-8")
+
+
+def _relative(argument: str) -> str:
+    """A path inside the repository without what comes before it."""
+    path = Path(argument)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else argument
+
+
+def _commit() -> str | None:
+    """The commit of the sources, marked where they differ from it; None outside a checkout.
+
+    A copy of the sources without their history names it in the variable MOSAIC_COMMIT.
+    """
+    return os.environ.get("MOSAIC_COMMIT") or _output(
+        "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """First line that a command prints; None if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)

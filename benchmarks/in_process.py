@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine inside this process, whose steps can be timed.
+
+Import this before anything imports vllm: it sets the variables that vllm reads once.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+for _name, _value in {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the released models state 4,096 and run any length
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.plain_model import randomise  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+@dataclass(frozen=True)
+class Step:
+    """One denoise step of an engine.
+
+    Attributes:
+        started: time.perf_counter() at its start.
+        step_ms: from the first host instruction to the results on the host.
+        device_ms: between CUDA events around it; None on the CPU.
+    """
+
+    num_requests: int
+    started: float
+    step_ms: float
+    device_ms: float | None
+
+
+@dataclass
+class StepLog:
+    """Collects the steps of a model runner while it is attached."""
+
+    _raw: list[tuple[int, float, float, tuple[Any, Any] | None]] = field(default_factory=list)
+
+    @contextmanager
+    def attached(self, runner: Any) -> Iterator[StepLog]:
+        """Time every step of `runner` until the block ends."""
+        plain, on_cuda = runner._timed_step, runner.device.type == "cuda"
+
+        def timed(req_ids: list[str]) -> Any:
+            events = None
+            if on_cuda:
+                events = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
+                events[0].record()
+            started = time.perf_counter()
+            results = plain(req_ids)
+            ended = time.perf_counter()
+            if events:
+                events[1].record()
+            self._raw.append((len(req_ids), started, 1000 * (ended - started), events))
+            return results
+
+        runner._timed_step = timed
+        try:
+            yield self
+        finally:
+            del runner._timed_step
+
+    def steps(self) -> list[Step]:
+        """What was collected; waits for the device."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return [
+            Step(count, started, step_ms, events[0].elapsed_time(events[1]) if events else None)
+            for count, started, step_ms, events in self._raw
+        ]
+
+
+def median_interval_ms(steps: Sequence[Step]) -> float:
+    """Median time from the start of a step to the start of the next: what a client waits."""
+    starts = [step.started for step in steps]
+    return 1000 * statistics.median(b - a for a, b in pairwise(starts))
+
+
+def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, float]]:
+    """Kernel name -> (milliseconds, launches), both of one step of those that `run` returns.
+
+    The device's work as torch.profiler sees it, the longest first; nothing on the CPU.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        num_steps = len(run())
+    found: dict[str, tuple[float, float]] = {}
+    for event in profiled.events():
+        if event.device_type.name == "CUDA":
+            time_ms, launches = found.get(event.name, (0.0, 0.0))
+            time_ms += event.device_time_total / 1000 / num_steps
+            found[event.name] = (time_ms, launches + 1 / num_steps)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+
+@contextmanager
+def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """(LLM, model runner) of a checkpoint, gone with its memory when the block ends.
+
+    Args:
+        dummy_weights: the checkpoint has no weights. They are drawn from N(0, 0.02): with other
+            numbers a card needs another power and runs at another speed.
+        settings: arguments of `vllm.LLM`.
+    """
+    from vllm import LLM
+
+    if dummy_weights:
+        settings["load_format"] = "dummy"
+    llm = LLM(model=str(model), disable_log_stats=True, **settings)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    runner = executor.driver_worker.worker.model_runner
+    try:
+        if dummy_weights:
+            randomise(runner.model)
+        yield llm, runner
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm, executor, runner
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_requests(
+    llm: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+) -> list[Any]:
+    """Send all prompts together and return their outputs when the last one is complete.
+
+    Args:
+        parameters: what a request asks for; the whole canvas is returned, stop tokens or not.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=parameters["gen_length"],
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=parameters,
+    )
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs: list[Any] = llm.generate(asked, sampling, use_tqdm=False)
+    for output in outputs:
+        report = (output.kv_transfer_params or {}).get("dllm", {})
+        if "error" in report:
+            raise RuntimeError(f"request {output.request_id} failed: {report['error']}")
+    return outputs
+
+
+def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """Ids of ordinary tokens; the special ones of the released models are the last of all."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, vocab_size // 2, (num_tokens,), generator=generator).tolist()
+    return ids

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time and bandwidth of fused_ops, beside the same in separate PyTorch operations.
+
+    benchmarks/kernels/bench_fused_ops.py [--ops rms_norm commit] [--rows 32 4096] [--json FILE]
+
+bf16, shapes of LLaDA-8B (rotary in fp32), Dream-7B (grouped heads, rotary in bf16) and LLaDA-MoE
+(norm of each head). Queries, keys and values are views of one fused product. Each operation runs
+from a CUDA graph over up to 64 inputs (together beyond the cache, from 256 rows or so), in turns
+with its PyTorch reference; that of `commit` reads sizes on the host and is called without a graph.
+
+    us            one call of ours
+    TB/s          bytes that must be read and written at least, over that time
+    % of copy     of the bandwidth of a large copy on the device, measured in the same run
+    torch us      one call of the PyTorch reference
+    ratio         torch us / us
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_timing import compare, copy_bandwidth, rotating, write_record  # noqa: E402
+from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
+from vllm_add_llada.cuda_kernels.fused_ops import reference  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+COLUMNS = ("op", "shape", "us", "TB/s", "% of copy", "torch us", "ratio")
+ROWS = (32, 256, 1024, 4096, 16384)
+MASK = 0
+MIN_CALLS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on one shape; calls of ours and of torch take what `make` returns."""
+
+    op: str
+    shape: str
+    num_bytes: int
+    make: Callable[[], tuple[object, ...]]
+    ours: Callable[..., object]
+    torch: Callable[..., object]
+    can_capture_torch: bool = True
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, device="cuda")
+
+
+def norm_cases(rows: int) -> Iterator[Case]:
+    for width in (4096, 3584, 2048):
+        weight = random(width)
+
+        def make(width: int = width, weight: Tensor = weight) -> tuple[object, ...]:
+            return random(rows, width), weight, 1e-5, random(rows, width)
+
+        def make_sum(width: int = width, weight: Tensor = weight) -> tuple[object, ...]:
+            x, residual, out = (random(rows, width) for _ in range(3))
+            return x, residual, weight, 1e-5, out
+
+        shape, size = f"{rows} x {width}", 2 * rows * width
+        yield Case("rms_norm", shape, 2 * size, make, fused_ops.rms_norm, reference.rms_norm)
+        yield Case(
+            "add_rms_norm",
+            shape,
+            4 * size,
+            make_sum,
+            fused_ops.add_rms_norm,
+            reference.add_rms_norm,
+        )
+
+
+def rotary_cases(rows: int) -> Iterator[Case]:
+    head_dim = 128
+    for num_heads, num_kv_heads, table_dtype, has_norm in (
+        (32, 32, torch.float32, False),
+        (28, 4, torch.bfloat16, False),
+        (16, 16, torch.float32, True),
+    ):
+        weights = random(2, head_dim).unbind()
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+
+        def make(
+            heads: tuple[int, ...] = heads,
+            table_dtype: torch.dtype = table_dtype,
+            norm: tuple[object, ...] = (*weights, 1e-5) if has_norm else (),
+        ) -> tuple[object, ...]:
+            q, k, _ = random(rows, sum(heads), head_dim).split(heads, dim=1)
+            angles = random(rows, head_dim, dtype=torch.float32)
+            return q, k, *norm, angles.cos().to(table_dtype), angles.sin().to(table_dtype)
+
+        size = 2 * rows * head_dim * (2 * (num_heads + num_kv_heads) + table_dtype.itemsize)
+        op = "norm_rotary" if has_norm else "apply_rotary"
+        dtype = str(table_dtype).removeprefix("torch.")
+        yield Case(
+            op,
+            f"{rows} x ({num_heads} + {num_kv_heads}) x {head_dim}, {dtype} tables",
+            size,
+            make,
+            getattr(fused_ops, op),
+            getattr(reference, op),
+        )
+
+
+def silu_cases(rows: int) -> Iterator[Case]:
+    for width in (12288, 1024):
+
+        def make(width: int = width) -> tuple[object, ...]:
+            return random(rows, 2 * width), random(rows, width)
+
+        yield Case(
+            "silu_mul",
+            f"{rows} x {width}",
+            6 * rows * width,
+            make,
+            fused_ops.silu_mul,
+            reference.silu_mul,
+        )
+
+
+def store_cases(rows: int) -> Iterator[Case]:
+    head_dim = 128
+    for num_heads, num_kv_heads in ((32, 32), (28, 4)):
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+
+        def make(heads: tuple[int, ...] = heads) -> tuple[object, ...]:
+            _, k, v = random(rows, sum(heads), head_dim).split(heads, dim=1)
+            caches = random(2, 2 * rows, heads[1], head_dim).unbind()
+            slots = torch.randperm(2 * rows, device="cuda")[:rows]
+            return k, v, *caches, slots
+
+        yield Case(
+            "store_keys_values",
+            f"{rows} x {num_kv_heads} x {head_dim}",
+            8 * rows * num_kv_heads * head_dim,
+            make,
+            fused_ops.store_keys_values,
+            reference.store_keys_values,
+        )
+
+
+def commit_cases() -> Iterator[Case]:
+    for num_requests, candidates, length in (
+        (1, 32, 256),
+        (32, 32, 256),
+        (32, 256, 4096),
+        (1, 4096, 4096),
+        (1, 100_000, 200_000),
+    ):
+        for name, quota in (("quota", candidates // 4), ("threshold", -1)):
+            make = partial(make_step, num_requests, candidates, length, quota)
+            # Candidate: token, score, row and canvas position; the canvas is read for the count.
+            size = num_requests * (candidates * 33 + 8 * length)
+            shape = f"{num_requests} x {candidates} of {length}, {name}"
+            yield Case("commit", shape, size, make, fused_ops.commit, reference.commit, False)
+
+
+def make_step(num_requests: int, candidates: int, length: int, quota: int) -> tuple[object, ...]:
+    num_candidates = num_requests * candidates
+    starts = torch.arange(num_requests, dtype=torch.int32, device="cuda") * length
+    rows = torch.stack([torch.randperm(length, device="cuda") for _ in range(num_requests)])
+    rows = (rows[:, :candidates] + starts[:, None]).flatten()
+    canvas = torch.randint(1, 2**17, (num_requests * length,), device="cuda")
+    canvas[rows] = MASK
+    ends = torch.arange(num_requests + 1, dtype=torch.int32, device="cuda") * candidates
+    tokens = torch.randint(1, 2**17, (num_candidates,), device="cuda")
+    scores = torch.rand(num_candidates, dtype=torch.float64, device="cuda")
+    quotas = torch.full((num_requests,), quota, dtype=torch.int32, device="cuda")
+    out = fused_ops.Committed(
+        torch.empty(num_candidates, dtype=torch.bool, device="cuda"),
+        *torch.empty(2, num_requests, dtype=torch.int32, device="cuda").unbind(),
+    )
+    return (
+        canvas,
+        torch.stack((starts, starts + length), dim=1),
+        fused_ops.Proposals(tokens, scores, rows, ends),
+        fused_ops.Selection(quotas, torch.full_like(quotas, 0.9, dtype=torch.float64)),
+        MASK,
+        out,
+    )
+
+
+def measure(case: Case) -> list[object]:
+    """The row of the table."""
+    inputs = rotating(case.make, num_bytes=case.num_bytes)
+    # The start of a graph is spread over many calls.
+    inputs = inputs * -(-MIN_CALLS // len(inputs))
+    ours = [partial(case.ours, *arguments) for arguments in inputs]
+    plain = [partial(case.torch, *arguments) for arguments in inputs]
+    if case.can_capture_torch:
+        times = compare({"ours": ours, "torch": plain})
+    else:
+        times = compare({"ours": ours}) | compare({"torch": plain[:4]}, use_graphs=False, repeats=5)
+    speed = case.num_bytes / times["ours"].seconds
+    us, torch_us = times["ours"].median_us, times["torch"].median_us
+    return [
+        case.op,
+        case.shape,
+        round(us, 2),
+        round(speed / 1e12, 2),
+        round(100 * speed / copy_bandwidth(), 1),
+        round(torch_us, 1),
+        round(torch_us / us, 1),
+    ]
+
+
+def cases(rows: list[int]) -> Iterator[Case]:
+    for kind in (norm_cases, rotary_cases, silu_cases, store_cases):
+        yield from itertools.chain.from_iterable(kind(number) for number in rows)
+    yield from commit_cases()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="+", help="names of operations; default: all")
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, help="file for the record of the run")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() or not fused_ops.is_built():
+        parser.error("needs a CUDA device and the compiled module (scripts/test.sh builds it)")
+    chosen = [case for case in cases(arguments.rows) if case.op in (arguments.ops or [case.op])]
+    print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
+    print("{:18} {:44} {:>9} {:>6} {:>10} {:>10} {:>6}".format(*COLUMNS))
+    table = []
+    for case in chosen:
+        row = measure(case)
+        table.append(row)
+        print("{:18} {:44} {:9.2f} {:6.2f} {:10.1f} {:10.1f} {:6.1f}".format(*row), flush=True)
+    if arguments.json is not None:
+        content = {
+            "title": "fused_ops: row-wise operations and commit",
+            "copy_bandwidth": copy_bandwidth(),
+            "columns": COLUMNS,
+            "rows": table,
+        }
+        write_record(arguments.json, content)
+
+
+if __name__ == "__main__":
+    main()

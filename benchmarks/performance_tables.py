@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the tables of docs/performance.md with what the benchmarks measured.
+
+    benchmarks/performance_tables.py            rewrite the document
+    benchmarks/performance_tables.py --check    only compare; exit status 1 where they differ
+
+A benchmark writes a JSON file; copied into docs/measurements it becomes a table of the document,
+between two marks:
+
+    <!-- measured: step_latency -->
+    <!-- /measured -->
+
+Sections: step_latency (of step_latency.py), throughput (of compare_hf.py), attention and kernels
+(of benchmarks/kernels, told by their columns; the attention section takes those whose file name
+starts with "attention"). Without a file a section stays empty. The file names give the order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTION = re.compile(
+    r"(?P<opening><!-- measured: (?P<name>\w+) -->\n)(?P<body>.*?)(?P<closing><!-- /measured -->)",
+    re.DOTALL,
+)
+NAMES_OF_FAMILIES = {
+    "llada": "LLaDA-8B",
+    "dream": "Dream-7B",
+    "llada-moe": "LLaDA-MoE-7B-A1B",
+}
+
+
+class TableError(Exception):
+    """The document cannot be filled; the message is one line for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Fill the tables of docs/performance.md.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--measurements", type=Path, default=ROOT / "docs" / "measurements")
+    options = parser.parse_args(arguments)
+    try:
+        before = options.document.read_text(encoding="utf-8")
+        after = filled(before, options.measurements)
+    except (TableError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    if options.check and after != before:
+        sys.stderr.write(f"error: {options.document} is not what {options.measurements} says\n")
+        return 1
+    if not options.check:
+        options.document.write_text(after, encoding="utf-8")
+    return 0
+
+
+def filled(document: str, folder: Path) -> str:
+    """The document with the tables of the files in `folder`.
+
+    Raises:
+        TableError: a file cannot be read as a measurement, or its section is missing.
+    """
+    bodies: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("**/*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            section = section_of(path, content)
+            body = "\n".join([*TABLES[section](content), "", measured_on(content["run"]), ""])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TableError(f"{path}: it is no measurement: {error!r}") from error
+        bodies.setdefault(section, []).append(body)
+    there = {match["name"] for match in SECTION.finditer(document)}
+    missing = sorted(bodies.keys() - there)
+    if missing:
+        raise TableError(f"the document has no line <!-- measured: {missing[0]} -->")
+    return SECTION.sub(
+        lambda match: (
+            match["opening"] + "\n".join(["", *bodies.get(match["name"], [])]) + match["closing"]
+        ),
+        document,
+    )
+
+
+def section_of(path: Path, content: dict[str, Any]) -> str:
+    """Which section a measurement belongs to."""
+    if "columns" in content:
+        return "attention" if path.stem.startswith("attention") else "kernels"
+    return str(content["kind"])
+
+
+def measured_on(run: dict[str, Any]) -> str:
+    """Machine, software, commit and command in one sentence."""
+    packages = [f"{name} {version}" for name, version in run["packages"].items() if version]
+    if run.get("gpu"):
+        driver = f", driver {run['driver']}" if run.get("driver") else ""
+        machine = f"{run['gpu']} ({run['gpu_memory_gib']} GiB{driver})"
+    else:
+        machine = f"{run['num_cpus']} CPU cores ({run['machine']})"
+    commit = f", commit {run['commit']}" if run.get("commit") else ""
+    return (
+        f"Measured {run['date'][:10]} on {machine} with {', '.join(packages)}{commit}: "
+        f"`{run['command']}`"
+    )
+
+
+# --- one function a section: lines of a heading and its tables -----------------------------------
+
+
+def step_latency(content: dict[str, Any]) -> Iterator[str]:
+    """A table a family."""
+    settings, ceilings = content["settings"], content["ceilings"]
+    for family in dict.fromkeys(row["family"] for row in content["rows"]):
+        rows = [row for row in content["rows"] if row["family"] == family]
+        has_experts = any(row["touched_experts"] for row in rows)
+        yield f"### Step of {NAMES_OF_FAMILIES[family]}{changes_of(settings)}"
+        yield ""
+        if ceilings:
+            yield (
+                f"Ceilings of this run: copy {ceilings['copy_tb_per_s']:.2f} TB/s, "
+                f"matrix product {ceilings['matmul_tflop_per_s']:.0f} TFLOP/s, attention "
+                f"{in_words(ceilings['attention_tflop_per_s'])} TFLOP/s."
+            )
+            yield ""
+        header = ["requests", "T", "step, ms", "fastest", "step to step", "floor", "x floor"]
+        header += ["plain PyTorch", "speed-up"]
+        header += ["experts"] if has_experts else []
+        body = []
+        for row in rows:
+            cells = [row["num_requests"], f"{row['length']:,}"]
+            cells += [row["step_ms"], row["step_min_ms"], row["interval_ms"], row["floor_ms"]]
+            cells += [ratio(row["step_ms"], row["floor_ms"]), row["reference_ms"]]
+            cells += [ratio(row["reference_ms"], row["step_ms"])]
+            cells += [row["touched_experts"]] if has_experts else []
+            body.append(cells)
+        yield from table(header, body)
+        yield ""
+
+
+def throughput(content: dict[str, Any]) -> Iterator[str]:
+    """One table of all systems."""
+    settings, rows = content["settings"], content["rows"]
+    model = NAMES_OF_FAMILIES.get(settings["model"], settings["model"])
+    plain = next((row["tokens_per_s"] for row in rows if row["system"] == "plain loop"), None)
+    yield (
+        f"### {model}{changes_of(settings)}: prompt {settings['prompt_length']}, "
+        f"canvas {settings['gen_length']}, blocks of {settings['block_length']}, "
+        f"{settings['steps']} steps"
+    )
+    yield ""
+    yield from table(
+        ["system", "cache", "clients", "tokens/s", "ms a forward", "x plain loop"],
+        [
+            [
+                *(row["system"], row["cache"], row["num_clients"]),
+                *(row["tokens_per_s"], row["ms_per_forward"]),
+                ratio(row["tokens_per_s"], plain),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def kernel(content: dict[str, Any]) -> Iterator[str]:
+    """The table as the kernel's benchmark gives it: title, columns, rows, perhaps a note."""
+    yield f"### {content['title']}"
+    yield ""
+    if content.get("note"):
+        yield content["note"]
+        yield ""
+    yield from table(content["columns"], content["rows"])
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
+    "step_latency": step_latency,
+    "throughput": throughput,
+    "attention": kernel,
+    "kernels": kernel,
+}
+
+
+def changes_of(settings: dict[str, Any]) -> str:
+    """What differs from the released model or from the usual way to run it."""
+    changes = []
+    if settings.get("num_layers"):
+        changes.append(f"{settings['num_layers']} layers")
+    if settings.get("shrink", 1) != 1:
+        changes.append(f"widths / {settings['shrink']}")
+    if settings.get("enforce_eager"):
+        changes.append("without CUDA graphs")
+    if settings.get("dtype", "bfloat16") != "bfloat16":
+        changes.append(settings["dtype"])
+    return f" ({', '.join(changes)})" if changes else ""
+
+
+def in_words(rates: dict[str, float]) -> str:
+    """`{"2048 x 32 heads": 520.1}` as "520 (2048 x 32 heads)"."""
+    return ", ".join(f"{rate:.0f} ({name})" for name, rate in rates.items())
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """a / b, None without one of them."""
+    return a / b if a is not None and b else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """Lines of a Markdown table; columns of numbers are set right.
+
+    Raises:
+        ValueError: a row is not as long as the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"rows: wanted {len(header)} cells, got {len(row)}: {row!r}")
+    is_number = [
+        all(isinstance(row[i], (int, float)) or row[i] is None for row in rows)
+        for i in range(len(header))
+    ]
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "|".join("---:" if number else "---" for number in is_number) + "|"
+    for row in rows:
+        yield "| " + " | ".join(map(cell, row)) + " |"
+
+
+def cell(value: object) -> str:
+    """Floats to three digits, at most two behind the point; a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return str(value)
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

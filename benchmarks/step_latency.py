@@ -1,0 +1,446 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one denoise step, against the hardware's floor and against plain PyTorch.
+
+    benchmarks/step_latency.py [--families llada dream llada-moe] [--lengths 32 128 ... 16384]
+        [--requests 1 8 32] [--quick] [--long] [--output-dir results/step_latency]
+
+Each family has the shape of its released model (LLaDA-8B, Dream-7B, LLaDA-MoE-7B-A1B) and random
+weights. A request has one block of 32 masked positions behind a random prompt (16 where T is 32);
+no cache, so every step recomputes all rows. Measured in one process, after warm-up:
+
+    step        from the engine's first instruction of a step to its results on the host
+    device      between CUDA events around the same step
+    interval    from the start of a step to the start of the next: scheduling included
+    floor       the larger of moving every weight once at the bandwidth of a large copy, and of all
+                products at the rate of an 8192 x 8192 x 8192 one plus attention at the rate of
+                cuDNN; all rows through all layers, logits of 32 rows a request; of experts, those
+                that a row passes. The three rates are measured in the same run.
+    reference   the same step in plain PyTorch (benchmarks/plain_model.py): logits of all rows, one
+                request after the other; "-" where it does not fit into memory
+
+Written: step_latency.json and step_latency.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+
+import torch  # noqa: E402
+from make_dummy_checkpoint import PRESETS, configuration, write_checkpoint  # noqa: E402
+
+from benchmarks import gpu_timing  # noqa: E402
+from benchmarks.plain_model import denoise_step, random_model, touched_experts  # noqa: E402
+from benchmarks.shapes import Shape, forward_work  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.plain_model import PlainModel
+
+FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
+LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096, 16384)
+LONG_LENGTH = 65536
+QUICK_LENGTHS = (32, 256, 1024)
+BLOCK = 32
+MIN_STEPS = 3
+# Attention over few rows is bound by its launch, not by the card: a rate from there on is the
+# card's.
+MIN_ATTENTION_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many requests at once, of `length` rows each."""
+
+    length: int
+    num_requests: int
+
+    @property
+    def canvas(self) -> int:
+        """Masked positions behind the prompt, one block."""
+        return min(BLOCK, self.length // 2)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The plain step of one request; `touched_experts` is None for a dense model."""
+
+    step_ms: float | None
+    touched_experts: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case gave; times in milliseconds, None where not measured."""
+
+    family: str
+    length: int
+    num_requests: int
+    num_steps: int
+    step_ms: float
+    step_min_ms: float
+    device_ms: float | None
+    interval_ms: float
+    floor_ms: float | None
+    reference_ms: float | None
+    touched_experts: float | None
+
+    @property
+    def over_floor(self) -> float | None:
+        """Step time as a multiple of the floor."""
+        return self.step_ms / self.floor_ms if self.floor_ms else None
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as long the reference takes."""
+        return self.reference_ms / self.step_ms if self.reference_ms else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    rows: list[Row] = []
+    ceilings: dict[str, Any] = {}
+    print(HEADER)
+    try:
+        for family in options.families:
+            rows += measure_family(family, options, ceilings)
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted; the families before are kept\n")
+    if not rows:
+        return 1
+    write_results(options, rows, ceilings)
+    print(f"written: {options.output_dir}")
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="Time of one denoise step.")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, metavar="T", help="rows of a request, at least 2"
+    )
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32], metavar="N")
+    parser.add_argument("--quick", action="store_true", help="three lengths, few steps")
+    parser.add_argument("--long", action="store_true", help=f"with length {LONG_LENGTH}, too")
+    parser.add_argument(
+        "--max-rows", type=int, default=16384, help="leave out more rows of several requests"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="measured steps of a case, at most")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of a case, at most (three steps at least)"
+    )
+    parser.add_argument("--no-reference", action="store_true", help="leave plain PyTorch out")
+    parser.add_argument(
+        "--reference-confidence",
+        choices=("logits", "float32", "float64"),
+        default="logits",
+        help="precision of the reference's softmax (LLaDA's published loop: that of the logits)",
+    )
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the longest kernels of every case, too"
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
+    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "step_latency")
+    options = parser.parse_args(arguments)
+    options.lengths = options.lengths or list(QUICK_LENGTHS if options.quick else LENGTHS)
+    if options.long:
+        options.lengths.append(LONG_LENGTH)
+    if min(options.lengths) < 2 or min(options.requests) < 1 or options.steps < MIN_STEPS:
+        parser.error(f"wanted --lengths from 2, --requests from 1, --steps from {MIN_STEPS}")
+    if options.quick:
+        options.seconds = min(options.seconds, 1.0)
+    return options
+
+
+def cases_of(lengths: Sequence[int], requests: Sequence[int], max_rows: int) -> list[Case]:
+    """All combinations whose rows fit; a lone request may have any number."""
+    return [
+        Case(length, count)
+        for count in requests
+        for length in lengths
+        if count == 1 or count * length <= max_rows
+    ]
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+
+def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str, Any]) -> list[Row]:
+    """All cases of a family, printed as they come; adds what was measured to `ceilings`."""
+    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
+    shape = Shape.of(configuration(family, **shrunk))
+    references = measure_references(shape, options)
+    in_process.free_memory()
+    cases = cases_of(options.lengths, options.requests, options.max_rows)
+    floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
+    in_process.free_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), family, **shrunk)
+        with in_process.engine(
+            Path(folder),
+            dummy_weights=True,
+            dtype=options.dtype,
+            max_model_len=max(options.lengths),
+            max_num_seqs=max(options.requests),
+            max_num_batched_tokens=max(case.length * case.num_requests for case in cases),
+            enforce_eager=options.enforce_eager,
+        ) as (llm, runner):
+            rows = []
+            for case in cases:
+                run = partial(run_case, llm, runner, shape, case)
+                steps = measure_steps(run, options)
+                rows.append(row_of(family, case, steps, floors[case], references))
+                print(line_of(rows[-1]), flush=True)
+                if options.profile:
+                    print_kernels(in_process.kernel_times(partial(run, len(steps))))
+    return rows
+
+
+def measure_references(shape: Shape, options: argparse.Namespace) -> dict[int, Reference]:
+    """The plain step of one request of each length, and the experts that its rows pass.
+
+    Of --no-reference only the latter is left, without which there is no floor.
+    """
+    if options.no_reference and not shape.num_experts:
+        return {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = random_model(shape, device, getattr(torch, options.dtype))
+    references = {}
+    for length in sorted(options.lengths):
+        row = masked_row(shape, Case(length, 1)).to(device)
+        step_ms = None if options.no_reference else plain_step_ms(model, row, options)
+        touched = touched_experts(model, row) if shape.num_experts else None
+        references[length] = Reference(step_ms, touched)
+    return references
+
+
+def plain_step_ms(
+    model: PlainModel, row: torch.Tensor, options: argparse.Namespace
+) -> float | None:
+    """Median time of the plain step of row [1, T]; None where the memory does not suffice."""
+    precision = options.reference_confidence
+    confidence = None if precision == "logits" else getattr(torch, precision)
+
+    def step() -> None:
+        denoise_step(model, row.clone(), row.shape[1], 1, confidence)
+
+    try:
+        expected_ms = min(gpu_timing.event_ms(step) for _ in range(2))
+        count = num_steps(expected_ms, options.steps, options.seconds)
+        return statistics.median(gpu_timing.event_ms(step) for _ in range(count))
+    except torch.OutOfMemoryError:
+        in_process.free_memory()
+        return None
+
+
+def masked_row(shape: Shape, case: Case) -> torch.Tensor:
+    """[1, T] int64: a random prompt and the canvas."""
+    prompt = in_process.random_prompt(case.length - case.canvas, shape.vocab_size, seed=0)
+    return torch.tensor([[*prompt, *[shape.mask_id] * case.canvas]])
+
+
+def num_steps(expected_ms: float, most: int, seconds: float) -> int:
+    """As many steps as fit into `seconds`, at least MIN_STEPS and at most `most`."""
+    return max(MIN_STEPS, min(most, int(1000 * seconds / expected_ms)))
+
+
+def floor_ms(
+    shape: Shape, case: Case, references: dict[int, Reference], ceilings: dict[str, Any]
+) -> float | None:
+    """The floor of a case from the rates of this card; None without a CUDA device."""
+    if not torch.cuda.is_available():
+        return None
+    reference = references.get(case.length)
+    # Other requests bring other tokens: together they pass all experts.
+    touched = reference.touched_experts if reference and case.num_requests == 1 else None
+    work = forward_work(
+        shape, case.length, case.num_requests, head_rows=case.canvas, touched_experts=touched
+    )
+    heads = (shape.num_heads, shape.head_dim)
+    length = max(case.length, MIN_ATTENTION_LENGTH)
+    bandwidth = gpu_timing.copy_bandwidth()
+    matmul_rate = gpu_timing.matmul_rate()
+    attention_rate = gpu_timing.attention_rate(length, *heads)
+    ceilings["copy_tb_per_s"] = bandwidth / 1e12
+    ceilings["matmul_tflop_per_s"] = matmul_rate / 1e12
+    ceilings.setdefault("attention_tflop_per_s", {})[f"{length} x {heads[0]} heads"] = (
+        attention_rate / 1e12
+    )
+    return work.floor_ms(bandwidth, matmul_rate, attention_rate)
+
+
+def measure_steps(
+    run: Callable[[int], list[in_process.Step]], options: argparse.Namespace
+) -> list[in_process.Step]:
+    """The measured steps of a case; `run` is run_case with all but the number of steps.
+
+    The warm-up commits another number of tokens a step: what costs time at every new number of
+    masked rows is measured, as a server would meet it.
+    """
+    expected_ms = min(step.step_ms for step in run(MIN_STEPS))
+    return run(num_steps(expected_ms, options.steps, options.seconds))
+
+
+def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> list[in_process.Step]:
+    """One canvas of every request in so many steps; those steps that had all of the requests.
+
+    Raises:
+        RuntimeError: the engine did not run the requests together.
+    """
+    prompts = [
+        in_process.random_prompt(case.length - case.canvas, shape.vocab_size, seed)
+        for seed in range(case.num_requests)
+    ]
+    parameters = {
+        "algorithm": "semi_ar",
+        "gen_length": case.canvas,
+        "block_length": case.canvas,
+        "steps": min(steps, case.canvas),
+    }
+    with in_process.StepLog().attached(runner) as log:
+        in_process.run_requests(llm, prompts, parameters)
+    found = [step for step in log.steps() if step.num_requests == case.num_requests]
+    if len(found) < MIN_STEPS:
+        raise RuntimeError(
+            f"wanted {MIN_STEPS} steps with all {case.num_requests} requests of {case.length} "
+            f"rows, got {len(found)}"
+        )
+    return found
+
+
+def row_of(
+    family: str,
+    case: Case,
+    steps: Sequence[in_process.Step],
+    floor: float | None,
+    references: dict[int, Reference],
+) -> Row:
+    """The numbers of one case."""
+    timing = gpu_timing.Timing.of([step.step_ms for step in steps])
+    device = [step.device_ms for step in steps if step.device_ms is not None]
+    reference = references.get(case.length, Reference(None, None))
+    one_ms = reference.step_ms
+    return Row(
+        family=family,
+        length=case.length,
+        num_requests=case.num_requests,
+        num_steps=timing.num_measured,
+        step_ms=timing.median_ms,
+        step_min_ms=timing.min_ms,
+        device_ms=statistics.median(device) if device else None,
+        interval_ms=in_process.median_interval_ms(steps),
+        floor_ms=floor,
+        reference_ms=None if one_ms is None else one_ms * case.num_requests,
+        touched_experts=reference.touched_experts,
+    )
+
+
+# --- telling ---------------------------------------------------------------------------------
+
+HEADER = (
+    f"{'family':>10} {'T':>6} {'N':>3} | {'step ms':>9} {'min':>9} {'device':>9} {'interval':>9} | "
+    f"{'floor':>9} {'x floor':>7} | {'reference':>9} {'speed-up':>8}"
+)
+
+
+def line_of(row: Row) -> str:
+    """One row of the printed table."""
+    return (
+        f"{row.family:>10} {row.length:>6} {row.num_requests:>3} | {row.step_ms:>9.2f} "
+        f"{row.step_min_ms:>9.2f} {told(row.device_ms):>9} {row.interval_ms:>9.2f} | "
+        f"{told(row.floor_ms):>9} {told(row.over_floor):>7} | "
+        f"{told(row.reference_ms):>9} {told(row.speed_up):>8}"
+    )
+
+
+def print_kernels(kernels: dict[str, tuple[float, float]], most: int = 15) -> None:
+    """The longest kernels with the milliseconds and launches of one step, under their sum."""
+    print(f"    device busy {sum(time_ms for time_ms, _ in kernels.values()):.3f} ms of a step")
+    for name, (time_ms, launches) in list(kernels.items())[:most]:
+        print(f"    {time_ms:>9.3f} ms {launches:>6.1f} x  {name[:100]}")
+
+
+def told(number: float | None) -> str:
+    """Two decimals, or a dash."""
+    return "-" if number is None else f"{number:.2f}"
+
+
+def write_results(
+    options: argparse.Namespace, rows: Sequence[Row], ceilings: dict[str, Any]
+) -> None:
+    """Write the JSON file and the plot."""
+    settings = {
+        name: getattr(options, name)
+        for name in ("dtype", "enforce_eager", "num_layers", "shrink", "reference_confidence")
+    }
+    content = {
+        "kind": "step_latency",
+        "settings": settings,
+        "ceilings": ceilings,
+        "rows": list(map(asdict, rows)),
+    }
+    gpu_timing.write_record(options.output_dir / "step_latency.json", content)
+    plot(options.output_dir / "step_latency.png", rows)
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Time against length, both logarithmic, a panel a family; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        sys.stderr.write("no plot: matplotlib is missing (requirements/test.txt)\n")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    families = list(dict.fromkeys(row.family for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(families), figsize=(4.5 * len(families), 4), sharey=True, squeeze=False
+    )
+    for axis, family in zip(axes[0], families, strict=True):
+        own = [row for row in rows if row.family == family]
+        for number, count in enumerate(dict.fromkeys(row.num_requests for row in own)):
+            some = [row for row in own if row.num_requests == count]
+            draw = partial(_draw, axis, some)
+            draw("step_ms", f"{count} at once", color=f"C{number}", marker="o")
+            draw("reference_ms", "reference", color=f"C{number}", linestyle=":")
+            draw("floor_ms", "floor", color=f"C{number}", linestyle="--", alpha=0.6)
+        axis.set_title(family)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_yscale("log")
+        axis.set_xlabel("rows of a request")
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set_ylabel("step, ms")
+    axes[0][0].legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw(axis: Any, rows: Sequence[Row], name: str, label: str, **style: Any) -> None:
+    points = [(row.length, getattr(row, name)) for row in rows if getattr(row, name) is not None]
+    if points:
+        axis.plot(*zip(*points, strict=True), label=label, **style)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

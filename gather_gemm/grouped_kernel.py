@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""Triton kernels of the grouped products: each group of rows times a matrix of its own.
+
+Few rows a group make the products a stream of weights, so the weights are the left operand: their
+rows fill the 64 rows of a tensor-core instruction, and the group's few rows its columns.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .grouped_launch import GroupedConfig, choose_gated, choose_product, max_tiles
+
+
+@triton.jit
+def _find_tile(
+    ends,
+    num_groups,
+    num_column_blocks,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The group of this program, its first row, the end of the group's rows, and its columns.
+
+    Programs are ordered by group, then by columns, then by rows: those that run together share a
+    tile of the weight. A program past the last tile gets no rows.
+    """
+    program = tl.program_id(0)
+    groups = tl.arange(0, GROUPS)
+    is_group = groups < num_groups
+    end = tl.load(ends + groups, mask=is_group, other=0)
+    start = tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0)
+    num_tiles = (end - start + ROWS - 1) // ROWS
+    last = tl.cumsum(num_tiles) * num_column_blocks
+    group = tl.sum((last <= program).to(tl.int32))
+    mine = groups == group
+    tiles = tl.maximum(tl.sum(tl.where(mine, num_tiles, 0)), 1)
+    local = program - tl.sum(tl.where(mine, last - num_tiles * num_column_blocks, 0))
+    first_row = tl.sum(tl.where(mine, start, 0)) + local % tiles * ROWS
+    end_row = tl.sum(tl.where(mine, end, 0))
+    return group, first_row, end_row, local // tiles
+
+
+@triton.jit
+def _load_weight(
+    weight,
+    row,
+    num_rows,
+    start,
+    depth,
+    stride,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    if USE_TMA:
+        tile = weight.load([row, start])
+    else:
+        rows = tl.arange(0, ROWS)
+        columns = start + tl.arange(0, DEPTH)
+        tile = tl.load(
+            weight + (row + rows).to(tl.int64)[:, None] * stride + columns[None, :],
+            mask=(rows < num_rows)[:, None] & (columns < depth)[None, :],
+            other=0.0,
+        )
+    return tile
+
+
+@triton.jit
+def gated_kernel(
+    x,  # [T, D]
+    slots,  # [S] int32
+    weight,  # [E * 2 * I, D]
+    ends,  # [E] int32
+    out,  # [S, I]
+    num_groups,
+    num_chosen,
+    width,
+    depth,
+    x_stride,
+    weight_stride,
+    out_stride,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    group, first_row, end_row, block = _find_tile(
+        ends, num_groups, tl.cdiv(width, COLUMNS), GROUPS, ROWS
+    )
+    if first_row >= end_row:
+        return
+    row_ids = first_row + tl.arange(0, ROWS)
+    row_mask = row_ids < end_row
+    tokens = tl.load(slots + row_ids, mask=row_mask, other=0) // num_chosen
+    depth_ids = tl.arange(0, DEPTH)
+    x_tile = x + tokens.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
+    first_column = block * COLUMNS
+    gate_row = group * 2 * width + first_column
+    up_row = gate_row + width
+    gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    for start in range(0, depth, DEPTH):
+        right = tl.load(
+            x_tile + start,
+            mask=row_mask[None, :] & (start + depth_ids < depth)[:, None],
+            other=0.0,
+        )
+        left = _load_weight(
+            weight,
+            gate_row,
+            width - first_column,
+            start,
+            depth,
+            weight_stride,
+            COLUMNS,
+            DEPTH,
+            USE_TMA,
+        )
+        gate = tl.dot(left, right, gate, input_precision="ieee")
+        left = _load_weight(
+            weight,
+            up_row,
+            width - first_column,
+            start,
+            depth,
+            weight_stride,
+            COLUMNS,
+            DEPTH,
+            USE_TMA,
+        )
+        up = tl.dot(left, right, up, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    product = (silu * up.to(dtype).to(tl.float32)).to(dtype)
+    columns = first_column + tl.arange(0, COLUMNS)
+    tl.store(
+        out + row_ids.to(tl.int64)[:, None] * out_stride + columns[None, :],
+        product.T,
+        mask=row_mask[:, None] & (columns < width)[None, :],
+    )
+
+
+@triton.jit
+def product_kernel(
+    x,  # [S, D]
+    weight,  # [E * N, D]
+    ends,  # [E] int32
+    slots,  # [S] int32
+    scales,  # [S]
+    out,  # [S, N]
+    num_groups,
+    num_columns,
+    depth,
+    x_stride,
+    weight_stride,
+    out_stride,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    SCATTERS: tl.constexpr,
+):
+    group, first_row, end_row, block = _find_tile(
+        ends, num_groups, tl.cdiv(num_columns, COLUMNS), GROUPS, ROWS
+    )
+    if first_row >= end_row:
+        return
+    row_ids = first_row + tl.arange(0, ROWS)
+    row_mask = row_ids < end_row
+    depth_ids = tl.arange(0, DEPTH)
+    if not X_TMA:
+        x_tile = x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
+    first_column = block * COLUMNS
+    weight_row = group * num_columns + first_column
+    total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    for start in range(0, depth, DEPTH):
+        if X_TMA:
+            right = x.load([first_row, start]).T
+        else:
+            right = tl.load(
+                x_tile + start,
+                mask=row_mask[None, :] & (start + depth_ids < depth)[:, None],
+                other=0.0,
+            )
+        left = _load_weight(
+            weight,
+            weight_row,
+            num_columns - first_column,
+            start,
+            depth,
+            weight_stride,
+            COLUMNS,
+            DEPTH,
+            USE_TMA,
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    product = total.to(dtype)
+    out_rows = row_ids
+    if SCATTERS:
+        out_rows = tl.load(slots + row_ids, mask=row_mask, other=0)
+        scale = tl.load(scales + out_rows, mask=row_mask, other=0.0).to(tl.float32)
+        product = (product.to(tl.float32) * scale[None, :]).to(dtype)
+    columns = first_column + tl.arange(0, COLUMNS)
+    tl.store(
+        out + out_rows.to(tl.int64)[:, None] * out_stride + columns[None, :],
+        product.T,
+        mask=row_mask[:, None] & (columns < num_columns)[None, :],
+    )
+
+
+def launch_gated(
+    x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: Tensor, out: Tensor
+) -> None:
+    """Enqueue ``out = silu(gate) * up`` of the gathered rows; the arguments are checked."""
+    num_groups, _, depth = weight.shape
+    num_rows, width = out.shape
+    config = choose_gated(num_rows, num_groups, x.element_size(), _shared_bytes(x.device))
+    rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
+    uses_tma = _has_tma(rows)
+    gated_kernel[_grid(num_rows, width, num_groups, config)](
+        x,
+        slots,
+        _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        ends,
+        out,
+        num_groups,
+        num_chosen,
+        width,
+        depth,
+        x.stride(0),
+        rows.stride(0),
+        out.stride(0),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        USE_TMA=uses_tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def launch_product(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    slots: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
+
+    With `slots` and `weights`, row i is weighted and becomes row ``slots[i]`` of `out`.
+    """
+    num_groups, num_columns, depth = weight.shape
+    config = choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
+    rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
+    uses_tma = _has_tma(rows)
+    tiles_x = uses_tma and _has_tma(x)
+    product_kernel[_grid(len(x), num_columns, num_groups, config)](
+        _tiled(x, config.rows, config.depth) if tiles_x else x,
+        _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        ends,
+        slots,
+        weights,
+        out,
+        num_groups,
+        num_columns,
+        depth,
+        x.stride(0),
+        rows.stride(0),
+        out.stride(0),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        USE_TMA=uses_tma,
+        X_TMA=tiles_x,
+        SCATTERS=slots is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _grid(num_rows: int, num_columns: int, num_groups: int, config: GroupedConfig) -> tuple[int]:
+    num_tiles = max_tiles(num_rows, num_groups, config.rows)
+    return (num_tiles * triton.cdiv(num_columns, config.columns),)
+
+
+def _tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def _has_tma(matrix: Tensor) -> bool:
+    """Whether the tensor copy engine takes this matrix: from Hopper on, whole 16 bytes a row."""
+    if matrix.is_cuda and _capability(matrix.device)[0] < 9:
+        return False
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may use; the barriers of the pipeline need a little of it."""
+    if device.type != "cuda":
+        return 96 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""Triton kernels around the experts: the choice, the order of the rows, and the final sum."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _choose(scores, is_expert, NUM_CHOSEN: tl.constexpr, EXPERTS: tl.constexpr):
+    """Mark the NUM_CHOSEN best of each row of scores [ROWS, EXPERTS]; ties to the lowest expert."""
+    experts = tl.arange(0, EXPERTS)[None, :]
+    is_open = tl.broadcast_to(is_expert[None, :], scores.shape)
+    # NaN equals nothing: as -inf its row still chooses NUM_CHOSEN experts, the lowest.
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    for _ in range(NUM_CHOSEN):
+        best = tl.max(tl.where(is_open, scores, float("-inf")), axis=1)
+        is_best = is_open & (scores == best[:, None])
+        winner = tl.min(tl.where(is_best, experts, EXPERTS), axis=1)
+        is_open = is_open & (experts != winner[:, None])
+    return is_expert[None, :] & ~is_open
+
+
+@triton.jit
+def choose_kernel(
+    logits,  # [R, E]
+    bias,  # [E] fp32
+    weights,  # [R, K], written: ascending experts
+    chosen,  # [R, E] int8, written where the rows take several blocks
+    counts,  # [blocks, E] int32, written likewise
+    slots,  # [R * K] int32, written where one block holds all rows
+    ends,  # [E] int32, written likewise
+    num_rows,
+    num_experts,
+    logits_stride,
+    NUM_CHOSEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row_ids = block * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    is_row, is_expert = row_ids < num_rows, experts < num_experts
+    inside = is_row[:, None] & is_expert[None, :]
+    at = row_ids.to(tl.int64)[:, None] * logits_stride + experts[None, :]
+    given = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    given = tl.where(is_row[:, None], given, 0.0)
+    powers = tl.where(is_expert[None, :], tl.exp(given - tl.max(given, axis=1)[:, None]), 0.0)
+    probabilities = powers / tl.sum(powers, axis=1)[:, None]
+    scores = probabilities
+    if HAS_BIAS:
+        scores += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
+    is_chosen = _choose(scores, is_expert, NUM_CHOSEN, EXPERTS) & is_row[:, None]
+    ones = is_chosen.to(tl.int32)
+    slot = row_ids[:, None] * NUM_CHOSEN + tl.cumsum(ones, axis=1) - 1
+    tl.store(weights + slot, probabilities.to(weights.dtype.element_ty), mask=is_chosen)
+    totals = tl.sum(ones, axis=0)
+    if IS_WHOLE:
+        last = tl.cumsum(totals)
+        tl.store(ends + experts, last, mask=is_expert)
+        position = (last - totals)[None, :] + tl.cumsum(ones, axis=0) - 1
+        tl.store(slots + position, slot, mask=is_chosen)
+    else:
+        at = row_ids.to(tl.int64)[:, None] * num_experts + experts[None, :]
+        tl.store(chosen + at, is_chosen.to(tl.int8), mask=inside)
+        tl.store(counts + block * num_experts + experts, totals, mask=is_expert)
+
+
+@triton.jit
+def sort_kernel(
+    chosen,  # [R, E] int8
+    counts,  # [blocks, E] int32
+    slots,  # [R * K] int32, written
+    ends,  # [E] int32, written
+    num_rows,
+    num_experts,
+    num_blocks,
+    NUM_CHOSEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    is_expert = experts < num_experts
+    totals = tl.zeros((EXPERTS,), dtype=tl.int32)
+    earlier = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        some = tl.load(
+            counts + blocks[:, None] * num_experts + experts[None, :],
+            mask=(blocks < num_blocks)[:, None] & is_expert[None, :],
+            other=0,
+        )
+        totals += tl.sum(some, axis=0)
+        earlier += tl.sum(tl.where((blocks < block)[:, None], some, 0), axis=0)
+    last = tl.cumsum(totals)
+    if block == 0:
+        tl.store(ends + experts, last, mask=is_expert)
+    row_ids = block * ROWS + tl.arange(0, ROWS)
+    ones = tl.load(
+        chosen + row_ids.to(tl.int64)[:, None] * num_experts + experts[None, :],
+        mask=(row_ids < num_rows)[:, None] & is_expert[None, :],
+        other=0,
+    ).to(tl.int32)
+    slot = row_ids[:, None] * NUM_CHOSEN + tl.cumsum(ones, axis=1) - 1
+    position = (last - totals + earlier)[None, :] + tl.cumsum(ones, axis=0) - 1
+    tl.store(slots + position, slot, mask=ones > 0)
+
+
+@triton.jit
+def sum_kernel(
+    terms,  # [R, K, D]
+    out,  # [R, D]
+    num_columns,
+    out_stride,
+    NUM_TERMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < num_columns
+    dtype = out.dtype.element_ty
+    term = terms + row * NUM_TERMS * num_columns + columns
+    total = tl.load(term, mask=mask, other=0.0).to(tl.float32)
+    for index in tl.static_range(1, NUM_TERMS):
+        addend = tl.load(term + index * num_columns, mask=mask, other=0.0).to(tl.float32)
+        # every sum is rounded to the model dtype
+        total = (total + addend).to(dtype).to(tl.float32)
+    into = out + row * out_stride + columns
+    if ADDS:
+        total += tl.load(into, mask=mask, other=0.0).to(tl.float32)
+    tl.store(into, total.to(dtype), mask=mask)
+
+
+# Elements of the tile [rows, experts] of a block: of many, and of one that holds all rows alone.
+_BLOCK_ELEMENTS = 2048
+_WHOLE_ELEMENTS = 4096
+
+
+def launch_route(
+    logits: Tensor,
+    num_chosen: int,
+    bias: Tensor | None,
+    weights: Tensor,
+    slots: Tensor,
+    ends: Tensor,
+) -> None:
+    """Enqueue the choice and the order of the rows; the arguments are checked."""
+    num_rows, num_experts = logits.shape
+    experts = triton.next_power_of_2(num_experts)
+    is_whole = triton.next_power_of_2(num_rows) * experts <= _WHOLE_ELEMENTS
+    rows = triton.next_power_of_2(num_rows) if is_whole else max(1, _BLOCK_ELEMENTS // experts)
+    num_blocks = triton.cdiv(num_rows, rows)
+    chosen = counts = None
+    if not is_whole:
+        chosen = logits.new_empty((num_rows, num_experts), dtype=torch.int8)
+        counts = slots.new_empty((num_blocks, num_experts))
+    choose_kernel[(num_blocks,)](
+        logits,
+        bias,
+        weights,
+        chosen,
+        counts,
+        slots,
+        ends,
+        num_rows,
+        num_experts,
+        logits.stride(0),
+        NUM_CHOSEN=num_chosen,
+        ROWS=rows,
+        EXPERTS=experts,
+        HAS_BIAS=bias is not None,
+        IS_WHOLE=is_whole,
+        num_warps=8 if is_whole else 4,
+    )
+    if is_whole:
+        return
+    sort_kernel[(num_blocks,)](
+        chosen,
+        counts,
+        slots,
+        ends,
+        num_rows,
+        num_experts,
+        num_blocks,
+        NUM_CHOSEN=num_chosen,
+        ROWS=rows,
+        EXPERTS=experts,
+        BLOCKS=rows,
+        num_warps=4,
+    )
+
+
+def launch_sum(terms: Tensor, out: Tensor, adds: bool) -> None:
+    """Enqueue ``out = sum`` or ``out += sum`` over terms [R, k, D]; the arguments are checked."""
+    num_rows, num_terms, num_columns = terms.shape
+    columns = min(1024, triton.next_power_of_2(num_columns))
+    sum_kernel[(num_rows, triton.cdiv(num_columns, columns))](
+        terms,
+        out,
+        num_columns,
+        out.stride(0),
+        NUM_TERMS=num_terms,
+        COLUMNS=columns,
+        ADDS=adds,
+        num_warps=4,
+    )

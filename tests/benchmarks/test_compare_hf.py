@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our engine and server against the plain loop, with tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import compare_hf, in_process, performance_tables  # noqa: E402
+
+SMALL = [
+    *("--prompt-length", "8", "--gen-length", "16", "--block-length", "8", "--steps", "8"),
+    *("--dtype", "float32", "--rounds", "2"),
+]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "moe"])
+def test_every_system_is_measured_in_process(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family=family, seed=3)
+    arguments = ["--model", str(folder), "--in-process", "--clients", "1", "3", *SMALL]
+    assert compare_hf.main([*arguments, "--output-dir", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "throughput.json").read_text())
+    systems = [(row["system"], row["cache"], row["num_clients"]) for row in content["rows"]]
+    ours = [("engine in process", cache, n) for cache in ("none", "dual") for n in (1, 3)]
+    assert systems == [("plain loop", "none", 1), *ours]
+    for row in content["rows"]:
+        assert row["num_requests"] == 2 * row["num_clients"]
+        assert row["num_tokens"] == 16 * row["num_requests"]
+        assert row["num_forwards"] >= 8 * row["num_requests"]
+        assert row["tokens_per_s"] == pytest.approx(row["num_tokens"] / row["seconds"])
+        assert row["ms_per_forward"] > 0
+    assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    lines = list(performance_tables.throughput(content))
+    assert lines[0].startswith("### model (float32): prompt 8, canvas 16")
+    assert sum(line.startswith("| engine in process |") for line in lines) == 4
+
+
+def test_plain_loop_and_engine_give_the_same_tokens(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family="llada", seed=3)
+    options = compare_hf.parse_arguments(
+        ["--model", str(folder), "--in-process", "--clients", "2", *SMALL]
+    )
+    shape = compare_hf.Shape.of(json.loads((folder / "config.json").read_text()))
+    prompts = [[in_process.random_prompt(8, 256, seed)] for seed in range(2)]
+    with compare_hf.plain_loop(folder, shape, options) as send:
+        plain = send(prompts, "none")
+    with compare_hf.in_process_engine(folder, options) as send:
+        ours = send(prompts, "none")
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in plain]
+    assert [answer.num_forwards for answer in ours] == [8, 8]
+
+
+@pytest.mark.slow
+def test_a_server_is_started_and_stopped(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family="llada", seed=3)
+    arguments = ["--model", str(folder), "--clients", "2", "--caches", "none", "--no-reference"]
+    assert compare_hf.main([*arguments, *SMALL, "--output-dir", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "throughput.json").read_text())["rows"]
+    assert (row["system"], row["num_requests"], row["num_tokens"]) == ("server", 4, 64)
+
+
+def test_a_server_that_ends_at_its_start_leaves_its_log() -> None:
+    command = [sys.executable, "-c", "print('no such model')"]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=log) as process,
+        pytest.raises(compare_hf.BenchmarkError, match="log ends with: no such model"),
+    ):
+        compare_hf.wait_until_ready("http://127.0.0.1:9", process, log)
+
+
+def test_rounds_of_clients_are_told_apart() -> None:
+    asked: list[list[list[int]]] = []
+
+    def send(prompts: list[list[list[int]]], _cache: str) -> list[compare_hf.Answer]:
+        asked.extend(prompts)
+        return [compare_hf.Answer([1], 1, 2.0) for client in prompts for _ in client]
+
+    options = SimpleNamespace(prompt_length=4, rounds=2)
+    row = compare_hf.measure(send, SimpleNamespace(vocab_size=1000), options, ("server", "none", 3))
+    assert [len(client) for client in asked] == [1, 1, 1, 2, 2, 2]
+    prompts = [tuple(prompt) for client in asked for prompt in client]
+    assert len(set(prompts)) == len(prompts), "every request has a prompt of its own"
+    assert (row.num_requests, row.num_tokens, row.ms_per_forward) == (6, 6, 2.0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--family", "llada", "--model", "x"], ["--family", "y"]]
+)
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compare_hf.parse_arguments(arguments)
+    assert caught.value.code == 2

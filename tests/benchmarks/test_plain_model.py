@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain models and loop of the benchmarks against the reference, and what a forward costs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
+from tests.reference.decode import SpecialIds, aligned, semi_ar
+from tests.reference.dream_model import DreamReference
+from tests.reference.llada_model import LLaDAReference
+from tests.reference.llada_moe_model import LLaDAMoEReference
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from make_dummy_checkpoint import configuration  # noqa: E402
+
+from benchmarks import plain_model  # noqa: E402
+from benchmarks.plain_model import PlainModel, load_model, random_model  # noqa: E402
+from benchmarks.shapes import Shape, forward_work  # noqa: E402
+
+REFERENCES: dict[str, Any] = {
+    "llada": LLaDAReference,
+    "dream": DreamReference,
+    "moe": LLaDAMoEReference,
+}
+FULL_SIZE = ("llada", "dream", "llada-moe")
+
+
+@pytest.fixture(params=REFERENCES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PlainModel, Any]:
+    """A plain model and the reference of the same checkpoint, in fp32."""
+    folder = make_checkpoint(tmp_path / "model", family=request.param, seed=5)
+    plain = load_model(folder, "cpu", torch.float32)
+    return plain, REFERENCES[request.param].from_checkpoint(folder)
+
+
+def test_logits_are_the_references(pair: tuple[PlainModel, Any]) -> None:
+    plain, reference = pair
+    ids = torch.tensor([[*random_prompt(12), *[MASK_ID] * 8]])
+    with torch.inference_mode():
+        expected = aligned(reference, reference.logits(ids))
+        torch.testing.assert_close(plain(ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [4, 6, 16])
+def test_loop_gives_the_references_tokens(pair: tuple[PlainModel, Any], steps: int) -> None:
+    plain, reference = pair
+    prompt, num_forwards = random_prompt(9), 0
+
+    def count() -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+
+    tokens = plain_model.generate(
+        plain,
+        prompt,
+        canvas=16,
+        block_length=8,
+        steps=steps,
+        confidence_dtype=torch.float32,
+        after_step=count,
+    )
+    ids = SpecialIds(mask=MASK_ID, eos=EOS_ID)
+    expected = semi_ar(reference, prompt, gen_length=16, block_length=8, steps=steps, ids=ids)
+    assert tokens == expected[0]
+    assert num_forwards == steps
+
+
+def test_loop_refuses_blocks_that_do_not_tile() -> None:
+    model = random_model(Shape.of(configuration("llada", num_layers=1, shrink=32)), "cpu")
+    with pytest.raises(ValueError, match="block_length"):
+        plain_model.generate(model, [1], canvas=16, block_length=5, steps=16)
+
+
+@pytest.mark.parametrize("family", FULL_SIZE)
+def test_weights_counted_are_the_checkpoints(family: str) -> None:
+    config = configuration(family)
+    work = forward_work(Shape.of(config), num_rows=1)
+    matrices = {
+        name: shape
+        for name, shape in checkpoint_shapes(config).items()
+        if len(shape) == 2 and not name.endswith(("wte.weight", "embed_tokens.weight"))
+    }
+    assert work.weight_bytes == 2 * sum(rows * columns for rows, columns in matrices.values())
+
+
+@pytest.mark.parametrize("family", FULL_SIZE)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_flops_counted_are_those_that_torch_counts(family: str, num_sequences: int) -> None:
+    shape = Shape.of(configuration(family, num_layers=1, shrink=4))
+    model = random_model(shape, "cpu", torch.float32)
+    ids = torch.randint(0, 1000, (num_sequences, 40))
+    with (
+        torch.inference_mode(),
+        sdpa_kernel(SDPBackend.MATH),  # whose products the counter sees
+        FlopCounterMode(display=False) as counted,
+    ):
+        model(ids)
+    work = forward_work(shape, 40, num_sequences, head_rows=40)
+    total = work.matmul_flops + work.attention_flops
+    # Experts are run on whole rows: the same products, whoever gets them.
+    assert total == pytest.approx(counted.get_total_flops(), rel=1e-6)
+
+
+def test_floor_is_the_larger_of_moving_and_computing() -> None:
+    shape = Shape.of(configuration("llada"))
+    few, many = forward_work(shape, 32), forward_work(shape, 4096)
+    rates = {"bandwidth": 4e12, "matmul_rate": 8e14, "attention_rate": 5e14}
+    assert few.floor_ms(**rates) == pytest.approx(1000 * few.weight_bytes / 4e12)
+    assert many.floor_ms(**rates) == pytest.approx(
+        1000 * (many.matmul_flops / 8e14 + many.attention_flops / 5e14)
+    )
+    assert few.floor_ms(**rates) < many.floor_ms(**rates)
+
+
+def test_touched_experts_are_counted() -> None:
+    shape = Shape.of(configuration("llada-moe", num_layers=2, shrink=16))
+    model = random_model(shape, "cpu", torch.float32)
+    one_row = plain_model.touched_experts(model, torch.tensor([[5]]))
+    assert one_row == shape.num_chosen
+    many_rows = plain_model.touched_experts(model, torch.arange(200)[None])
+    assert shape.num_chosen < many_rows <= shape.num_experts
+    fewer = forward_work(shape, 32, touched_experts=10).weight_bytes
+    assert fewer < forward_work(shape, 32).weight_bytes
+
+
+def test_a_dense_model_has_no_experts_to_count() -> None:
+    model = random_model(Shape.of(configuration("llada", num_layers=1, shrink=32)), "cpu")
+    with pytest.raises(ValueError, match="wanted one with experts, got llada"):
+        plain_model.touched_experts(model, torch.tensor([[1, 2]]))
+
+
+def test_random_weights_are_normal_and_norms_neutral() -> None:
+    model = random_model(Shape.of(configuration("dream", num_layers=1, shrink=14)), "cpu")
+    weight = model.layers[0].mlp.up_proj.weight
+    assert float(weight.float().std()) == pytest.approx(plain_model.WEIGHT_STD, rel=0.02)
+    assert bool((model.norm.weight == 1).all())
+    assert bool((model.layers[0].self_attn.q_proj.bias == 0).all())

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products: against float64, on a GPU and under Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gather_gemm import gated_gemm, grouped_gemm, grouped_launch, is_built, weighted_gemm
+from gather_gemm.grouped_launch import choose_gated, choose_product, max_tiles, prefers_torch
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+# Norm of the error over the norm of the result: fp32 sums, then a few roundings to the dtype.
+ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+# Rows of each group: one row, none at all, empty groups at both ends and between, a large one.
+GROUPS = [[1], [0, 0], [0, 3, 0, 1, 17, 0], [200, 1, 0, 64]]
+# Slots of each expert for rows of 2 experts: one row, empty experts, all rows with two experts.
+SLOTS = [[1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 70]]
+
+
+def ends_of(sizes, device="cpu"):
+    return torch.tensor(sizes).cumsum(0).to(dtype=torch.int32, device=device)
+
+
+def relative_error(given, wanted):
+    """Zero where both are zero; NaN or inf where something was not written."""
+    return ((given.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+
+
+def grouped_wanted(x, weight, sizes):
+    parts = zip(x.double().split(sizes), weight.double(), strict=True)
+    return torch.cat([part @ matrix.t() for part, matrix in parts])
+
+
+def gated_wanted(x, slots, num_chosen, weight, sizes):
+    gate, up = grouped_wanted(x[slots.long() // num_chosen], weight, sizes).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def weighted_wanted(x, weight, sizes, slots, weights):
+    terms = torch.empty(len(x), weight.shape[1], dtype=torch.float64, device=x.device)
+    terms[slots.long()] = grouped_wanted(x, weight, sizes)
+    return terms.view(*weights.shape, -1) * weights.double()[:, :, None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize("sizes", GROUPS)
+@pytest.mark.parametrize(("num_columns", "depth"), [(64, 32), (7, 5)])  # 5: no multiple of 16 bytes
+def test_groups_against_float64(generator, device, dtype, sizes, num_columns, depth):
+    x = torch.randn(sum(sizes), depth, generator=generator).to(dtype).to(device)
+    weight = torch.randn(len(sizes), num_columns, depth, generator=generator).to(dtype).to(device)
+    wanted = grouped_wanted(x, weight, sizes)
+    out = torch.full((sum(sizes), num_columns), torch.nan, dtype=dtype, device=device)
+    ends = ends_of(sizes, device)
+    assert grouped_gemm(x, weight, ends, out=out) is out
+    assert relative_error(out, wanted) <= ERROR[dtype]
+    assert torch.equal(grouped_gemm(x, weight, ends), out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_strided_rows(generator, device, dtype):
+    """Slices of wider matrices, as a chunk of a fused product is."""
+    x = torch.randn(9, 48, generator=generator).to(dtype).to(device)[:, 16:]
+    weight = torch.randn(2, 16, 40, generator=generator).to(dtype).to(device)[:, :, :32]
+    given = grouped_gemm(x, weight, ends_of([4, 5], device))
+    copies = grouped_gemm(x.contiguous(), weight.contiguous(), ends_of([4, 5], device))
+    torch.testing.assert_close(given, copies)
+
+
+# 7 and 5: neither fills a tile, nor whole 16 bytes; 64 and 136: more than a tile, in whole bytes.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize("sizes", SLOTS)
+@pytest.mark.parametrize(("width", "depth"), [(64, 32), (7, 5), (72, 136)])
+def test_experts_against_float64(generator, device, dtype, sizes, width, depth):
+    num_slots = sum(sizes)
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).to(device)
+    x = torch.randn(num_slots // 2, depth, generator=generator).to(dtype).to(device)
+    w1 = torch.randn(len(sizes), 2 * width, depth, generator=generator).to(dtype).to(device)
+    w1 /= depth**0.5
+    w2 = torch.randn(len(sizes), depth, width, generator=generator).to(dtype).to(device)
+    weights = torch.rand(num_slots // 2, 2, generator=generator).to(dtype).to(device)
+    ends = ends_of(sizes, device)
+    inner = gated_gemm(x, slots, 2, w1, ends)
+    assert relative_error(inner, gated_wanted(x, slots, 2, w1, sizes)) <= ERROR[dtype]
+    terms = weighted_gemm(inner, w2, ends, slots, weights)
+    wanted = weighted_wanted(inner, w2, sizes, slots, weights)
+    assert terms.shape == (num_slots // 2, 2, depth)
+    assert relative_error(terms, wanted) <= ERROR[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_slots", [8, 64, 500, 1000, 3000, 12000, 20000])
+@pytest.mark.parametrize("is_even", [True, False])
+def test_every_tile_against_float64(generator, num_slots, is_even):
+    """Numbers of rows on both sides of each launch choice; even groups, or one with most rows."""
+    num_groups, depth, width = 64, 256, 192
+    shares = torch.rand(num_groups, generator=generator) + (10 if is_even else 0)
+    if not is_even:
+        shares[::3] = 0
+        shares[17] = shares.sum()
+    group = torch.multinomial(shares, num_slots, replacement=True, generator=generator)
+    sizes = torch.bincount(group, minlength=num_groups).tolist()
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    x = torch.randn(num_slots // 4, depth, generator=generator).bfloat16().cuda()
+    w1 = (torch.randn(num_groups, 2 * width, depth, generator=generator) / 16).bfloat16().cuda()
+    w2 = torch.randn(num_groups, depth, width, generator=generator).bfloat16().cuda()
+    weights = torch.rand(num_slots // 4, 4, generator=generator).bfloat16().cuda()
+    ends = ends_of(sizes, "cuda")
+    inner = gated_gemm(x, slots, 4, w1, ends)
+    wanted = gated_wanted(x, slots, 4, w1, sizes)
+    assert relative_error(inner, wanted) <= ERROR[torch.bfloat16]
+    terms = weighted_gemm(inner, w2, ends, slots, weights)
+    wanted = weighted_wanted(inner, w2, sizes, slots, weights)
+    assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
+    product = grouped_gemm(inner, w2, ends)
+    assert relative_error(product, grouped_wanted(inner, w2, sizes)) <= ERROR[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_built(), reason="Triton is not installed")
+def test_results_are_rounded_as_the_reference_rounds(generator):
+    """bf16 with exact sums: whatever is summed in any order, so that only the rounding shows."""
+    from gather_gemm import grouped_reference as reference
+
+    sizes, device = [3, 0, 14, 1], "cuda"
+    x = torch.randint(-4, 5, (9, 64), generator=generator).bfloat16().to(device)
+    w1 = (torch.randint(-4, 5, (4, 96, 64), generator=generator) / 64).bfloat16().to(device)
+    w2 = (torch.randint(-4, 5, (4, 64, 48), generator=generator) / 8).bfloat16().to(device)
+    slots = torch.randperm(18, generator=generator).to(torch.int32).to(device)
+    weights = torch.rand(9, 2, generator=generator).bfloat16().to(device)
+    ends = ends_of(sizes, device)
+    inner = gated_gemm(x, slots, 2, w1, ends)
+    gate_up = reference.grouped_gemm(x[slots // 2], w1, ends)
+    # the two exponentials differ in their last bits, which a rounding may show
+    torch.testing.assert_close(inner, reference.gated(gate_up), rtol=2**-7, atol=0)
+    whole = torch.randint(-4, 5, (18, 48), generator=generator).bfloat16().to(device)
+    terms = weighted_gemm(whole, w2, ends, slots, weights)
+    down = reference.grouped_gemm(whole, w2, ends)
+    assert torch.equal(terms, reference.weighted_terms(down, slots, weights))
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_for_any_routing(generator):
+    """Launched from shapes alone: a captured graph serves other groups than those it saw."""
+    device, num_rows = "cuda", 40
+    x = torch.randn(num_rows, 64, generator=generator).bfloat16().to(device)
+    w1 = torch.randn(8, 64, 64, generator=generator).bfloat16().to(device)
+    slots = torch.randperm(2 * num_rows, generator=generator).to(torch.int32).to(device)
+    ends = ends_of([10] * 8, device)
+    gated_gemm(x, slots, 2, w1, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given = gated_gemm(x, slots, 2, w1, ends)
+    for sizes in ([80] + [0] * 7, [0] * 7 + [80], [1] * 7 + [73], [10] * 8):
+        ends.copy_(ends_of(sizes))
+        given.fill_(torch.nan)
+        graph.replay()
+        wanted = gated_wanted(x, slots, 2, w1, sizes)
+        assert relative_error(given, wanted) <= ERROR[torch.bfloat16]
+
+
+INTERPRETED = """
+import torch
+from gather_gemm import gated_gemm, grouped, grouped_gemm, weighted_gemm
+from tests.native.test_grouped_gemm import (
+    ends_of, gated_wanted, grouped_wanted, relative_error, weighted_wanted
+)
+from gather_gemm import _triton
+assert _triton._IS_INTERPRETED
+del grouped.reference  # the kernels must not need it
+generator = torch.Generator().manual_seed(5)
+for dtype, limit in ((torch.float32, 2e-6), (torch.float16, 1e-3)):
+    for sizes in ([1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 30]):
+        for width, depth in ((7, 5), (72, 136)):  # read by pointers, and by the copy engine
+            case = (dtype, sizes, width, depth)
+            num_slots, ends = sum(sizes), ends_of(sizes)
+            slots = torch.randperm(num_slots, generator=generator).to(torch.int32)
+            x = torch.randn(num_slots // 2, depth, generator=generator).to(dtype)
+            w1 = torch.randn(len(sizes), 2 * width, depth, generator=generator).to(dtype)
+            w1 /= depth**0.5
+            w2 = torch.randn(len(sizes), depth, width, generator=generator).to(dtype)
+            weights = torch.rand(num_slots // 2, 2, generator=generator).to(dtype)
+            inner = gated_gemm(x, slots, 2, w1, ends)
+            assert relative_error(inner, gated_wanted(x, slots, 2, w1, sizes)) < limit, case
+            terms = weighted_gemm(inner, w2, ends, slots, weights)
+            wanted = weighted_wanted(inner, w2, sizes, slots, weights)
+            assert relative_error(terms, wanted) < limit, case
+            out = torch.full((num_slots, depth + 3), torch.nan, dtype=dtype)
+            grouped_gemm(inner, w2, ends, out=out[:, :depth])
+            wanted = grouped_wanted(inner, w2, sizes)
+            assert relative_error(out[:, :depth], wanted) < limit, case
+            assert out[:, depth:].isnan().all()
+"""
+
+
+@pytest.mark.skipif(not is_built(), reason="Triton is not installed")
+def test_kernels_under_the_interpreter():
+    """The kernels themselves on CPU; a process of its own, since Triton decides at import."""
+    run_interpreted(INTERPRETED)
+
+
+def run_interpreted(program: str) -> None:
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("choose", [choose_gated, choose_product])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("shared_bytes", [96 * 1024, 226 * 1024])
+def test_tiles_fit_the_shared_memory(choose, element_bytes, shared_bytes):
+    num_weights = 2 if choose is choose_gated else 1
+    for num_rows in (1, 64, 512, 513, 1024, 4096, 4097, 65536):
+        config = choose(num_rows, 64, element_bytes, shared_bytes)
+        given = config.num_stages * config.stage_bytes(element_bytes, num_weights)
+        assert given <= shared_bytes and config.num_stages >= 1
+        assert config.rows >= 16 and config.depth >= 16
+
+
+@pytest.mark.parametrize("tile_rows", [1, 16, 64])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 63, 64, 65, 200])
+def test_the_launch_has_a_tile_for_any_split(generator, num_rows, tile_rows):
+    num_groups, worst = 6, 0
+    splits = [[num_rows] + [0] * 5]
+    splits += [
+        torch.bincount(
+            torch.randint(0, num_groups, (num_rows,), generator=generator), minlength=num_groups
+        ).tolist()
+        for _ in range(50)
+    ]
+    if num_rows >= num_groups:  # the split that needs most: one row in all groups but one
+        splits.append([1] * (num_groups - 1) + [num_rows - num_groups + 1])
+    worst = max(sum(-(-size // tile_rows) for size in split) for split in splits)
+    assert worst <= max_tiles(num_rows, num_groups, tile_rows) <= worst + num_groups
+
+
+def test_torch_serves_large_groups_only():
+    assert not prefers_torch(64 * 8, 64)
+    assert prefers_torch(64 * grouped_launch.TORCH_ROWS, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(4)}, "grouped_gemm: x must be"),
+        ({"x": torch.zeros(8, 4).t()}, "columns of x must be contiguous"),
+        ({"weight": torch.zeros(5, 8)}, r"weight must be \['any', 'any', 8\]"),
+        ({"weight": torch.zeros(2, 5, 8).half()}, "got torch.float16"),
+        ({"ends": torch.zeros(2)}, r"ends must be int32 \[2\]"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends must be int32 \[2\]"),
+        ({"out": torch.zeros(4, 6)}, r"out must be \[4, 5\]"),
+    ],
+)
+def test_arguments_of_groups_are_checked(changes, message):
+    arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(2, 5, 8), "ends": ends_of([1, 3])}
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(2, 7)}, r"gated_gemm: weight must be \['any', 'any', 7\]"),
+        ({"weight": torch.zeros(2, 5, 8)}, r"gated_gemm: weight must be \[E, 2I, D\]"),
+        ({"slots": torch.zeros(4)}, r"gated_gemm: slots must be int32 \[4\]"),
+        ({"num_chosen": 3}, r"gated_gemm: slots must be int32 \[6\]"),
+        ({"ends": torch.zeros(1, dtype=torch.int32)}, r"gated_gemm: ends must be int32 \[2\]"),
+    ],
+)
+def test_arguments_of_gated_products_are_checked(changes, message):
+    arguments = {
+        "x": torch.zeros(2, 8),
+        "slots": torch.arange(4, dtype=torch.int32),
+        "num_chosen": 2,
+        "weight": torch.zeros(2, 6, 8),
+        "ends": ends_of([1, 3]),
+    }
+    with pytest.raises(ValueError, match=message):
+        gated_gemm(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": torch.zeros(3, 2)}, r"weights must be \[R, k\] contiguous with R \* k = 4"),
+        ({"weights": torch.zeros(2, 2).t()}, "contiguous"),
+        ({"weights": torch.zeros(2, 2).half()}, "got torch.float16"),
+        ({"slots": torch.zeros(3, dtype=torch.int32)}, r"slots must be int32 \[4\]"),
+    ],
+)
+def test_arguments_of_weighted_products_are_checked(changes, message):
+    arguments = {
+        "x": torch.zeros(4, 8),
+        "weight": torch.zeros(2, 5, 8),
+        "ends": ends_of([1, 3]),
+        "slots": torch.arange(4, dtype=torch.int32),
+        "weights": torch.zeros(2, 2),
+    }
+    with pytest.raises(ValueError, match=message):
+        weighted_gemm(**(arguments | changes))

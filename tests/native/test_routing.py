@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of experts, the order of rows, and the sum of terms, with and without kernels."""
+
+import pytest
+import torch
+
+from gather_gemm import add_terms, is_built, route, sum_terms
+from gather_gemm import grouped_reference as reference
+from tests.native.test_grouped_gemm import run_interpreted
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen.
+SIZES = [(1, 4, 1), (5, 6, 6), (33, 6, 3), (64, 64, 8), (65, 64, 8), (300, 40, 7), (9, 1000, 16)]
+
+
+def check_routing(logits, num_chosen, bias):
+    given = route(logits, num_chosen, bias)
+    weights, slots, ends = reference.route(logits, num_chosen, bias)
+    assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
+    torch.testing.assert_close(given.weights, weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), SIZES)
+def test_against_the_definition(
+    generator, device, dtype, has_bias, num_rows, num_experts, num_chosen
+):
+    wide = torch.randn(num_rows, num_experts + 3, generator=generator).to(dtype).to(device)
+    logits = wide[:, :num_experts]
+    bias = torch.randn(num_experts, generator=generator).to(device) if has_bias else None
+    routing = route(logits, num_chosen, bias)
+    probabilities = logits.double().softmax(-1)
+    scores = probabilities if bias is None else probabilities + bias
+    rows, members = routing.slots // num_chosen, []
+    for expert, (start, end) in enumerate(
+        zip([0, *routing.ends.tolist()[:-1]], routing.ends.tolist(), strict=True)
+    ):
+        mine = rows[start:end].tolist()
+        assert mine == sorted(mine)
+        members += [(row, expert) for row in mine]
+    assert len(members) == num_rows * num_chosen == len(set(members))
+    assert sorted(routing.slots.tolist()) == list(range(num_rows * num_chosen))
+    for row in range(num_rows):
+        # ascending experts; each is better than those not chosen, up to rounding in fp32
+        experts = sorted(expert for member, expert in members if member == row)
+        others = [expert for expert in range(num_experts) if expert not in experts]
+        if others:
+            assert scores[row, experts].min() >= scores[row, others].max() - 1e-6
+        tolerance = {"rtol": 2e-2, "atol": 1e-6}
+        torch.testing.assert_close(
+            routing.weights[row].double(), probabilities[row, experts], **tolerance
+        )
+        slots = row * num_chosen + torch.arange(num_chosen)
+        where = torch.cat([(routing.slots.cpu() == slot).nonzero()[0] for slot in slots])
+        assert [members[place][1] for place in where.tolist()] == experts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 64, 65, 256, 4096, 8192])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_kernels_against_the_reference(generator, num_rows, has_bias):
+    logits = torch.randn(num_rows, 64, generator=generator).bfloat16().cuda()
+    bias = torch.rand(64, generator=generator).cuda() if has_bias else None
+    check_routing(logits, 8, bias)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [40, 200])
+def test_the_lowest_expert_wins_among_equals(device, num_rows):
+    routing = route(torch.zeros(num_rows, 64, device=device), 8)
+    assert routing.ends.tolist() == [num_rows * min(end, 8) for end in range(1, 65)]
+    assert routing.slots.view(8, num_rows)[3].tolist() == list(range(3, num_rows * 8, 8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_without_numbers_still_goes_somewhere(device):
+    """The rows beside it must not suffer, and its own result must tell."""
+    logits = torch.arange(24.0, device=device).view(3, 8)
+    logits[1, 4] = torch.nan
+    routing = route(logits, 2)
+    assert sorted(routing.slots.tolist()) == list(range(6))
+    assert routing.ends[-1] == 6
+    assert routing.weights[1].isnan().all()
+    assert not routing.weights[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows(device):
+    routing = route(torch.empty(0, 6, device=device), 2)
+    assert routing.weights.shape == (0, 2) and len(routing.slots) == 0
+    assert routing.ends.tolist() == [0] * 6
+    assert sum_terms(torch.empty(0, 2, 8, device=device)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (33, 8, 1500)])
+def test_sums_are_rounded_one_by_one(generator, device, dtype, shape):
+    terms = torch.randn(*shape, generator=generator).to(dtype).to(device)
+    wide = torch.randn(shape[0], shape[2] + 2, generator=generator).to(dtype).to(device)
+    x = wide[:, : shape[2]]
+    total = terms[:, 0].clone()
+    for index in range(1, shape[1]):
+        total = total + terms[:, index]
+    assert torch.equal(sum_terms(terms), total)
+    wanted, edge = x + total, wide[:, shape[2] :].clone()
+    add_terms(x, terms)
+    assert torch.equal(x, wanted) and torch.equal(wide[:, shape[2] :], edge)
+
+
+INTERPRETED = """
+import torch
+from gather_gemm import add_terms, route, routing, sum_terms
+from gather_gemm import grouped_reference as reference
+from tests.native.test_routing import SIZES, check_routing
+routing.reference = None  # the kernels must not need it
+generator = torch.Generator().manual_seed(5)
+for dtype in (torch.float32, torch.float16):
+    for num_rows, num_experts, num_chosen in SIZES:
+        logits = torch.randn(num_rows, num_experts, generator=generator).to(dtype)
+        for bias in (None, torch.randn(num_experts, generator=generator)):
+            check_routing(logits, num_chosen, bias)
+    for shape in ((1, 1, 1), (5, 3, 7), (3, 8, 1500)):
+        terms = torch.randn(*shape, generator=generator).to(dtype)
+        x = torch.randn(shape[0], shape[2], generator=generator).to(dtype)
+        wanted = reference.sum_terms(terms)
+        assert torch.equal(sum_terms(terms), wanted)
+        wanted += x
+        add_terms(x, terms)
+        assert torch.equal(x, wanted)
+"""
+
+
+@pytest.mark.skipif(not is_built(), reason="Triton is not installed")
+def test_kernels_under_the_interpreter():
+    run_interpreted(INTERPRETED)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: route(torch.zeros(4), 1), r"logits must be \[R, E\]"),
+        (lambda: route(torch.zeros(4, 2000), 1), "E at most 1024"),
+        (lambda: route(torch.zeros(4, 4, dtype=torch.int64), 1), "got torch.int64"),
+        (lambda: route(torch.zeros(4, 6).t(), 1), "columns of logits must be contiguous"),
+        (lambda: route(torch.zeros(4, 6), 7), "num_chosen must be from 1 to 6, got 7"),
+        (lambda: route(torch.zeros(4, 6), 2, torch.zeros(5)), r"bias must be fp32 \[6\]"),
+        (lambda: route(torch.zeros(4, 6), 2, torch.zeros(6).half()), "got torch.float16"),
+        (lambda: sum_terms(torch.zeros(4, 6)), r"terms must be \[R, k, D\]"),
+        (lambda: sum_terms(torch.zeros(4, 0, 6)), "at least one term"),
+        (lambda: add_terms(torch.zeros(4, 5), torch.zeros(4, 2, 6)), r"x must be \[4, 6\]"),
+    ],
+)
+def test_arguments_are_checked(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

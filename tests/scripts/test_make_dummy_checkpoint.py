@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints without weights: the released models' shapes, and an engine that runs them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import make_dummy_checkpoint  # noqa: E402
+from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration  # noqa: E402
+
+FAMILIES = [family for family, _ in PRESETS]
+# A divisor of the family's heads that leaves few of them.
+SHRINK = {"llada": 16, "dream": 14, "llada-moe": 8}
+# Billions of parameters as published.
+BILLIONS = {"llada": 8.0, "dream": 7.6, "llada-moe": 7.4}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_as_many_as_published(family: str) -> None:
+    from tests.checkpoints import checkpoint_shapes
+
+    shapes = checkpoint_shapes(configuration(family))
+    count = sum(_product(shape) for shape in shapes.values())
+    assert count / 1e9 == pytest.approx(BILLIONS[family], rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configuration_is_accepted_at_full_size(family: str) -> None:
+    from vllm.diffusion.models.configs import DiffusionConfig
+
+    config = DiffusionConfig.from_dict(configuration(family))
+    assert config.head_dim == 128
+    assert config.mask_token_id in PRESETS[family, _size(family)].token_ids.values()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_runs_a_shrunk_one_with_dummy_weights(family: str, tmp_path: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    status = make_dummy_checkpoint.main(
+        [*("--family", family, "--num-layers", "2"), "--shrink", str(SHRINK[family]), str(tmp_path)]
+    )
+    assert status == 0
+    llm = LLM(model=str(tmp_path), load_format="dummy", dtype="float32", max_model_len=128)
+    try:
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=8, ignore_eos=True, extra_args={"steps": 2}
+        )
+        question = [{"role": "user", "content": "Bytes: \u00e4"}]
+        answer = llm.chat(question, sampling, use_tqdm=False)[0]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+    assert len(answer.outputs[0].token_ids) == 8
+    ids = PRESETS[family, _size(family)].token_ids
+    assert set(answer.prompt_token_ids) & set(ids.values()), "the template's special tokens"
+
+
+def test_layers_and_widths_can_be_fewer() -> None:
+    config = configuration("llada-moe", num_layers=3, shrink=4)
+    assert config["num_hidden_layers"] == 3
+    assert config["moe_layer_freq"] == [1, 1, 1]
+    assert (config["hidden_size"], config["num_attention_heads"]) == (512, 4)
+    assert (config["num_experts"], config["vocab_size"]) == (64, 157184)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--family", "llada", "--size", "7b"], "--size: wanted one of 8b for llada, got 7b"),
+        (["--family", "llada", "--num-layers", "0"], "--num-layers: wanted at least 1, got 0"),
+        (["--family", "dream", "--shrink", "3"], "--shrink: wanted a divisor of"),
+    ],
+)
+def test_refusals_name_the_option(
+    arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "model"
+    assert make_dummy_checkpoint.main([*arguments, str(output)]) == 1
+    assert named in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_folder_with_weights_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DummyCheckpointError, match="without weights"):
+        make_dummy_checkpoint.write_checkpoint(tmp_path, "llada")
+    assert json.loads((tmp_path / "config.json").read_text()) == {}
+
+
+def _size(family: str) -> str:
+    return next(size for name, size in PRESETS if name == family)
+
+
+def _product(shape: Any) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product

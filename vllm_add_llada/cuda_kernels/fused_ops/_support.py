@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operations share: the compiled module, its arguments, and checks of tensors."""
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+native: ModuleType | None
+try:
+    native = import_module("._fused_ops", __package__)
+except ModuleNotFoundError:
+    native = None
+except ImportError as error:
+    warnings.warn(f"fused_ops: the compiled module does not load: {error}", stacklevel=2)
+    native = None
+
+_KERNEL_DTYPES = {
+    torch.float32: "FLOAT32",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+}
+
+
+def launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
+    """Run a launch on the device of ``tensor`` and its current stream."""
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    function(**arguments, device=tensor.device.index, stream=stream)
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int, int, int]:
+    """A tensor [R, D] or [R, H, D] as the kernels see it: address, H, strides of R and H."""
+    if tensor.dim() == 2:
+        return tensor.data_ptr(), 1, tensor.stride(0), 0
+    return tensor.data_ptr(), tensor.shape[1], tensor.stride(0), tensor.stride(1)
+
+
+def dtype_of(tensor: Tensor) -> int:
+    return int(getattr(native, _KERNEL_DTYPES[tensor.dtype]))
+
+
+def integers_of(tensor: Tensor) -> tuple[int, bool]:
+    """A tensor of int32 or int64 as the kernels see it."""
+    return tensor.data_ptr(), tensor.dtype == torch.int64
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    return native is not None and tensor.is_cuda
+
+
+def check_rows(name: str, argument: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
+    if tensor.dim() not in dims or tensor.dtype not in _KERNEL_DTYPES:
+        wanted = " or ".join(f"{dim}-D" for dim in dims)
+        raise ValueError(
+            f"{name}: {argument} must be {wanted} bf16, fp16 or fp32, "
+            f"got {tensor.dtype} {list(tensor.shape)}"
+        )
+    if not 1 <= tensor.shape[-1] < 2**31:
+        raise ValueError(f"{name}: {argument} must have columns, got {list(tensor.shape)}")
+    check_columns(name, argument, tensor)
+
+
+def check_like(
+    name: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]
+) -> None:
+    same_place = tensor.dtype == like.dtype and tensor.device == like.device
+    if tuple(tensor.shape) != tuple(shape) or not same_place:
+        raise ValueError(
+            f"{name}: {argument} must be {like.dtype} {list(shape)} on {like.device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+    check_columns(name, argument, tensor)
+
+
+def check_vector(
+    name: str,
+    argument: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    """A contiguous tensor of one of `dtypes` on `device`; -1 in `shape` is any size."""
+    fits = tensor.dim() == len(shape) and all(
+        wanted in (-1, given) for wanted, given in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype not in dtypes or tensor.device != device:
+        wanted_dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        sizes = ", ".join("any" if size == -1 else str(size) for size in shape)
+        raise ValueError(
+            f"{name}: {argument} must be {wanted_dtypes} [{sizes}] on {device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: {argument} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_columns(name: str, argument: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: the last dimension of {argument} must be contiguous, "
+            f"got strides {tensor.stride()}"
+        )

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Half-split rotary embedding of q and k in place: u' = u * cos + turn(u) * sin, where turn swaps
+// the halves of the rotated channels and negates the first. A thread owns a run of pairs (j, j +
+// rotary_dim / 2) in several heads of a token, whose table entries it reads once. fp32 tables:
+// computed in fp32, rounded once. Tables in the model dtype: every product and the sum are rounded
+// to it. Products are never contracted into fused multiply-adds, so the bits are those of the
+// separate operations.
+//
+// With weights, each head is first normalised as rms_norm does it: the threads of a head are lanes
+// side by side, which add up its squares.
+
+#pragma once
+
+#include <algorithm>
+
+#include "rows.cuh"
+
+namespace fused_ops {
+constexpr int kRotaryThreads = 256;
+
+// The table entries of a run of pairs, and the rotation by them.
+template <typename T, typename Table, int kWidth>
+struct Rotation {  // fp32 tables: in fp32
+  float lower_cos[kWidth], upper_cos[kWidth], lower_sin[kWidth], upper_sin[kWidth];
+
+  __device__ Rotation(const Table* cos, const Table* sin, int half) {
+    load(cos, lower_cos);
+    load(cos + half, upper_cos);
+    load(sin, lower_sin);
+    load(sin + half, upper_sin);
+  }
+
+  __device__ void apply(Vector<T, kWidth>& lower, Vector<T, kWidth>& upper) const {
+    float low[kWidth], high[kWidth];
+    to_floats(lower, low);
+    to_floats(upper, high);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float turned = turn(low[i], lower_cos[i], -high[i], lower_sin[i]);
+      high[i] = turn(high[i], upper_cos[i], low[i], upper_sin[i]);
+      low[i] = turned;
+    }
+    lower = from_floats<T>(low);
+    upper = from_floats<T>(high);
+  }
+
+  static __device__ float turn(float first, float cos, float second, float sin) {
+    return __fadd_rn(__fmul_rn(first, cos), __fmul_rn(second, sin));
+  }
+};
+
+template <typename T, int kWidth>
+struct Rotation<T, T, kWidth> {  // tables in the model dtype: in that dtype
+  Vector<T, kWidth> lower_cos, upper_cos, lower_sin, upper_sin;
+
+  __device__ Rotation(const T* cos, const T* sin, int half)
+      : lower_cos(load_vector<kWidth>(cos)),
+        upper_cos(load_vector<kWidth>(cos + half)),
+        lower_sin(load_vector<kWidth>(sin)),
+        upper_sin(load_vector<kWidth>(sin + half)) {}
+
+  __device__ void apply(Vector<T, kWidth>& lower, Vector<T, kWidth>& upper) const {
+    const auto turned = sum_of(product_of(lower, lower_cos), product_of(negated(upper), lower_sin));
+    upper = sum_of(product_of(upper, upper_cos), product_of(lower, upper_sin));
+    lower = turned;
+  }
+};
+
+// Sum over `num_lanes` lanes side by side, a power of two; every lane of the warp takes part.
+__device__ inline float lane_sum(float value, int num_lanes) {
+  for (int distance = num_lanes / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+template <typename T>
+__device__ T* head_address(const RotaryParams& params, int64_t token, int head) {
+  const int num_q_heads = static_cast<int>(params.q.inner);
+  return head < num_q_heads ? row_address<T>(params.q, token, head)
+                            : row_address<T>(params.k, token, head - num_q_heads);
+}
+
+template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
+__global__ void __launch_bounds__(kRotaryThreads)
+    rotate_heads(const __grid_constant__ RotaryParams params) {
+  const int half = params.rotary_dim / 2;
+  const int num_runs = half / kWidth;
+  const int num_q_heads = static_cast<int>(params.q.inner);
+  const int num_heads = num_q_heads + static_cast<int>(params.k.inner);
+  const int head_step = (num_heads - 1) / kHeads + 1;
+  const int64_t token = blockIdx.x;
+  const int item = blockIdx.y * blockDim.x + threadIdx.x;
+  const int channel = item % num_runs * kWidth;
+  // A thread without work has no heads, but lends its lane to the sums of the others.
+  const int first_head = item / num_runs < head_step ? item / num_runs : num_heads;
+
+  Vector<T, kWidth> lower[kHeads] = {}, upper[kHeads] = {};
+  Vector<T, kWidth> lower_weight[kHeads] = {}, upper_weight[kHeads] = {};
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = first_head + i * head_step;
+    if (head >= num_heads) continue;
+    const T* channels = head_address<T>(params, token, head) + channel;
+    lower[i] = load_vector<kWidth>(channels);
+    upper[i] = load_vector<kWidth>(channels + half);
+    if (kHasNorm) {
+      const void* weight = head < num_q_heads ? params.q_weight : params.k_weight;
+      lower_weight[i] = load_vector<kWidth>(static_cast<const T*>(weight) + channel);
+      upper_weight[i] = load_vector<kWidth>(static_cast<const T*>(weight) + channel + half);
+    }
+  }
+  const Rotation<T, Table, kWidth> rotation(
+      static_cast<const Table*>(params.cos) + token * params.cos_stride + channel,
+      static_cast<const Table*>(params.sin) + token * params.sin_stride + channel, half);
+
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (kHasNorm) {
+      const float sum = lane_sum(sum_of_squares(lower[i]) + sum_of_squares(upper[i]), num_runs);
+      const float scale = rsqrtf(sum / params.head_dim + params.eps);
+      lower[i] = product_of(scaled(lower[i], scale), lower_weight[i]);
+      upper[i] = product_of(scaled(upper[i], scale), upper_weight[i]);
+    }
+    const int head = first_head + i * head_step;
+    if (head >= num_heads) continue;
+    rotation.apply(lower[i], upper[i]);
+    T* channels = head_address<T>(params, token, head) + channel;
+    store_vector(channels, lower[i]);
+    store_vector(channels + half, upper[i]);
+  }
+}
+
+template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
+cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
+  const int64_t num_heads = params.q.inner + params.k.inner;
+  const int64_t num_items = ((num_heads - 1) / kHeads + 1) * (params.rotary_dim / 2 / kWidth);
+  const int threads =
+      static_cast<int>(std::min<int64_t>(kRotaryThreads, (num_items + 31) / 32 * 32));
+  const dim3 blocks = row_grid(params.num_tokens, num_items, threads);
+  if (blocks.x == 0) return cudaErrorInvalidConfiguration;
+  rotate_heads<T, Table, kWidth, kHeads, kHasNorm><<<blocks, threads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <typename T, typename Table>
+bool has_vectors(const RotaryParams& params) {
+  constexpr int kTableWidth = kVectorWidth<Table>;
+  return params.rotary_dim % (2 * kVectorWidth<T>) == 0 && has_aligned_rows<T>(params.q) &&
+         has_aligned_rows<T>(params.k) && is_aligned(params.cos) && is_aligned(params.sin) &&
+         params.cos_stride % kTableWidth == 0 && params.sin_stride % kTableWidth == 0;
+}
+
+// Few tokens: every thread has one head, so that as many as possible share the work.
+constexpr int64_t kFewTokens = 512;
+
+template <typename T, typename Table, bool kHasNorm>
+cudaError_t launch_vectors(const RotaryParams& params, cudaStream_t stream) {
+  constexpr int kWidth = kVectorWidth<T>;
+  return params.num_tokens <= kFewTokens
+             ? launch_heads<T, Table, kWidth, 1, kHasNorm>(params, stream)
+             : launch_heads<T, Table, kWidth, 2, kHasNorm>(params, stream);
+}
+
+template <typename Function>
+cudaError_t dispatch_tables(const RotaryParams& params, Function function) {
+  if (params.num_tokens == 0 || params.rotary_dim == 0) return cudaSuccess;
+  if (params.q.inner + params.k.inner == 0) return cudaSuccess;
+  return dispatch(params.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    if (params.table_dtype == DataType::kFloat32)
+      return function(tag, static_cast<float*>(nullptr));
+    if (params.table_dtype == params.dtype) return function(tag, static_cast<T*>(nullptr));
+    return cudaErrorInvalidValue;
+  });
+}
+
+}  // namespace fused_ops
