@@ -23,6 +23,7 @@ def skinny_linear(
     epilogue: Epilogue,
     columns: int,
     split: int,
+    pair: int,
     early: bool,
     device: int,
     stream: int,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .launch import choose_config
+from .launch import choose_config, is_kernel_faster
 
 _kernel: ModuleType | None
 try:
@@ -31,8 +31,9 @@ def is_built() -> bool:
 def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Product of gathered rows and a transposed weight, without storing the gathered rows.
 
-    Sums in fp32. On CUDA the Triton kernel where Triton is installed, as on CPU under its
-    interpreter (``TRITON_INTERPRET=1``, fp32 and fp16); else the reference.
+    Sums in fp32. On CUDA the Triton kernel where Triton is installed and the kernel was measured
+    faster, and on CPU under Triton's interpreter (``TRITON_INTERPRET=1``, fp32 and fp16); else the
+    reference.
 
     Args:
         x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
@@ -61,7 +62,8 @@ def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = No
     _check(op, "out", out, x, shape)
     if 0 in shape:
         return out
-    if _kernel is None or not _has_kernel(x):
+    is_slower = x.is_cuda and not is_kernel_faster(len(rows), x.element_size())
+    if _kernel is None or not _has_kernel(x) or is_slower:
         return reference.gather_gemm(x, rows, weight, out)
     config = choose_config(len(rows), x.element_size())
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():

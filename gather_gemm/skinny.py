@@ -96,6 +96,7 @@ def skinny_linear(
             epilogue=getattr(_native.Epilogue, epilogue.name),
             columns=tiling.columns,
             split=tiling.split,
+            pair=tiling.pair,
             early=early,
             device=x.device.index,
             stream=torch.cuda.current_stream().cuda_stream,
