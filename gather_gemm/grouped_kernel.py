@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .grouped_launch import GroupedConfig, choose_gated, choose_product, max_tiles
+from .overlap import begin, overlaps
 
 
 @triton.jit
@@ -90,7 +91,9 @@ def gated_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     group, first_row, end_row, block = _find_tile(
         ends, num_groups, tl.cdiv(width, COLUMNS), GROUPS, ROWS
     )
@@ -167,9 +170,10 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
-    X_TMA: tl.constexpr,
     SCATTERS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     group, first_row, end_row, block = _find_tile(
         ends, num_groups, tl.cdiv(num_columns, COLUMNS), GROUPS, ROWS
     )
@@ -178,20 +182,16 @@ def product_kernel(
     row_ids = first_row + tl.arange(0, ROWS)
     row_mask = row_ids < end_row
     depth_ids = tl.arange(0, DEPTH)
-    if not X_TMA:
-        x_tile = x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
+    x_tile = x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
     first_column = block * COLUMNS
     weight_row = group * num_columns + first_column
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
-        if X_TMA:
-            right = x.load([first_row, start]).T
-        else:
-            right = tl.load(
-                x_tile + start,
-                mask=row_mask[None, :] & (start + depth_ids < depth)[:, None],
-                other=0.0,
-            )
+        right = tl.load(
+            x_tile + start,
+            mask=row_mask[None, :] & (start + depth_ids < depth)[:, None],
+            other=0.0,
+        )
         left = _load_weight(
             weight,
             weight_row,
@@ -246,6 +246,8 @@ def launch_gated(
         COLUMNS=config.columns,
         DEPTH=config.depth,
         USE_TMA=uses_tma,
+        OVERLAPS=overlaps(x.device),
+        launch_pdl=overlaps(x.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -267,9 +269,8 @@ def launch_product(
     config = choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
     rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
     uses_tma = _has_tma(rows)
-    tiles_x = uses_tma and _has_tma(x)
     product_kernel[_grid(len(x), num_columns, num_groups, config)](
-        _tiled(x, config.rows, config.depth) if tiles_x else x,
+        x,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
         ends,
         slots,
@@ -286,8 +287,9 @@ def launch_product(
         COLUMNS=config.columns,
         DEPTH=config.depth,
         USE_TMA=uses_tma,
-        X_TMA=tiles_x,
         SCATTERS=slots is not None,
+        OVERLAPS=overlaps(x.device),
+        launch_pdl=overlaps(x.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

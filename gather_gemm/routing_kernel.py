@@ -7,15 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import begin, overlaps
+
 
 @triton.jit
-def _choose(scores, is_expert, NUM_CHOSEN: tl.constexpr, EXPERTS: tl.constexpr):
-    """Mark the NUM_CHOSEN best of each row of scores [ROWS, EXPERTS]; ties to the lowest expert."""
+def _choose(scores, is_expert, num_chosen, EXPERTS: tl.constexpr):
+    """Mark the num_chosen best of each row of scores [ROWS, EXPERTS]; ties to the lowest expert."""
     experts = tl.arange(0, EXPERTS)[None, :]
     is_open = tl.broadcast_to(is_expert[None, :], scores.shape)
-    # NaN equals nothing: as -inf its row still chooses NUM_CHOSEN experts, the lowest.
+    # NaN equals nothing: as -inf its row still chooses num_chosen experts, the lowest.
     scores = tl.where(scores == scores, scores, float("-inf"))
-    for _ in range(NUM_CHOSEN):
+    for _ in range(num_chosen):
         best = tl.max(tl.where(is_open, scores, float("-inf")), axis=1)
         is_best = is_open & (scores == best[:, None])
         winner = tl.min(tl.where(is_best, experts, EXPERTS), axis=1)
@@ -23,7 +25,8 @@ def _choose(scores, is_expert, NUM_CHOSEN: tl.constexpr, EXPERTS: tl.constexpr):
     return is_expert[None, :] & ~is_open
 
 
-@triton.jit
+# Not specialised: Triton 3.6 fails on the loop of one turn that a constant 1 would leave.
+@triton.jit(do_not_specialize=["num_chosen"])
 def choose_kernel(
     logits,  # [R, E]
     bias,  # [E] fp32
@@ -34,13 +37,15 @@ def choose_kernel(
     ends,  # [E] int32, written likewise
     num_rows,
     num_experts,
+    num_chosen,
     logits_stride,
-    NUM_CHOSEN: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     block = tl.program_id(0)
     row_ids = block * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -54,9 +59,9 @@ def choose_kernel(
     scores = probabilities
     if HAS_BIAS:
         scores += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
-    is_chosen = _choose(scores, is_expert, NUM_CHOSEN, EXPERTS) & is_row[:, None]
+    is_chosen = _choose(scores, is_expert, num_chosen, EXPERTS) & is_row[:, None]
     ones = is_chosen.to(tl.int32)
-    slot = row_ids[:, None] * NUM_CHOSEN + tl.cumsum(ones, axis=1) - 1
+    slot = row_ids[:, None] * num_chosen + tl.cumsum(ones, axis=1) - 1
     tl.store(weights + slot, probabilities.to(weights.dtype.element_ty), mask=is_chosen)
     totals = tl.sum(ones, axis=0)
     if IS_WHOLE:
@@ -78,12 +83,14 @@ def sort_kernel(
     ends,  # [E] int32, written
     num_rows,
     num_experts,
+    num_chosen,
     num_blocks,
-    NUM_CHOSEN: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     is_expert = experts < num_experts
@@ -107,7 +114,7 @@ def sort_kernel(
         mask=(row_ids < num_rows)[:, None] & is_expert[None, :],
         other=0,
     ).to(tl.int32)
-    slot = row_ids[:, None] * NUM_CHOSEN + tl.cumsum(ones, axis=1) - 1
+    slot = row_ids[:, None] * num_chosen + tl.cumsum(ones, axis=1) - 1
     position = (last - totals + earlier)[None, :] + tl.cumsum(ones, axis=0) - 1
     tl.store(slots + position, slot, mask=ones > 0)
 
@@ -121,7 +128,9 @@ def sum_kernel(
     NUM_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < num_columns
@@ -138,9 +147,9 @@ def sum_kernel(
     tl.store(into, total.to(dtype), mask=mask)
 
 
-# Elements of the tile [rows, experts] of a block: of many, and of one that holds all rows alone.
+# Elements of the tile [rows, experts] of a block.
 _BLOCK_ELEMENTS = 2048
-_WHOLE_ELEMENTS = 4096
+_NUM_WARPS = 4
 
 
 def launch_route(
@@ -154,9 +163,9 @@ def launch_route(
     """Enqueue the choice and the order of the rows; the arguments are checked."""
     num_rows, num_experts = logits.shape
     experts = triton.next_power_of_2(num_experts)
-    is_whole = triton.next_power_of_2(num_rows) * experts <= _WHOLE_ELEMENTS
-    rows = triton.next_power_of_2(num_rows) if is_whole else max(1, _BLOCK_ELEMENTS // experts)
+    rows = max(1, _BLOCK_ELEMENTS // experts)
     num_blocks = triton.cdiv(num_rows, rows)
+    is_whole = num_blocks == 1
     chosen = counts = None
     if not is_whole:
         chosen = logits.new_empty((num_rows, num_experts), dtype=torch.int8)
@@ -171,13 +180,15 @@ def launch_route(
         ends,
         num_rows,
         num_experts,
+        num_chosen,
         logits.stride(0),
-        NUM_CHOSEN=num_chosen,
         ROWS=rows,
         EXPERTS=experts,
         HAS_BIAS=bias is not None,
         IS_WHOLE=is_whole,
-        num_warps=8 if is_whole else 4,
+        OVERLAPS=overlaps(logits.device),
+        launch_pdl=overlaps(logits.device),
+        num_warps=_NUM_WARPS,
     )
     if is_whole:
         return
@@ -188,11 +199,13 @@ def launch_route(
         ends,
         num_rows,
         num_experts,
+        num_chosen,
         num_blocks,
-        NUM_CHOSEN=num_chosen,
         ROWS=rows,
         EXPERTS=experts,
         BLOCKS=rows,
+        OVERLAPS=overlaps(logits.device),
+        launch_pdl=overlaps(logits.device),
         num_warps=4,
     )
 
@@ -209,5 +222,7 @@ def launch_sum(terms: Tensor, out: Tensor, adds: bool) -> None:
         NUM_TERMS=num_terms,
         COLUMNS=columns,
         ADDS=adds,
+        OVERLAPS=overlaps(terms.device),
+        launch_pdl=overlaps(terms.device),
         num_warps=4,
     )

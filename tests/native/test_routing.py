@@ -12,7 +12,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # One row; in one block of the kernel and past it; experts that fill no power of two; all chosen.
-SIZES = [(1, 4, 1), (5, 6, 6), (33, 6, 3), (64, 64, 8), (65, 64, 8), (300, 40, 7), (9, 1000, 16)]
+SIZES = [(1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)]
 
 
 def check_routing(logits, num_chosen, bias):
@@ -23,8 +23,15 @@ def check_routing(logits, num_chosen, bias):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "has_bias"),
+    [
+        (torch.float32, True),
+        (torch.float16, False),
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+    ],
+)
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), SIZES)
 def test_against_the_definition(
     generator, device, dtype, has_bias, num_rows, num_experts, num_chosen
@@ -60,7 +67,7 @@ def test_against_the_definition(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 64, 65, 256, 4096, 8192])
+@pytest.mark.parametrize("num_rows", [1, 32, 33, 256, 4096, 8192])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_kernels_against_the_reference(generator, num_rows, has_bias):
     logits = torch.randn(num_rows, 64, generator=generator).bfloat16().cuda()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the experts of LLaDA-MoE: routing, grouped products, the whole feed-forward stage.
+
+    python -m benchmarks.kernels.bench_experts [--rows 1 32 256 ...] [--json FILE]
+
+All times are replays of CUDA graphs over the weights of several layers in turn, which no cache
+holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
+writes it; "floor" is the bytes of the experts that the rows touch, at the bandwidth of a copy
+measured in the same run, or the arithmetic at the rate of a large matrix product, whichever is
+longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.gpu_timing import compare, copy_bandwidth, matmul_rate, write_record
+from gather_gemm import add_terms, gated_gemm, grouped_gemm, route, weighted_gemm
+from vllm_add_llada.cuda_kernels import fused_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from gather_gemm import Routing
+
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+HIDDEN, NUM_EXPERTS, NUM_CHOSEN, WIDTH = 2048, 64, 8, 1024
+NUM_LAYERS = 3
+NUM_ROUNDS = 4  # over the layers in one graph, so that its own launch does not count
+EPS = 1e-5
+COLUMNS = (
+    *("rows", "experts touched", "floor us", "stage us", "of floor", "torch stage us"),
+    *("gated us", "weighted us", "route us", "sum us", "torch route us"),
+    *("grouped w1 us", "torch w1 us", "grouped w2 us", "torch w2 us", "worst of torch"),
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer, and rows on their way through it."""
+
+    norm: Tensor  # [D]
+    gate: Tensor  # [E, D]
+    w1: Tensor  # [E, 2I, D]
+    w2: Tensor  # [E, D, I]
+    x: Tensor  # [R, D]
+    routing: Routing
+    rows: Tensor  # [R * k, D], gathered by expert
+    inner: Tensor  # [R * k, I]
+    terms: Tensor  # [R, k, D]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--width", type=int, default=WIDTH, help="I of this rank's experts")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the table here")
+    args = parser.parse_args(arguments)
+    table = []
+    weights = [make_weights(args.width) for _ in range(NUM_LAYERS)]
+    print(" | ".join(COLUMNS))
+    for num_rows in args.rows:
+        table.append(measure([make_layer(num_rows, *each) for each in weights], args.repeats))
+        print(" | ".join(f"{value:.4g}" for value in table[-1]), flush=True)
+    if args.json is not None:
+        title = f"experts: {NUM_EXPERTS} x ({HIDDEN} -> {args.width}), {NUM_CHOSEN} chosen, bf16"
+        write_record(args.json, {"title": title, "columns": COLUMNS, "rows": table})
+
+
+def make_weights(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norm, router, w1 and w2 with the spread of trained weights."""
+    return (
+        torch.rand(HIDDEN, device="cuda").bfloat16(),
+        random(NUM_EXPERTS, HIDDEN, scale=HIDDEN**-0.5),
+        random(NUM_EXPERTS, 2 * width, HIDDEN, scale=HIDDEN**-0.5),
+        random(NUM_EXPERTS, HIDDEN, width, scale=width**-0.5),
+    )
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+
+
+def make_layer(num_rows: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Layer:
+    x = random(num_rows, HIDDEN)
+    normed = fused_ops.rms_norm(x, norm, EPS)
+    routing = route(normed @ gate.t(), NUM_CHOSEN)
+    inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, w1, routing.ends)
+    terms = weighted_gemm(inner, w2, routing.ends, routing.slots, routing.weights)
+    rows = normed[routing.slots // NUM_CHOSEN]
+    return Layer(norm, gate, w1, w2, x, routing, rows, inner, terms)
+
+
+def measure(layers: list[Layer], repeats: int) -> list[float]:
+    """A row of the table."""
+
+    def time(**variants: Callable[[Layer], object]) -> dict[str, float]:
+        calls = {
+            name: [partial(call, layer) for layer in layers] * NUM_ROUNDS
+            for name, call in variants.items()
+        }
+        times = compare(calls, repeats=repeats)
+        return {name: timing.median_us for name, timing in times.items()}
+
+    us = time(stage=stage, torch=torch_stage)
+    us |= time(gated=gated, weighted=weighted, route=routed, sum=summed, torch_route=torch_routed)
+    us |= time(w1=grouped_w1, torch_w1=torch_w1, w2=grouped_w2, torch_w2=torch_w2)
+    num_touched = sum(count_touched(layer) for layer in layers) / len(layers)
+    floor = floor_us(layers[0], num_touched)
+    return [
+        *(len(layers[0].x), num_touched, floor, us["stage"], us["stage"] / floor, us["torch"]),
+        *(us["gated"], us["weighted"], us["route"], us["sum"], us["torch_route"]),
+        *(us["w1"], us["torch_w1"], us["w2"], us["torch_w2"]),
+        max(us["w1"] / us["torch_w1"], us["w2"] / us["torch_w2"]),
+    ]
+
+
+def count_touched(layer: Layer) -> int:
+    return len(layer.routing.ends.unique()) - int(layer.routing.ends[0] == 0)
+
+
+def floor_us(layer: Layer, num_touched: float) -> float:
+    """Time of the touched experts and the router at the bandwidth of a copy, or of the sums."""
+    elements = layer.w1[0].numel() + layer.w2[0].numel()
+    num_bytes = 2 * (num_touched * elements + layer.gate.numel())
+    flops = 2 * elements * len(layer.rows)
+    return 1e6 * max(num_bytes / copy_bandwidth(), flops / matmul_rate())
+
+
+def gated(layer: Layer) -> Tensor:
+    slots, ends = layer.routing.slots, layer.routing.ends
+    return gated_gemm(layer.x, slots, NUM_CHOSEN, layer.w1, ends)
+
+
+def weighted(layer: Layer) -> Tensor:
+    weights, slots, ends = layer.routing
+    return weighted_gemm(layer.inner, layer.w2, ends, slots, weights)
+
+
+def routed(layer: Layer) -> Routing:
+    return route(layer.x[:, :NUM_EXPERTS], NUM_CHOSEN)
+
+
+def summed(layer: Layer) -> None:
+    add_terms(layer.x, layer.terms)
+
+
+def stage(layer: Layer) -> None:
+    """The feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
+    normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
+    weights, slots, ends = route(normed @ layer.gate.t(), NUM_CHOSEN)
+    inner = gated_gemm(normed, slots, NUM_CHOSEN, layer.w1, ends)
+    add_terms(layer.x, weighted_gemm(inner, layer.w2, ends, slots, weights))
+
+
+def grouped_w1(layer: Layer) -> Tensor:
+    return grouped_gemm(layer.rows, layer.w1, layer.routing.ends)
+
+
+def torch_w1(layer: Layer) -> Tensor:
+    return torch._grouped_mm(layer.rows, layer.w1.transpose(-2, -1), offs=layer.routing.ends)
+
+
+def grouped_w2(layer: Layer) -> Tensor:
+    return grouped_gemm(layer.inner, layer.w2, layer.routing.ends)
+
+
+def torch_w2(layer: Layer) -> Tensor:
+    return torch._grouped_mm(layer.inner, layer.w2.transpose(-2, -1), offs=layer.routing.ends)
+
+
+def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    return torch_route(layer.x[:, :NUM_EXPERTS])
+
+
+def torch_route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, slots and group ends by PyTorch's operations."""
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    ranked = probabilities.sort(dim=-1, descending=True, stable=True).indices
+    chosen = ranked[:, :NUM_CHOSEN].sort(dim=-1).values
+    weights = probabilities.gather(-1, chosen).to(logits.dtype)
+    counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=logits.device)
+    ones = torch.ones((), dtype=torch.int32, device=logits.device)
+    counts.scatter_add_(0, chosen.flatten(), ones.expand(chosen.numel()))
+    slots = chosen.flatten().argsort(stable=True)
+    return weights, slots, counts.cumsum(0, dtype=torch.int32)
+
+
+def torch_stage(layer: Layer) -> None:
+    """The same stage on PyTorch's grouped product, with gathered copies."""
+    normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
+    weights, slots, ends = torch_route(normed @ layer.gate.t())
+    rows = normed.index_select(0, slots // NUM_CHOSEN)
+    gate_up = torch._grouped_mm(rows, layer.w1.transpose(-2, -1), offs=ends)
+    inner = fused_ops.silu_mul(gate_up)
+    down = torch._grouped_mm(inner, layer.w2.transpose(-2, -1), offs=ends)
+    terms = torch.empty_like(down)
+    terms[slots] = down
+    terms = terms.view(*weights.shape, -1).mul_(weights[:, :, None])
+    total = terms[:, 0]
+    for index in range(1, NUM_CHOSEN):
+        total = total.add_(terms[:, index])
+    layer.x.add_(total)
+
+
+if __name__ == "__main__":
+    main()

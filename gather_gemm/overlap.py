@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""Programmatic dependent launch: a kernel gets onto the GPU while the one before it runs out.
+
+It waits there until all that the earlier kernel wrote can be seen, so nothing is read or written
+too early; what is saved is the time of the launch, which many short kernels would pay each.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin(OVERLAPS: tl.constexpr):
+    """Wait for the kernels before this one, and let the next get ready; first in a kernel."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels on this device can overlap: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
