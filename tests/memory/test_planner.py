@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import torch
 
 from vllm.diffusion import params
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.families import LLADA
-from vllm.diffusion.memory import BufferPool, CachePool, Demand, Planner, chunks
+from vllm.diffusion.memory import BufferPool, CachePool, CacheRange, Demand, Planner, chunks
 from vllm.diffusion.params import ServedModel, SpecialIds
 
 CPU = torch.device("cpu")
@@ -63,12 +66,60 @@ def test_buffers_are_reused_and_grow() -> None:
     assert pool.num_bytes == 2 * 8 * 8 * 4
 
 
+def pool_of(num_layers: int = 3) -> CachePool:
+    return CachePool(num_layers, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, device=CPU)
+
+
+def mark(pool: CachePool, taken: CacheRange, value: float) -> None:
+    for layer in range(3):
+        pool.keys(layer)[taken.start : taken.end] = value + layer
+        pool.values(layer)[taken.start : taken.end] = -value - layer
+
+
+def assert_marked(pool: CachePool, taken: CacheRange, value: float) -> None:
+    for layer in range(3):
+        assert (pool.keys(layer)[taken.start : taken.end] == value + layer).all()
+        assert (pool.values(layer)[taken.start : taken.end] == -value - layer).all()
+
+
 def test_caches_are_counted_and_released() -> None:
-    pool = CachePool(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, device=CPU)
-    cache = pool.allocate("a", 10)
-    assert cache.k.shape == cache.v.shape == (3, 10, 2, 4)
-    assert pool.num_bytes == cache.num_bytes == 2 * 3 * 10 * 2 * 4 * 2
+    pool, row_bytes = pool_of(), 3 * 2 * 2 * 4 * 2
+    taken = pool.allocate("a", 10)
+    assert pool.keys(0).shape == pool.values(2).shape == (10, 2, 4)
+    assert (taken.start, taken.end, pool.num_bytes) == (0, 10, 10 * row_bytes)
     pool.allocate("b", 5)
     pool.release("a")
     pool.release("never there")
-    assert pool.num_bytes == 2 * 3 * 5 * 2 * 4 * 2
+    assert pool.num_bytes == 5 * row_bytes
+    assert pool.reserved_bytes >= 15 * row_bytes
+
+
+def test_a_released_range_is_used_again_without_moving_anything() -> None:
+    pool = pool_of()
+    taken = {name: pool.allocate(name, 10) for name in "abc"}
+    generation = pool.generation
+    pool.release("b")
+    assert pool.allocate("d", 4).start == 10
+    assert pool.allocate("e", 6).start == 14
+    assert (taken["c"].start, pool.generation) == (20, generation)
+
+
+def test_ranges_keep_their_contents_when_gaps_close_and_the_buffer_grows() -> None:
+    """Random requests come and go; every one finds what it wrote."""
+    pool, rng = pool_of(), random.Random(5)
+    running: dict[str, tuple[CacheRange, float]] = {}
+    most = 0
+    for number in range(200):
+        if len(running) > 4 or (running and rng.random() < 0.4):
+            name = rng.choice(sorted(running))
+            running.pop(name)
+            pool.release(name)
+        taken = pool.allocate(str(number), rng.randint(1, 30))
+        mark(pool, taken, float(number % 100))
+        running[str(number)] = taken, float(number % 100)
+        most = max(most, pool.used_rows)
+        for held, value in running.values():
+            assert_marked(pool, held, value)
+        ranges = sorted((held.start, held.end) for held, _ in running.values())
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+    assert len(pool.keys(0)) <= 2 * most  # gaps are closed before the buffer grows

@@ -16,7 +16,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from vllm.diffusion.layers.attention import Span
+from vllm.diffusion.layers.attention import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
 
 if TYPE_CHECKING:
@@ -77,19 +77,18 @@ def staged_logits(
     chunks = list(_chunks(total, rows or total))
     x = model.embed(ids, torch.empty(total, model.hidden_size, dtype=model.dtype))
     rotary = model.rotary(positions)
-    k = x.new_empty(total, model.num_kv_heads, model.head_dim)
-    v = torch.empty_like(k)
-    q = x.new_empty(total, model.num_heads, model.head_dim) if keep_queries else None
+    num_heads = (model.num_heads if keep_queries else 0) + 2 * model.num_kv_heads
+    product = x.new_empty(total, num_heads * model.head_dim)
     for layer in model.layers:
         for start, end in chunks:
             part = slice(start, end)
-            queries = None if q is None else q[part]
-            layer.keys_values(x[part], rotary.rows(start, end), k[part], v[part], queries)
+            layer.keys_values(x[part], rotary.rows(part), product[part])
+        q, k, v = layer.attention.split(product)
         for start, end in chunks:
             part = slice(start, end)
-            queries = None if q is None else q[part]
-            spans = _spans(lengths, start, end)
-            layer.attend(x[part], rotary.rows(start, end), k, v, spans, queries)
+            layout = AttentionLayout.of(_spans(lengths, start, end), x.device)
+            sources = [KeySource(slice(0, end - start), k, v, layout)]
+            layer.attend(x[part], rotary.rows(part), sources, None if q is None else q[part])
         for start, end in chunks:
             layer.feed_forward(x[start:end])
     parts = [model.compute_logits(model.final_norm(x[start:end])) for start, end in chunks]

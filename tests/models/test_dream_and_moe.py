@@ -88,11 +88,11 @@ def test_a_row_sees_rows_after_it(name: str, case_model: ModelOf) -> None:
 def test_no_rows(name: str, case_model: ModelOf) -> None:
     model = case_model(name)
     x = torch.empty(0, model.hidden_size)
-    kv = torch.empty(0, model.num_kv_heads, model.head_dim)
+    product = torch.empty(0, 2 * model.num_kv_heads * model.head_dim)
     rotary = model.rotary(torch.empty(0, dtype=torch.int64))
     for layer in model.layers:
-        layer.keys_values(x, rotary, kv, kv)
-        layer.attend(x, rotary, kv, kv, ())
+        layer.keys_values(x, rotary, product)
+        layer.attend(x, rotary, [])
         layer.feed_forward(x)
     assert model.compute_logits(model.final_norm(x)).shape == (0, model.vocab_size)
 

@@ -33,7 +33,7 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
         scoring=Scoring(draw="categorical"),
         step=2,
         forbid_mask=False,
-        rows=rows,
+        rows=slice(0, len(logits)),
         unconditional_rows=None,
         positions=rows + 3,
     )

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
 
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "0")
+def _flag(name: str, default: str = "0") -> bool:
+    value = os.environ.get(name, default)
     if value not in ("0", "1"):
         raise ServerConfigError(f"{name}: given {value!r}; wanted 0 or 1")
     return value == "1"
@@ -47,6 +47,11 @@ def activation_pool_size_bytes() -> int | None:
     return _positive_int("VLLM_ACTIVATION_POOL_SIZE_BYTES")
 
 
+def use_chunkwise_graph() -> bool:
+    """VLLM_USE_CHUNKWISE_GRAPH=0: run the layers without CUDA graphs, also at small row counts."""
+    return _flag("VLLM_USE_CHUNKWISE_GRAPH", default="1")
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -56,6 +61,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_LOG_DIFFUSION_STEPS": log_diffusion_steps,
     "DLLM_DIFFUSION_STEPS": default_steps,
     "VLLM_ACTIVATION_POOL_SIZE_BYTES": activation_pool_size_bytes,
+    "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
 }
 
 

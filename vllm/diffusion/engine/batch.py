@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one denoise step, packed without padding.
+"""The rows of one denoise step, packed without padding; all of it on the host.
 
 Whole sequences come first, one after the other; with guidance a request has two, its own and the
 prompt-masked one. The windows of requests that keep keys and values follow.
@@ -13,28 +13,67 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm.diffusion.decoding import Candidates, Work
+from vllm.diffusion.layers.attention import Span
 from vllm.diffusion.sampling import RowGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.diffusion.engine.canvas import Canvas
-    from vllm.diffusion.memory import KeyValueCache
     from vllm.diffusion.sampling import NoiseSource
 
 
-class Window(NamedTuple):
-    """Rows of a request that keeps keys and values.
+class PackedSequence(NamedTuple):
+    """Rows of the batch that attend to the same keys.
 
     Attributes:
-        rows: rows of the batch.
-        positions: the same as positions of the sequence.
-        cache: keys and values of all its positions.
+        rows: of the batch.
+        keys: rows of this step's own keys, or of the pool of kept ones.
+        is_cached: which of the two.
     """
 
     rows: slice
-    positions: slice
-    cache: KeyValueCache
+    keys: slice
+    is_cached: bool
+
+
+class SpanGroup(NamedTuple):
+    """Consecutive rows whose keys lie in the same buffer.
+
+    Attributes:
+        rows: of whatever is cut into groups: a chunk of the batch, or rows that are read.
+        spans: their sequences; queries count from the first of `rows`.
+        is_cached: the keys lie in the pool of kept ones.
+    """
+
+    rows: slice
+    spans: tuple[Span, ...]
+    is_cached: bool
+
+
+class _Read(NamedTuple):
+    """Rows that predict some positions of one request."""
+
+    request: int  # its number in the batch
+    rows: torch.Tensor  # [R] int64, of the batch
+    twin_rows: torch.Tensor | None  # the same positions in the prompt-masked sequence
+    positions: torch.Tensor  # [R] int64, on the canvas
+
+
+class ReadPart(NamedTuple):
+    """Rows that are read after the last layer, as many as may have logits at a time.
+
+    Attributes:
+        rows: [r] int64, of the batch.
+        positions: [r] int64, on the canvas.
+        span_groups: what the rows attend to.
+        pieces: per request: its number, and the places of its rows and of their twins in `rows`.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    span_groups: tuple[SpanGroup, ...]
+    pieces: tuple[tuple[int, slice, slice | None], ...]
 
 
 @dataclass(frozen=True)
@@ -42,30 +81,83 @@ class StepBatch:
     """One step's input; it lives for that step.
 
     Attributes:
-        token_ids: [T] int64 on the device.
-        positions: [T] int64 on the device, from 0 in every sequence.
-        boundaries: S + 1 row numbers; whole sequence s is rows boundaries[s] to boundaries[s + 1].
-        windows: the rows after the whole sequences.
-        canvases: the requests.
-        works: per request, what the forward is for (positions, on the host).
-        groups: per request, the rows to sample (on the device).
+        token_ids: [T] int64.
+        positions: [T] int64, from 0 in every sequence.
+        slots: [W] int64, the pool's row of each of the last W rows, which belong to windows.
+        sequences: they tile the rows; those with cached keys come last.
+        canvases: the requests, in the order of their rows.
+        works: per request, what the forward is for.
+        reads: per request, the rows to sample.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    boundaries: tuple[int, ...]
-    windows: tuple[Window, ...]
+    slots: torch.Tensor
+    sequences: tuple[PackedSequence, ...]
     canvases: tuple[Canvas, ...]
     works: tuple[Work, ...]
-    groups: tuple[RowGroup, ...]
+    reads: tuple[_Read, ...]
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.numel()
 
     @property
+    def num_whole(self) -> int:
+        """Rows of whole sequences, which come first and keep nothing."""
+        return self.num_rows - self.slots.numel()
+
+    @property
     def num_sampled(self) -> int:
         return sum(work.eligible.numel() for work in self.works)
+
+    def span_groups(self, chunk: slice) -> tuple[SpanGroup, ...]:
+        """What a chunk of consecutive rows attends to; rows count from the chunk's first."""
+        counts = []
+        for sequence in self.sequences:
+            first, last = max(sequence.rows.start, chunk.start), min(sequence.rows.stop, chunk.stop)
+            if first < last:
+                counts.append((last - first, sequence))
+        return _group_spans(counts)
+
+    def read_parts(self, rows_per_part: int) -> Iterator[ReadPart]:
+        """The rows to sample, at most `rows_per_part` at a time (two of a guided request)."""
+        part = _PartBuilder()
+        for read in self.reads:
+            done, weight = 0, 1 if read.twin_rows is None else 2
+            while done < read.rows.numel():
+                room = (rows_per_part - part.num_rows) // weight
+                if room < 1 and part.num_rows:
+                    yield part.finish(self)
+                    part = _PartBuilder()
+                    continue
+                piece = slice(done, min(done + max(room, 1), read.rows.numel()))
+                part.add(read, piece)
+                done = piece.stop
+        if part.num_rows:
+            yield part.finish(self)
+
+    def row_groups(self, part: ReadPart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
+        """How the rows of a part are sampled, with the part's `positions` on the device."""
+        return tuple(
+            self._row_group(self.canvases[number], rows, twins, positions[rows])
+            for number, rows, twins in part.pieces
+        )
+
+    @staticmethod
+    def _row_group(
+        canvas: Canvas, rows: slice, twins: slice | None, positions: torch.Tensor
+    ) -> RowGroup:
+        return RowGroup(
+            params=canvas.params,
+            scoring=canvas.rule.scoring,
+            step=canvas.num_forwards,
+            forbid_mask=canvas.rule.forbid_mask,
+            rows=rows,
+            unconditional_rows=twins,
+            positions=positions,
+            adjust=canvas.rule.adjust_logits if canvas.rule.adjusts_logits else None,
+        )
 
     def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:
         """Cut what was sampled into one part per request.
@@ -84,29 +176,28 @@ class StepBatch:
         return found
 
 
-def build_batch(canvases: Sequence[Canvas], logit_shift: int, device: torch.device) -> StepBatch:
+def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
     """Pack what `canvases` need computed in this step, and list the rows to sample.
 
     Args:
         canvases: the requests of the step.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
-        device: where the model lives.
     """
     packing = _Packing()
-    works = tuple(canvas.begin() for canvas in canvases)
-    groups: list[RowGroup | None] = [None] * len(canvases)
-    for cached in (False, True):
-        for index, (canvas, work) in enumerate(zip(canvases, works, strict=True)):
-            if (canvas.cache is not None) == cached:
-                groups[index] = packing.add(canvas, work, logit_shift, device)
+    ordered = sorted(canvases, key=lambda canvas: canvas.cache is not None)
+    works = tuple(canvas.begin() for canvas in ordered)
+    reads = tuple(
+        packing.add(number, canvas, work, logit_shift)
+        for number, (canvas, work) in enumerate(zip(ordered, works, strict=True))
+    )
     return StepBatch(
-        token_ids=torch.cat(packing.token_ids).to(device),
-        positions=torch.cat(packing.positions).to(device),
-        boundaries=tuple(packing.boundaries),
-        windows=tuple(packing.windows),
-        canvases=tuple(canvases),
+        token_ids=torch.cat(packing.token_ids),
+        positions=torch.cat(packing.positions),
+        slots=torch.cat([torch.empty(0, dtype=torch.int64), *packing.slots]),
+        sequences=tuple(packing.sequences),
+        canvases=tuple(ordered),
         works=works,
-        groups=tuple(group for group in groups if group is not None),
+        reads=reads,
     )
 
 
@@ -116,44 +207,92 @@ class _Packing:
     def __init__(self) -> None:
         self.token_ids: list[torch.Tensor] = []
         self.positions: list[torch.Tensor] = []
-        self.boundaries = [0]
-        self.windows: list[Window] = []
+        self.slots: list[torch.Tensor] = []
+        self.sequences: list[PackedSequence] = []
         self._num_rows = 0
 
-    def add(self, canvas: Canvas, work: Work, logit_shift: int, device: torch.device) -> RowGroup:
+    def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Read:
         twin: int | None = None
         if canvas.cache is None:
-            first = own = self._whole(canvas.tokens)
+            first = self._whole(canvas.tokens)
             if canvas.params.cfg_scale > 0:
                 twin = self._whole(canvas.unconditional_tokens())
         else:
             # The window starts early enough for the row that predicts its first position.
-            start = max(work.rows[0] - logit_shift, 0)
-            own = self._num_rows
-            first = own - start
-            self._append(canvas.tokens[start : work.rows[1]], start)
-            self.windows.append(
-                Window(slice(own, self._num_rows), slice(start, work.rows[1]), canvas.cache)
-            )
-        predicting = (work.eligible - logit_shift).clamp(min=0).to(device)
-        return RowGroup(
-            params=canvas.params,
-            scoring=canvas.rule.scoring,
-            step=canvas.num_forwards,
-            forbid_mask=canvas.rule.forbid_mask,
+            window = slice(max(work.rows[0] - logit_shift, 0), work.rows[1])
+            first = self._num_rows - window.start
+            kept = slice(canvas.cache.start, canvas.cache.end)
+            self.slots.append(torch.arange(window.start, window.stop) + kept.start)
+            self._append(canvas.tokens[window], window, kept, is_cached=True)
+        predicting = (work.eligible - logit_shift).clamp(min=0)
+        return _Read(
+            request=number,
             rows=predicting + first,
-            unconditional_rows=None if twin is None else predicting + twin,
-            positions=work.eligible.to(device) - canvas.prompt_length,
-            adjust=canvas.rule.adjust_logits if canvas.rule.adjusts_logits else None,
+            twin_rows=None if twin is None else predicting + twin,
+            positions=work.eligible - canvas.prompt_length,
         )
 
     def _whole(self, tokens: torch.Tensor) -> int:
         start = self._num_rows
-        self._append(tokens, 0)
-        self.boundaries.append(self._num_rows)
+        rows = slice(start, start + tokens.numel())
+        self._append(tokens, slice(0, tokens.numel()), keys=rows, is_cached=False)
         return start
 
-    def _append(self, tokens: torch.Tensor, first_position: int) -> None:
+    def _append(
+        self, tokens: torch.Tensor, positions: slice, keys: slice, *, is_cached: bool
+    ) -> None:
+        rows = slice(self._num_rows, self._num_rows + tokens.numel())
         self.token_ids.append(tokens)
-        self.positions.append(torch.arange(first_position, first_position + tokens.numel()))
-        self._num_rows += tokens.numel()
+        self.positions.append(torch.arange(positions.start, positions.stop))
+        self.sequences.append(PackedSequence(rows, keys, is_cached))
+        self._num_rows = rows.stop
+
+
+class _PartBuilder:
+    """Rows to read as they are put one after the other, in the order of the batch."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._rows: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor] = []
+        self._pieces: list[tuple[int, slice, slice | None]] = []
+
+    def add(self, read: _Read, piece: slice) -> None:
+        own = self._append(read.rows[piece], read.positions[piece])
+        twins = None
+        if read.twin_rows is not None:
+            twins = self._append(read.twin_rows[piece], read.positions[piece])
+        self._pieces.append((read.request, own, twins))
+
+    def _append(self, rows: torch.Tensor, positions: torch.Tensor) -> slice:
+        place = slice(self.num_rows, self.num_rows + rows.numel())
+        self._rows.append(rows)
+        self._positions.append(positions)
+        self.num_rows = place.stop
+        return place
+
+    def finish(self, batch: StepBatch) -> ReadPart:
+        rows = torch.cat(self._rows)
+        # Rows lie in the order of the sequences, so each sequence reads a run of them.
+        ends = torch.tensor([sequence.rows.stop for sequence in batch.sequences])
+        owners = torch.bucketize(rows, ends, right=True)
+        counts = torch.bincount(owners, minlength=len(ends)).tolist()
+        counted = [(n, s) for n, s in zip(counts, batch.sequences, strict=True) if n]
+        return ReadPart(
+            rows, torch.cat(self._positions), _group_spans(counted), tuple(self._pieces)
+        )
+
+
+def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:
+    """Span groups of runs of rows: how many, and of which sequence; cached ones come last."""
+    groups, start = [], 0
+    for is_cached in (False, True):
+        spans, end = [], 0
+        for count, sequence in counted:
+            if sequence.is_cached == is_cached:
+                spans.append(Span(end, end + count, sequence.keys.start, sequence.keys.stop))
+                end += count
+        if spans:
+            groups.append(SpanGroup(slice(start, start + end), tuple(spans), is_cached))
+        start += end
+    return tuple(groups)

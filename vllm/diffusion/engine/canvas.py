@@ -13,7 +13,7 @@ from vllm.diffusion.engine.messages import StepResult
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import NewCanvas
-    from vllm.diffusion.memory import KeyValueCache
+    from vllm.diffusion.memory import CacheRange
     from vllm.diffusion.sampling import NoiseSource
 
 
@@ -24,14 +24,16 @@ class Canvas:
     changes, so the canvas up to there is final and can be reported.
 
     Attributes:
-        params: the request's parameters.
+        req_id: the request.
+        params: its parameters.
         tokens: [T] int64.
         rule: its decoding, at its present state.
         cache: keys and values that are kept between forwards, if any.
         num_forwards: forwards so far.
     """
 
-    def __init__(self, new: NewCanvas, cache: KeyValueCache | None = None) -> None:
+    def __init__(self, new: NewCanvas, cache: CacheRange | None = None) -> None:
+        self.req_id = new.req_id
         self.params = new.params
         self.cache = cache
         self.prompt_length = len(new.prompt_token_ids)

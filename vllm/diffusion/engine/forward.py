@@ -3,114 +3,233 @@
 
 Only attention mixes rows, so every other stage may run on any chunk of rows. The residual stream
 and one layer's keys and values are all that lives from stage to stage; requests with a cache keep
-the keys and values of every layer.
+the keys and values of every layer. Of the last layer all rows have keys and values, but only the
+rows that are read get the rest.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.layers.attention import Span
-from vllm.diffusion.memory import BufferPool, Plan, chunks
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.layers.attention import AttentionLayout, KeySource
+from vllm.diffusion.memory import BufferPool, CachePool, Plan, chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    import torch
+    from torch import Tensor
 
-    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.batch import ReadPart, SpanGroup, StepBatch
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.sampling import RowGroup
 
 
-class _Region(NamedTuple):
-    """Rows of the batch whose keys and values lie in the same buffers.
+class Attending(NamedTuple):
+    """Rows of a chunk and where their keys are, on the device.
 
     Attributes:
-        rows: rows of the batch.
-        k, v: [L, N, KV, hd]; the same memory for every layer where nothing is kept.
-        written: rows of k and v that belong to `rows`, in order.
-        sequences: the region's sequences as pairs of ranges: rows counted from the region's
-            first, and rows of k and v that they attend to.
+        rows: of the chunk.
+        layout: of these rows.
+        is_cached: the keys lie in the pool of kept ones.
     """
 
     rows: slice
-    k: torch.Tensor
-    v: torch.Tensor
-    written: slice
-    sequences: tuple[tuple[slice, slice], ...]
+    layout: AttentionLayout
+    is_cached: bool
 
 
-def forward(
-    model: DiffusionModel, batch: StepBatch, plan: Plan, buffers: BufferPool
-) -> torch.Tensor:
-    """Residual stream [T, D] after the last layer; it is a buffer of `buffers`."""
-    rows, dtype = batch.num_rows, model.dtype
-    heads = (rows, model.num_heads, model.head_dim)
-    x = model.embed(batch.token_ids, buffers.take("x", (rows, model.hidden_size), dtype))
-    q = buffers.take("q", heads, dtype) if plan.keep_queries else None
-    rotary = model.rotary(batch.positions)
+class BodyInputs(NamedTuple):
+    """What the layers want to know of a batch, on the device.
 
-    def rows_of(on: slice) -> tuple[torch.Tensor, Rotary, torch.Tensor | None]:
-        return x[on], rotary.rows(on.start, on.stop), None if q is None else q[on]
+    Attributes:
+        token_ids, positions: [T] int64.
+        slots: [W] int64, the pool's row of each of the last W rows; negative for none.
+        attending: for every chunk of the attend stage, what its rows read.
+    """
 
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attending: tuple[tuple[Attending, ...], ...]
+
+
+class BodyOutputs(NamedTuple):
+    """What the rows that are read need of all rows.
+
+    Attributes:
+        x: [T, D], the residual stream before the last layer.
+        rotary: of all rows.
+        k, v: [T, KV, hd], the last layer's keys and values of this step's rows.
+    """
+
+    x: Tensor
+    rotary: Rotary
+    k: Tensor
+    v: Tensor
+
+
+class ReadInputs(NamedTuple):
+    """A part of the rows that are read, on the device.
+
+    Attributes:
+        part: the same on the host.
+        rows: [r] int64, of the batch.
+        positions: [r] int64, on the canvas.
+        attending: what the rows read.
+    """
+
+    part: ReadPart
+    rows: Tensor
+    positions: Tensor
+    attending: tuple[Attending, ...]
+
+
+def upload(
+    batch: StepBatch, plan: Plan, parts: Sequence[ReadPart], device: torch.device
+) -> tuple[BodyInputs, list[ReadInputs]]:
+    """All that the device must be told of a step, in one copy."""
+    attend_chunks = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
+    arrays = [batch.token_ids, batch.positions, batch.slots]
+    arrays += [a for groups in attend_chunks for a in _layout_arrays(groups)]
+    found = iter(ops.to_device([*arrays, *_read_arrays(parts)], device))
+    body = BodyInputs(
+        next(found), next(found), next(found), tuple(_attending(g, found) for g in attend_chunks)
+    )
+    return body, _read_inputs(parts, found)
+
+
+def upload_reads(parts: Sequence[ReadPart], device: torch.device) -> list[ReadInputs]:
+    """What the device must be told of the rows that are read, where a graph knows the rest."""
+    return _read_inputs(parts, iter(ops.to_device(_read_arrays(parts), device)))
+
+
+def run_body(
+    model: DiffusionModel,
+    inputs: BodyInputs,
+    plan: Plan,
+    buffers: BufferPool,
+    caches: CachePool,
+) -> BodyOutputs:
+    """All layers of all rows, but for what follows the keys and values of the last one."""
+    num_rows, dtype = inputs.token_ids.numel(), model.dtype
+    x = model.embed(inputs.token_ids, buffers.take("x", (num_rows, model.hidden_size), dtype))
+    rotary = model.rotary(inputs.positions)
+    kv_width = 2 * model.num_kv_heads * model.head_dim
+    q_width = model.num_heads * model.head_dim if plan.keep_queries else 0
+    product = buffers.take("qkv", (num_rows, q_width + kv_width), dtype)
     # What a chunk is does not depend on the layer, so it is worked out once.
-    regions = [
-        (
-            region,
-            [(part, *rows_of(on)) for part, on in _chunks(region.rows, plan.keys_values_rows)],
-            [
-                (_spans(region.sequences, part), *rows_of(on))
-                for part, on in _chunks(region.rows, plan.attend_rows)
-            ],
+    writing = list(chunks(num_rows, plan.keys_values_rows))
+    attending = list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True))
+    feeding = list(chunks(num_rows, plan.feed_forward_rows))
+    *before_last, last = model.layers
+
+    def keys_values(index: int, product: Tensor) -> None:
+        for rows in writing:
+            model.layers[index].keys_values(x[rows], rotary.rows(rows), product[rows])
+        _keep(model.layers[index].attention.split(product), index, inputs.slots, caches)
+
+    for index, layer in enumerate(before_last):
+        keys_values(index, product)
+        q, k, v = layer.attention.split(product)
+        for rows, groups in attending:
+            sources = _sources(groups, k, v, index, caches)
+            layer.attend(x[rows], rotary.rows(rows), sources, None if q is None else q[rows])
+        for rows in feeding:
+            layer.feed_forward(x[rows])
+    product = buffers.take("qkv", (num_rows, kv_width), dtype)
+    keys_values(len(before_last), product)
+    _, k, v = last.attention.split(product)
+    return BodyOutputs(x, rotary, k, v)
+
+
+def read_last_layer(
+    model: DiffusionModel,
+    batch: StepBatch,
+    body: BodyOutputs,
+    reads: Iterable[ReadInputs],
+    caches: CachePool,
+) -> Iterator[tuple[Tensor, tuple[RowGroup, ...]]]:
+    """The last layer of the rows that are read, part by part: [r, D], and how to sample them."""
+    index = len(model.layers) - 1
+    layer = model.layers[index]
+    for part, rows, positions, attending in reads:
+        x = body.x.index_select(0, rows)
+        rotary = body.rotary.select(rows)
+        layer.attend(x, rotary, _sources(attending, body.k, body.v, index, caches))
+        layer.feed_forward(x)
+        yield x, batch.row_groups(part, positions)
+
+
+def _keep(
+    heads: tuple[Tensor | None, Tensor, Tensor], index: int, slots: Tensor, caches: CachePool
+) -> None:
+    """Store a layer's keys and values of the rows that have slots; these are the last rows."""
+    num_kept = slots.numel()
+    if num_kept:
+        _, k, v = heads
+        ops.store_keys_values(
+            k[-num_kept:], v[-num_kept:], caches.keys(index), caches.values(index), slots
         )
-        for region in _regions(model, batch, buffers)
+
+
+def _sources(
+    attending: Iterable[Attending], k: Tensor, v: Tensor, index: int, caches: CachePool
+) -> list[KeySource]:
+    return [
+        KeySource(rows, caches.keys(index), caches.values(index), layout)
+        if is_cached
+        else KeySource(rows, k, v, layout)
+        for rows, layout, is_cached in attending
     ]
-    feed_forward_chunks = [x[part] for part in chunks(rows, plan.feed_forward_rows)]
-    for index, layer in enumerate(model.layers):
-        for region, writing, attending in regions:
-            k, v = region.k[index], region.v[index]
-            own_k, own_v = k[region.written], v[region.written]
-            for part, x_rows, angles, queries in writing:
-                layer.keys_values(x_rows, angles, own_k[part], own_v[part], queries)
-            for spans, x_rows, angles, queries in attending:
-                layer.attend(x_rows, angles, k, v, spans, queries)
-        for x_rows in feed_forward_chunks:
-            layer.feed_forward(x_rows)
-    return x
 
 
-def _regions(model: DiffusionModel, batch: StepBatch, buffers: BufferPool) -> Iterator[_Region]:
-    packed = batch.boundaries[-1]
-    if packed:
-        shape = (packed, model.num_kv_heads, model.head_dim)
-        k, v = (buffers.take(name, shape, model.dtype) for name in ("k", "v"))
-        sequences = tuple(slice(*ends) for ends in itertools.pairwise(batch.boundaries))
-        yield _Region(
-            rows=slice(0, packed),
-            k=k.expand(len(model.layers), *shape),
-            v=v.expand(len(model.layers), *shape),
-            written=slice(0, packed),
-            sequences=tuple((rows, rows) for rows in sequences),
+def _read_arrays(parts: Iterable[ReadPart]) -> list[Tensor]:
+    """The host arrays that `_read_inputs` wants on the device, in order."""
+    return [
+        array
+        for part in parts
+        for array in (part.rows, part.positions, *_layout_arrays(part.span_groups))
+    ]
+
+
+def _read_inputs(parts: Iterable[ReadPart], found: Iterator[Tensor]) -> list[ReadInputs]:
+    """The parts with their arrays on the device, taken from `found`."""
+    return [
+        ReadInputs(part, next(found), next(found), _attending(part.span_groups, found))
+        for part in parts
+    ]
+
+
+def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Tensor]:
+    """Query ends, key starts and key counts of every group."""
+    arrays = []
+    for group in groups:
+        columns = list(zip(*group.spans, strict=True))
+        _, query_ends, key_starts, key_ends = columns
+        counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
+        for values in ((0, *query_ends), (*key_starts, key_ends[-1]), counts):
+            arrays.append(torch.tensor(values, dtype=torch.int32))
+    return arrays
+
+
+def _attending(groups: Iterable[SpanGroup], found: Iterator[Tensor]) -> tuple[Attending, ...]:
+    """The groups with their arrays on the device, taken from `found`."""
+    return tuple(
+        Attending(
+            group.rows,
+            AttentionLayout(
+                query_ends=next(found),
+                key_starts=next(found),
+                key_counts=next(found),
+                max_queries=max(span.q_end - span.q_start for span in group.spans),
+                max_keys=max(span.kv_end - span.kv_start for span in group.spans),
+                spans=group.spans,
+            ),
+            group.is_cached,
         )
-    for rows, positions, cache in batch.windows:
-        own = slice(0, rows.stop - rows.start)
-        everything = slice(0, cache.k.shape[1])
-        yield _Region(rows, cache.k, cache.v, positions, ((own, everything),))
-
-
-def _chunks(rows: slice, rows_per_chunk: int) -> Iterator[tuple[slice, slice]]:
-    """Chunks of a range of rows: counted from its start, and as rows of the batch."""
-    for part in chunks(rows.stop - rows.start, rows_per_chunk):
-        yield part, slice(part.start + rows.start, part.stop + rows.start)
-
-
-def _spans(sequences: tuple[tuple[slice, slice], ...], part: slice) -> tuple[Span, ...]:
-    """The queries of each sequence in a chunk of rows, with all keys of that sequence."""
-    found = []
-    for own, keys in sequences:
-        first, last = max(own.start, part.start), min(own.stop, part.stop)
-        if first < last:
-            found.append(Span(first - part.start, last - part.start, keys.start, keys.stop))
-    return tuple(found)
+        for group in groups
+    )

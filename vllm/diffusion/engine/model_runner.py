@@ -11,7 +11,8 @@ import torch
 from vllm.diffusion import envs
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
-from vllm.diffusion.engine.forward import forward
+from vllm.diffusion.engine.forward import read_last_layer, run_body, upload, upload_reads
+from vllm.diffusion.engine.graphs import GraphRunner
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -22,9 +23,15 @@ from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.memory import GraphMemory, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.sampling import RowGroup
+
+    HiddenParts = Iterator[tuple[torch.Tensor, tuple[RowGroup, ...]]]
 
 logger = init_logger(__name__)
 
@@ -41,6 +48,8 @@ class DiffusionModelRunner:
         is_reporting: this rank writes the log lines of steps.
         may_fail_alone: an error inside a step may be turned into an error of its requests; False
             where other ranks run the same step and would wait for this one.
+        graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
+        max_model_len: the longest sequence.
     """
 
     def __init__(
@@ -51,6 +60,8 @@ class DiffusionModelRunner:
         *,
         is_reporting: bool = True,
         may_fail_alone: bool = True,
+        graph_memory: GraphMemory | None = None,
+        max_model_len: int = 0,
         noise: NoiseSource | None = None,
     ) -> None:
         self.model = model
@@ -61,6 +72,9 @@ class DiffusionModelRunner:
         self.caches = CachePool(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, device
         )
+        self.graphs: GraphRunner | None = None
+        if graph_memory is not None:
+            self.graphs = GraphRunner(model, self.buffers, self.caches, graph_memory, max_model_len)
         self.canvases: dict[str, Canvas] = {}
         self._is_reporting = is_reporting
         self._may_fail_alone = may_fail_alone
@@ -69,8 +83,7 @@ class DiffusionModelRunner:
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         """Take in started and finished requests, then run the step that `message` asks for."""
         for req_id in message.finished_req_ids:
-            self.canvases.pop(req_id, None)
-            self.caches.release(req_id)
+            self._forget(req_id)
         for new in message.admitted:
             self.canvases[new.req_id] = self._new_canvas(new)
         req_ids = list(message.num_scheduled_tokens)
@@ -91,14 +104,37 @@ class DiffusionModelRunner:
 
     def step(self, req_ids: list[str]) -> tuple[StepBatch, dict[str, StepResult]]:
         """One denoise step of the named requests."""
-        canvases = [self.canvases[req_id] for req_id in req_ids]
-        batch = build_batch(canvases, self.model.family.logit_shift, self.device)
+        batch = build_batch(
+            [self.canvases[req_id] for req_id in req_ids], self.model.family.logit_shift
+        )
         plan = self.planner.plan(batch.num_rows)
-        hidden = forward(self.model, batch, plan, self.buffers)
-        sampled = sample(self.model, hidden, batch.groups, plan.logits_rows, self.noise)
+        hidden = self._forward(batch, plan)
+        sampled = sample(self.model, hidden, self.noise)
         candidates = batch.candidates(sampled, self.noise)
-        parts = zip(req_ids, batch.canvases, candidates, strict=True)
-        return batch, {i: self._commit(i, canvas, found) for i, canvas, found in parts}
+        parts = zip(batch.canvases, candidates, strict=True)
+        return batch, {canvas.req_id: self._commit(canvas, found) for canvas, found in parts}
+
+    def run_alone(self, requests: Sequence[NewCanvas]) -> None:
+        """One step of requests that are forgotten afterwards; errors are raised."""
+        for new in requests:
+            self.canvases[new.req_id] = self._new_canvas(new)
+        try:
+            with torch.inference_mode():
+                self.step([new.req_id for new in requests])
+        finally:
+            for new in requests:
+                self._forget(new.req_id)
+
+    def _forward(self, batch: StepBatch, plan: Plan) -> HiddenParts:
+        """Hidden states of the rows to sample, part by part."""
+        parts = list(batch.read_parts(plan.logits_rows))
+        body = None if self.graphs is None else self.graphs.run(batch, plan)
+        if body is None:
+            inputs, reads = upload(batch, plan, parts, self.device)
+            body = run_body(self.model, inputs, plan, self.buffers, self.caches)
+        else:
+            reads = upload_reads(parts, self.device)
+        return read_last_layer(self.model, batch, body, reads, self.caches)
 
     @torch.inference_mode()
     def _timed_step(self, req_ids: list[str]) -> dict[str, StepResult]:
@@ -116,19 +152,23 @@ class DiffusionModelRunner:
             )
         return results
 
+    def _forget(self, req_id: str) -> None:
+        self.canvases.pop(req_id, None)
+        self.caches.release(req_id)
+
     def _new_canvas(self, new: NewCanvas) -> Canvas:
         if new.params.cache == "none":
             return Canvas(new)
         length = len(new.prompt_token_ids) + new.params.gen_length
         return Canvas(new, self.caches.allocate(new.req_id, length))
 
-    def _commit(self, req_id: str, canvas: Canvas, candidates: Candidates) -> StepResult:
+    def _commit(self, canvas: Canvas, candidates: Candidates) -> StepResult:
         """A request whose decoding fails ends alone; every rank sees the same failure."""
         try:
             return canvas.commit(candidates)
         except Exception as error:
-            logger.exception("decoding of request %s failed", req_id)
-            return self._failure(req_id, error)
+            logger.exception("decoding of request %s failed", canvas.req_id)
+            return self._failure(canvas.req_id, error)
 
     def _failure(self, req_id: str, error: Exception) -> StepResult:
         canvas = self.canvases.get(req_id)

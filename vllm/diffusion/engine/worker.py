@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.config import set_current_vllm_config
-from vllm.diffusion.config import row_budget
+from vllm.diffusion import envs
+from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
-from vllm.diffusion.memory import Planner
+from vllm.diffusion.engine.warm_up import warm_up
+from vllm.diffusion.layers.attention_backends import can_be_captured
+from vllm.diffusion.memory import GraphMemory, Planner
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     get_tensor_model_parallel_world_size,
@@ -77,11 +80,22 @@ class DiffusionWorker(WorkerBase):
             self._device(),
             is_reporting=self.is_driver_worker,
             may_fail_alone=get_tensor_model_parallel_world_size() == 1,
+            graph_memory=self._graph_memory(model),
+            max_model_len=self.model_config.max_model_len,
         )
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         logger.info(
             "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
         )
+
+    def _graph_memory(self, model: DiffusionModel) -> GraphMemory | None:
+        """None where the layers run without CUDA graphs."""
+        wanted = envs.use_chunkwise_graph() and not self.model_config.enforce_eager
+        alone = get_tensor_model_parallel_world_size() == 1
+        device = self._device()
+        if wanted and alone and can_be_captured(model.dtype, model.head_dim, device):
+            return GraphMemory(device)
+        return None
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         return self.model_runner.execute(scheduler_output)
@@ -116,7 +130,23 @@ class DiffusionWorker(WorkerBase):
         pass
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        return CompilationTimes(language_model=0.0, encoder=0.0)
+        start = time.perf_counter()
+        graphs = self.model_runner.graphs
+        if graphs is not None:
+            warm_up(
+                self.model_runner,
+                served_model(self.vllm_config),
+                row_budget=row_budget(self.vllm_config),
+                max_requests=self.scheduler_config.max_num_seqs,
+                shows_progress=self.is_driver_worker,
+            )
+            logger.info(
+                "CUDA graphs: %d captured in %.1f s, %.2f GiB",
+                len(graphs),
+                time.perf_counter() - start,
+                graphs.used_bytes / 2**30,
+            )
+        return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
 
     def synchronize_device(self) -> None:
         if self._device().type == "cuda":

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
-from vllm.distributed import tensor_model_parallel_all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +27,5 @@ class GatedMLP:
         """x += Wdown (silu(Wgate h) * Wup h), h = norm(x); x [R, D], in place."""
         if x.shape[0] == 0:
             return
-        normed = self.norm(x)
-        gate_up = ops.linear(normed, self.gate_up_proj)
-        # the normed rows are not needed any more: their buffer takes the result
-        down = ops.linear(ops.silu_mul(gate_up), self.down_proj, out=normed)
-        x.add_(tensor_model_parallel_all_reduce(down))
+        gate_up = ops.linear(self.norm(x), self.gate_up_proj)
+        ops.add_linear(x, ops.silu_mul(gate_up), self.down_proj)

@@ -21,9 +21,13 @@ class Rotary(NamedTuple):
     cos: Tensor  # [R, rd]
     sin: Tensor  # [R, rd]
 
-    def rows(self, start: int, end: int) -> Rotary:
-        """The rows of a chunk, start inclusive, end exclusive."""
-        return Rotary(self.cos[start:end], self.sin[start:end])
+    def rows(self, chunk: slice) -> Rotary:
+        """The rows of a chunk."""
+        return Rotary(self.cos[chunk], self.sin[chunk])
+
+    def select(self, rows: Tensor) -> Rotary:
+        """Copies of single rows [R] int64."""
+        return Rotary(self.cos.index_select(0, rows), self.sin.index_select(0, rows))
 
 
 def rotary_rows(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values that a request keeps from one denoise step to the next."""
+"""Keys and values that requests keep from one denoise step to the next."""
 
 from __future__ import annotations
 
@@ -8,31 +8,37 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
-class KeyValueCache:
-    """Keys and values of every layer and position of one sequence.
-
-    A forward over a window of positions overwrites the window's rows and attends over all rows.
+@dataclass
+class CacheRange:
+    """Where a sequence's keys and values lie in the pool; the pool may move them between steps.
 
     Attributes:
-        k, v: [L, T, KV, hd], keys after rotation, model dtype.
+        start: the pool's row of position 0.
+        length: positions.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
+    start: int
+    length: int
 
     @property
-    def num_bytes(self) -> int:
-        return 2 * self.k.numel() * self.k.element_size()
+    def end(self) -> int:
+        return self.start + self.length
 
 
 class CachePool:
-    """The caches of the running requests, by request.
+    """The keys and values of all requests that keep them, in one buffer.
+
+    Every sequence has a range of consecutive rows, so that one launch can attend to the caches of
+    many requests. The buffer grows when the ranges do not fit, and ranges move together when only
+    the gaps between them are in the way.
 
     Args:
         num_layers, num_kv_heads, head_dim: L, KV and hd of the model on this rank.
         dtype: the model dtype.
         device: where the model lives.
+
+    Attributes:
+        generation: counts how often the buffer has moved; addresses of an older one are stale.
     """
 
     def __init__(
@@ -43,23 +49,85 @@ class CachePool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._shape = (num_layers, num_kv_heads, head_dim)
-        self._dtype = dtype
-        self._device = device
-        self._caches: dict[str, KeyValueCache] = {}
+        self._row_shape = (num_layers, 2, num_kv_heads, head_dim)
+        self._rows = torch.empty(0, *self._row_shape, dtype=dtype, device=device)
+        self._ranges: dict[str, CacheRange] = {}
+        self.generation = 0
 
-    def allocate(self, req_id: str, length: int) -> KeyValueCache:
-        """The cache of a request of `length` positions, not initialised."""
-        num_layers, num_kv_heads, head_dim = self._shape
-        shape = (num_layers, length, num_kv_heads, head_dim)
-        k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
-        self._caches[req_id] = KeyValueCache(k, v)
-        return self._caches[req_id]
+    def keys(self, layer: int) -> torch.Tensor:
+        """[N, KV, hd]: the keys of a layer after rotation, model dtype; rows are strided."""
+        return self._rows[:, layer, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """[N, KV, hd]: the values of a layer, model dtype; rows are strided."""
+        return self._rows[:, layer, 1]
+
+    def allocate(self, req_id: str, length: int) -> CacheRange:
+        """Rows for a request of `length` positions, not initialised."""
+        start = self._find_gap(length)
+        if start is None:
+            self._close_gaps()
+            start = self.used_rows
+            self._reserve(start + length)
+        self._ranges[req_id] = CacheRange(start, length)
+        return self._ranges[req_id]
 
     def release(self, req_id: str) -> None:
-        """Forget the cache of a request, if it has one."""
-        self._caches.pop(req_id, None)
+        """Give back the rows of a request, if it has some."""
+        self._ranges.pop(req_id, None)
+
+    @property
+    def used_rows(self) -> int:
+        return sum(taken.length for taken in self._ranges.values())
 
     @property
     def num_bytes(self) -> int:
-        return sum(cache.num_bytes for cache in self._caches.values())
+        """Bytes of the rows in use."""
+        return self.used_rows * self._row_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return len(self._rows) * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return int(torch.Size(self._row_shape).numel() * self._rows.element_size())
+
+    def _in_order(self) -> list[CacheRange]:
+        return sorted(self._ranges.values(), key=lambda taken: taken.start)
+
+    def _find_gap(self, length: int) -> int | None:
+        """The first row of the first gap that is wide enough."""
+        start = 0
+        for taken in self._in_order():
+            if taken.start - start >= length:
+                return start
+            start = taken.end
+        return start if len(self._rows) - start >= length else None
+
+    def _close_gaps(self) -> None:
+        """Move the ranges to the front, in their order."""
+        start = 0
+        for taken in self._in_order():
+            self._move(taken, start)
+            start = taken.end
+
+    def _move(self, taken: CacheRange, start: int) -> None:
+        """Copy a range towards the front, in pieces that do not overlap their targets."""
+        distance = taken.start - start
+        for done in range(0, taken.length if distance else 0, max(distance, 1)):
+            count = min(distance, taken.length - done)
+            source = self._rows[taken.start + done : taken.start + done + count]
+            self._rows[start + done : start + done + count].copy_(source)
+        taken.start = start
+
+    def _reserve(self, num_rows: int) -> None:
+        """Let the buffer hold at least `num_rows`; it at least doubles, so that it moves rarely."""
+        if num_rows <= len(self._rows):
+            return
+        used = self.used_rows
+        rows = self._rows.new_empty(max(num_rows, 2 * len(self._rows)), *self._row_shape)
+        rows[:used].copy_(self._rows[:used])
+        self._rows = rows
+        self.generation += 1

@@ -8,7 +8,7 @@ logits, which are cut so that the largest `[rows, vocabulary]` buffer stays smal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +31,17 @@ class Plan:
     attend_rows: int
     feed_forward_rows: int
     logits_rows: int
+
+    def is_whole(self, num_rows: int) -> bool:
+        """Whether every stage of a layer takes `num_rows` rows as one chunk."""
+        sizes = (self.keys_values_rows, self.attend_rows, self.feed_forward_rows)
+        return self.keep_queries and min(sizes) >= num_rows
+
+    def resized(self, num_rows: int) -> Plan:
+        """The same plan for a whole step of `num_rows` rows."""
+        return replace(
+            self, keys_values_rows=num_rows, attend_rows=num_rows, feed_forward_rows=num_rows
+        )
 
 
 def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import nn
 
-from vllm.diffusion.layers.attention import Span
+from vllm.diffusion.layers.attention import AttentionLayout, KeySource, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,30 +48,22 @@ class DiffusionLayer(nn.Module):
     attention: SelfAttention
     mlp_stage: FeedForward
 
-    def keys_values(
-        self, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, q: Tensor | None = None
-    ) -> None:
-        """Write the rotated keys and the values of x [R, D] to k and v [R, KV, hd].
+    def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor) -> None:
+        """Write the projections of x [R, D] to out, queries and keys rotated.
 
-        Where q [R, H, hd] is given, the rotated queries come from the same product.
+        `out` is [R, (H + 2 KV) hd], or [R, 2 KV hd] where the queries are not wanted.
         """
-        self.attention.keys_values(x, rotary, k, v, q)
+        self.attention.keys_values(x, rotary, out)
 
     def attend(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        k: Tensor,
-        v: Tensor,
-        spans: Sequence[Span],
-        q: Tensor | None = None,
+        self, x: Tensor, rotary: Rotary, sources: Sequence[KeySource], q: Tensor | None = None
     ) -> None:
-        """x [R, D] += output projection of attention over k, v [T, KV, hd], in place.
+        """x [R, D] += output projection of attention to the keys of `sources`, in place.
 
-        `spans` say which keys each row reads. Without q the queries are computed from x, which
-        this layer must not have updated yet.
+        Without q [R, H, hd] the queries are computed from x, which this layer must not have
+        updated yet.
         """
-        self.attention.attend(x, rotary, k, v, spans, q)
+        self.attention.attend(x, rotary, sources, q)
 
     def feed_forward(self, x: Tensor) -> None:
         """x [R, D] += feed-forward of its norm, in place."""
@@ -174,12 +166,11 @@ class DiffusionModel(nn.Module, ABC):
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
         num_rows = x.shape[0]
         rotary = self.rotary(positions)
-        q = x.new_empty(num_rows, self.num_heads, self.head_dim)
-        k = x.new_empty(num_rows, self.num_kv_heads, self.head_dim)
-        v = x.new_empty(num_rows, self.num_kv_heads, self.head_dim)
-        spans = (Span(0, num_rows, 0, num_rows),)
+        product = x.new_empty(num_rows, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
+        layout = AttentionLayout.of([Span(0, num_rows, 0, num_rows)], x.device)
         for layer in self.layers:
-            layer.keys_values(x, rotary, k, v, q)
-            layer.attend(x, rotary, k, v, spans, q)
+            layer.keys_values(x, rotary, product)
+            q, k, v = layer.attention.split(product)
+            layer.attend(x, rotary, [KeySource(slice(0, num_rows), k, v, layout)], q)
             layer.feed_forward(x)
         return self.final_norm(x)

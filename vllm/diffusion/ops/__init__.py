@@ -2,25 +2,31 @@
 """The only door to the native rooms, and the products with upstream's matrices."""
 
 from vllm.diffusion.ops.experts import mix_experts
-from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul
-from vllm.diffusion.ops.linear import is_plain, linear, plain_weight
+from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul, store_keys_values
+from vllm.diffusion.ops.linear import add_linear, is_plain, linear, plain_weight
 from vllm.diffusion.ops.sampling import (
     gather_columns,
     most_likely,
     negative_entropy,
     philox_uniform,
 )
+from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
 
 __all__ = [
+    "add_linear",
     "apply_rotary",
+    "copy_packed",
     "gather_columns",
     "is_plain",
     "linear",
     "mix_experts",
     "most_likely",
     "negative_entropy",
+    "packed_bytes",
     "philox_uniform",
     "plain_weight",
     "rms_norm",
     "silu_mul",
+    "store_keys_values",
+    "to_device",
 ]

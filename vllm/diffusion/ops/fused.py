@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
 
@@ -64,6 +66,22 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         [R, M]: `out`, or a new tensor.
     """
     return fused_ops.silu_mul(gate_up, out)
+
+
+def store_keys_values(
+    k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """Copy rows of keys and values to cache rows.
+
+    Args:
+        k, v: [R, KV, hd], model dtype; rows may be strided.
+        key_cache, value_cache: [N, KV, hd], the same dtype, written; rows may be strided.
+        slots: [R] int64, the cache row of each row; rows with a negative one are skipped.
+    """
+    skipped = (slots < 0)[:, None, None]
+    rows = slots.where(slots >= 0, slots[0])  # they repeat the first row, without a look at values
+    for source, cache in ((k, key_cache), (v, value_cache)):
+        cache.index_copy_(0, rows, torch.where(skipped, source[:1], source))
 
 
 @functools.cache

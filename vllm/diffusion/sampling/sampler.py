@@ -18,7 +18,7 @@ from vllm.diffusion.sampling.categorical import draw_categorical
 from vllm.diffusion.scoring import REMASKING, TOKEN, Scoring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.sampling.noise import NoiseSource
@@ -46,9 +46,8 @@ class RowGroup:
         scoring: what its decoding rule wants to know.
         step: number of the request's forward, from 0.
         forbid_mask: the mask token must not be proposed.
-        rows: [R] int64, rows of the hidden states that predict the masked positions.
-        unconditional_rows: [R] int64, the same positions in the prompt-masked sequence, when
-            guidance is on.
+        rows: R consecutive rows of the hidden states, which predict the masked positions.
+        unconditional_rows: the same positions in the prompt-masked sequence, when guidance is on.
         positions: [R] int64, positions relative to the canvas.
         adjust: replaces logits [R, V] of canvas positions [R] by what the rule makes of them.
     """
@@ -57,8 +56,8 @@ class RowGroup:
     scoring: Scoring
     step: int
     forbid_mask: bool
-    rows: torch.Tensor
-    unconditional_rows: torch.Tensor | None
+    rows: slice
+    unconditional_rows: slice | None
     positions: torch.Tensor
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
@@ -92,30 +91,29 @@ class Choice(NamedTuple):
 
 def sample(
     model: LogitsModel,
-    hidden: torch.Tensor,
-    groups: Sequence[RowGroup],
-    rows_per_chunk: int,
+    parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
     noise: NoiseSource,
 ) -> torch.Tensor:
     """Candidates of all groups, concatenated.
 
     Args:
         model: final norm and output head.
-        hidden: [T, D] residual stream after the last layer, all sequences packed.
-        groups: sampled rows per request.
-        rows_per_chunk: rows whose logits may exist at a time.
+        parts: hidden states [r, D] after the last layer and the groups whose rows they are. The
+            logits of one part exist at a time.
         noise: source of random numbers.
 
     Returns:
         [3, R] float64 on the host: token, score, greedy token of every row.
     """
     found = []
-    for part in _chunks(_merge_plain(groups), rows_per_chunk):
-        logits = model.compute_logits(model.final_norm(hidden[part.rows]))
-        if part.unconditional_rows is not None:
-            free = model.compute_logits(model.final_norm(hidden[part.unconditional_rows]))
-            logits = free + (part.params.cfg_scale + 1) * (logits - free)
-        found.append(torch.stack([c.double() for c in choose(logits, part, model, noise)]))
+    for hidden, groups in parts:
+        logits = model.compute_logits(model.final_norm(hidden))
+        for group in _merge_plain(groups):
+            own = logits[group.rows]
+            if group.unconditional_rows is not None:
+                free = logits[group.unconditional_rows]
+                own = free + (group.params.cfg_scale + 1) * (own - free)
+            found.append(torch.stack([c.double() for c in choose(own, group, model, noise)]))
     if not found:
         return torch.empty(3, 0, dtype=torch.float64)
     # One copy to the host per step: token ids are exact in float64.
@@ -210,8 +208,9 @@ def _merge_plain(groups: Sequence[RowGroup]) -> Iterator[RowGroup]:
 
 
 def _joinable(a: RowGroup, b: RowGroup) -> bool:
+    adjacent = a.rows.stop == b.rows.start
     same = a.params.confidence_dtype == b.params.confidence_dtype
-    return a.is_plain and b.is_plain and same
+    return adjacent and same and a.is_plain and b.is_plain
 
 
 def _join(run: list[RowGroup]) -> RowGroup:
@@ -219,19 +218,6 @@ def _join(run: list[RowGroup]) -> RowGroup:
         return run[0]
     return replace(
         run[0],
-        rows=torch.cat([g.rows for g in run]),
+        rows=slice(run[0].rows.start, run[-1].rows.stop),
         positions=torch.cat([g.positions for g in run]),
     )
-
-
-def _chunks(groups: Iterator[RowGroup], rows_per_chunk: int) -> Iterator[RowGroup]:
-    for group in groups:
-        free = group.unconditional_rows
-        for start in range(0, group.rows.numel(), rows_per_chunk):
-            part = slice(start, start + rows_per_chunk)
-            yield replace(
-                group,
-                rows=group.rows[part],
-                unconditional_rows=None if free is None else free[part],
-                positions=group.positions[part],
-            )

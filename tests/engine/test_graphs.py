@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets of CUDA graphs, their padded inputs, and replays against the layers without a graph."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID, make_checkpoint
+from tests.engine.harness import Ask, running
+from vllm.diffusion import params
+from vllm.diffusion.engine.batch import StepBatch, build_batch
+from vllm.diffusion.engine.canvas import Canvas
+from vllm.diffusion.engine.forward import run_body, upload
+from vllm.diffusion.engine.graphs import ROW_BUCKETS, Bucket, find_bucket, padded_inputs
+from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.families import LLADA
+from vllm.diffusion.memory import CacheRange
+from vllm.diffusion.params import ServedModel, SpecialIds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = ServedModel(
+    family=LLADA,
+    ids=SpecialIds(mask=MASK_ID, eos=1, eot=None, stop=frozenset()),
+    max_model_len=4096,
+    vocab_size=256,
+)
+
+
+def canvas(length: int, cache: CacheRange | None = None, name: str = "a", **asked: Any) -> Canvas:
+    """A request of `length` positions, the last 8 of them masked."""
+    asked = {"gen_length": 8, "block_length": 8, "steps": 8, "seed": 0, **asked}
+    if cache is not None:
+        asked["cache"] = "dual"
+    prompt = [2 + i % 90 for i in range(length - 8)]
+    decided = params.resolve(params.canonical(asked), MODEL, prompt)
+    return Canvas(NewCanvas(name, prompt, decided), cache)
+
+
+def batch_of(*canvases: Canvas) -> StepBatch:
+    return build_batch(canvases, logit_shift=0)
+
+
+def test_buckets_rise_and_hold_whole_tiles() -> None:
+    assert list(ROW_BUCKETS) == sorted(set(ROW_BUCKETS))
+    assert all(rows % 16 == 0 for rows in ROW_BUCKETS)
+    # padding never takes more than a third, or the smallest bucket
+    assert all(b <= 1.5 * a or b <= 32 for a, b in itertools.pairwise(ROW_BUCKETS))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([16], Bucket(16, 1, False)),
+        ([17], Bucket(32, 1, False)),
+        ([100], Bucket(128, 1, False)),
+        ([1024], Bucket(1024, 1, False)),
+        ([1025], None),
+        ([9, 10], Bucket(32, 2, False)),
+        ([10, 10, 10], Bucket(48, 3, False)),  # 30 rows, but a bucket of 32 holds 2 sequences
+        ([500, 500], Bucket(1024, 64, False)),
+        ([600, 600], None),
+    ],
+)
+def test_the_smallest_bucket_that_holds_a_batch(lengths: list[int], wanted: Bucket | None) -> None:
+    assert find_bucket(batch_of(*map(canvas, lengths))) == wanted
+
+
+def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
+    cached = canvas(40, CacheRange(100, 40))
+    assert find_bucket(batch_of(cached)) == Bucket(48, 1, True)
+    assert find_bucket(batch_of(canvas(40), canvas(40, CacheRange(0, 40)))) is None
+
+
+@pytest.mark.parametrize("lengths", [[33], [64], [20, 13, 40]])
+def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
+    batch = batch_of(*map(canvas, lengths))
+    bucket = find_bucket(batch)
+    assert bucket is not None
+    ids, positions, slots, query_ends, key_starts, key_counts = padded_inputs(batch, bucket)
+    total = sum(lengths)
+    assert torch.equal(ids[:total], batch.token_ids)
+    assert torch.equal(positions[:total], batch.positions)
+    assert (ids.numel(), positions.numel(), slots.numel()) == (bucket.rows, bucket.rows, 0)
+    sizes = [*lengths, bucket.rows - total]
+    sizes += [0] * (bucket.sequences + 1 - len(sizes))
+    assert query_ends.diff().tolist() == key_counts.tolist() == sizes
+    assert key_starts[: len(lengths) + 1].tolist() == query_ends[: len(lengths) + 1].tolist()
+
+
+def test_padding_of_windows_reads_and_writes_nothing() -> None:
+    first, second = CacheRange(70, 30), CacheRange(5, 20)
+    batch = batch_of(canvas(30, first), canvas(20, second, name="b"))
+    bucket = find_bucket(batch)
+    assert bucket is not None
+    *_, slots, query_ends, key_starts, key_counts = padded_inputs(batch, bucket)
+    assert slots.tolist() == [*range(70, 100), *range(5, 25)] + [-1] * (bucket.rows - 50)
+    assert query_ends[:4].tolist() == [0, 30, 50, bucket.rows]
+    assert key_starts[:2].tolist() == [70, 5]
+    assert key_counts[:3].tolist() == [30, 20, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llada", "dream", "moe"])
+def test_replays_equal_the_layers_without_a_graph(family: str, tmp_path: Path) -> None:
+    """Every bucket's graph against eager runs: all rows before the last layer, its keys, values."""
+    folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
+    with running(folder, dtype="bfloat16", max_model_len=1024, max_num_seqs=64) as engine:
+        runner = engine.runner
+        assert len(runner.graphs) >= 2 * len(ROW_BUCKETS)
+        for lengths in ([16], [45], [31, 9, 77], [600], [100] * 9):
+            for is_cached in (False, True):
+                check_replay(runner, lengths, is_cached)
+
+
+@torch.inference_mode()
+def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
+    ranges = [
+        runner.caches.allocate(str(i), n) if is_cached else None for i, n in enumerate(lengths)
+    ]
+    batch = batch_of(*(canvas(n, r) for n, r in zip(lengths, ranges, strict=True)))
+    plan = runner.planner.plan(batch.num_rows)
+    inputs, _ = upload(batch, plan, [], runner.device)
+    eager = run_body(runner.model, inputs, plan, runner.buffers, runner.caches)
+    wanted = [eager.x.clone(), eager.k.clone(), eager.v.clone()]
+    for layer in range(len(runner.model.layers)):  # a replay must write what it reads
+        runner.caches.keys(layer).fill_(torch.nan)
+        runner.caches.values(layer).fill_(torch.nan)
+    for _ in range(2):
+        replayed = runner.graphs.run(batch, plan)
+        assert replayed is not None
+        for given, expected in zip((replayed.x, replayed.k, replayed.v), wanted, strict=True):
+            rows = given[: batch.num_rows]
+            error = (rows.float() - expected.float()).norm() / expected.float().norm()
+            assert error < 2e-2  # other kernels round elsewhere
+    for number in range(len(lengths)):
+        runner.caches.release(str(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["variable", "enforce_eager"])
+def test_graphs_can_be_turned_off(
+    switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if switch == "variable":
+        monkeypatch.setenv("VLLM_USE_CHUNKWISE_GRAPH", "0")
+    folder = make_checkpoint(tmp_path, seed=3, dtype=torch.bfloat16)
+    settings = {"enforce_eager": True} if switch == "enforce_eager" else {}
+    with running(folder, dtype="bfloat16", **settings) as engine:
+        assert engine.runner.graphs is None
+        (answer,) = engine.ask(Ask([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8}))
+        assert answer.finish_reason in ("length", "stop")

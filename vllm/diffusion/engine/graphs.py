@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the layers at small row counts, where launching costs more than computing.
+
+A graph is captured for a bucket of shapes and replayed for every batch that fits: rows are padded
+to the bucket's with one more sequence that nothing reads, sequences with empty ones. The rows that
+are read go through the last layer and the sampler outside of the graph, while it still runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
+from vllm.diffusion.layers.attention import AttentionLayout, Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.memory import BufferPool, CachePool, GraphMemory, Plan
+    from vllm.diffusion.models.base import DiffusionModel
+
+# Beyond the last, launching hides behind computing (docs/performance.md).
+ROW_BUCKETS = (
+    *range(16, 64, 16),
+    *range(64, 256, 32),
+    *range(256, 512, 64),
+    *range(512, 1024 + 1, 128),
+)
+ROWS_PER_SEQUENCE = 16  # at least, on average, in a bucket for several sequences
+
+
+class Bucket(NamedTuple):
+    """Batches that one graph serves.
+
+    Attributes:
+        rows: at most.
+        sequences: at most, besides the one that pads the rows.
+        is_cached: all rows belong to windows of kept keys and values; else none does.
+    """
+
+    rows: int
+    sequences: int
+    is_cached: bool
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor  # [bytes] uint8, where the inputs are read
+    outputs: BodyOutputs
+    generation: int  # of the cache pool whose addresses the graph holds
+
+
+class GraphRunner:
+    """Captures the layers once a bucket, and replays them.
+
+    Args:
+        model: the loaded model, 16-bit, on a GPU of its own.
+        buffers, caches: what the layers compute in.
+        memory: what the graphs may take; batches run without one when it is used up.
+        max_keys: the longest sequence.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        buffers: BufferPool,
+        caches: CachePool,
+        memory: GraphMemory,
+        max_keys: int,
+    ) -> None:
+        self._model = model
+        self._buffers = buffers
+        self._caches = caches
+        self._memory = memory
+        self._max_keys = max_keys
+        self._captured: dict[Bucket, _Captured] = {}
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._memory.used_bytes
+
+    def run(self, batch: StepBatch, plan: Plan) -> BodyOutputs | None:
+        """The layers of a batch by its bucket's graph; None where no graph serves it."""
+        bucket = find_bucket(batch) if plan.is_whole(batch.num_rows) else None
+        if bucket is None:
+            return None
+        captured = self._captured.get(bucket)
+        if captured is None or captured.generation != self._caches.generation * bucket.is_cached:
+            captured = self._capture(bucket, batch, plan)
+        if captured is None:
+            return None
+        ops.copy_packed(padded_inputs(batch, bucket), captured.packed)
+        captured.graph.replay()
+        return captured.outputs
+
+    def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
+        stale = self._captured.pop(bucket, None)
+        if stale is None and not self._memory.has_room:
+            return None
+        arrays = padded_inputs(batch, bucket)
+        packed = torch.empty(ops.packed_bytes(arrays), dtype=torch.uint8, device="cuda")
+        inputs = self._body_inputs(bucket, ops.copy_packed(arrays, packed))
+        plan = plan.resized(bucket.rows)
+        # Libraries choose kernels and allocate workspaces in a first run, outside of the capture.
+        run_body(self._model, inputs, plan, self._buffers, self._caches)
+        graph = torch.cuda.CUDAGraph()
+        with self._memory.capture(graph):
+            outputs = run_body(self._model, inputs, plan, self._buffers, self._caches)
+        generation = self._caches.generation * bucket.is_cached
+        self._captured[bucket] = _Captured(graph, packed, outputs, generation)
+        return self._captured[bucket]
+
+    def _body_inputs(self, bucket: Bucket, arrays: list[Tensor]) -> BodyInputs:
+        token_ids, positions, slots, query_ends, key_starts, key_counts = arrays
+        layout = AttentionLayout(
+            query_ends,
+            key_starts,
+            key_counts,
+            max_queries=bucket.rows,
+            max_keys=self._max_keys if bucket.is_cached else bucket.rows,
+            spans=None,
+        )
+        rows = slice(0, bucket.rows)
+        attending = ((Attending(rows, layout, bucket.is_cached),),)
+        return BodyInputs(token_ids, positions, slots, attending)
+
+
+def find_bucket(batch: StepBatch) -> Bucket | None:
+    """The smallest bucket that holds a batch, if there is one."""
+    num_sequences = len(batch.sequences)
+    is_cached = batch.num_whole == 0
+    if not is_cached and batch.num_whole < batch.num_rows:
+        return None
+    for rows in ROW_BUCKETS:
+        most = 1 if num_sequences == 1 else rows // ROWS_PER_SEQUENCE
+        if rows >= batch.num_rows and most >= num_sequences:
+            return Bucket(rows, most, is_cached)
+    return None
+
+
+def padded_inputs(batch: StepBatch, bucket: Bucket) -> list[Tensor]:
+    """Token ids, positions, slots and the layout's three arrays, as long as the bucket's."""
+    num_rows = batch.num_rows
+    (group,) = batch.span_groups(slice(0, num_rows))
+    # The padding attends to itself, so that no row holds what is no number; with kept keys there
+    # are none for it, and attention to nothing is zero.
+    own = Span(num_rows, bucket.rows, num_rows, num_rows if bucket.is_cached else bucket.rows)
+    empty = Span(bucket.rows, bucket.rows, 0, 0)
+    spans = [*group.spans, own]
+    spans += [empty] * (bucket.sequences + 1 - len(spans))
+    layout = (
+        [0, *(span.q_end for span in spans)],
+        [*(span.kv_start for span in spans), 0],
+        [span.kv_end - span.kv_start for span in spans],
+    )
+    return [
+        _padded(batch.token_ids, bucket.rows, 0),
+        _padded(batch.positions, bucket.rows, 0),
+        _padded(batch.slots, bucket.rows if bucket.is_cached else 0, -1),
+        *(torch.tensor(values, dtype=torch.int32) for values in layout),
+    ]
+
+
+def _padded(values: Tensor, size: int, fill: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, size - values.numel()), value=fill)

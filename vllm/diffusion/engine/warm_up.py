@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are run before the first request, so that no request waits for kernels or graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from vllm.diffusion import params
+from vllm.diffusion.engine.graphs import ROW_BUCKETS
+from vllm.diffusion.engine.messages import NewCanvas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+    from vllm.diffusion.params import ServedModel
+
+_CANVAS = 8  # positions that are sampled
+
+
+def warm_up(
+    runner: DiffusionModelRunner,
+    model: ServedModel,
+    *,
+    row_budget: int,
+    max_requests: int,
+    shows_progress: bool,
+) -> None:
+    """One real step of a lone request and of two, with and without a cache, per graph bucket.
+
+    Args:
+        runner: with its model loaded and no request running.
+        model: the facts about it.
+        row_budget: rows that several requests may share in a step.
+        max_requests: that may run at once.
+        shows_progress: draw a progress bar.
+    """
+    steps = list(_steps(model, row_budget, max_requests))
+    for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
+        runner.run_alone(requests)
+
+
+def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[list[NewCanvas]]:
+    """The requests of each step; large steps first, so that buffers are allocated once."""
+    model = replace(model, defaults={})  # a server's defaults need not fit such short canvases
+    for rows in reversed(ROW_BUCKETS):
+        for cache in ("none", "dual"):
+            longest = model.max_model_len
+            if cache != "none":
+                longest = min(longest, model.cached_positions // 2)
+            if rows <= longest:
+                yield [_request(model, "warm-up", rows, cache)]
+            if max_requests > 1 and rows <= row_budget and rows // 2 <= longest:
+                yield [_request(model, f"warm-up-{i}", rows // 2, cache) for i in range(2)]
+
+
+def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCanvas:
+    canvas = min(_CANVAS, length // 2)
+    prompt = [0 if model.ids.mask else 1] * (length - canvas)
+    asked = {
+        "algorithm": "semi_ar",
+        "cache": cache,
+        "gen_length": canvas,
+        "block_length": canvas,
+        "steps": canvas,
+        "seed": 0,
+    }
+    return NewCanvas(req_id, prompt, params.resolve(params.canonical(asked), model, prompt))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bidirectional attention over packed sequences: one interface, the fastest kernel of each shape.
+
+Letters: R query rows, N rows of the keys and values, S sequences, H and KV query and key/value
+heads of this rank, hd head width.
+"""
+
+from __future__ import annotations
+
+import enum
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+# cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
+_CUDA_PRIORITY = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Span(NamedTuple):
+    """Queries of one sequence and all keys of that sequence, as half-open row ranges.
+
+    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values.
+    """
+
+    q_start: int
+    q_end: int
+    kv_start: int
+    kv_end: int
+
+
+class AttentionLayout(NamedTuple):
+    """Which rows attend to which: S sequences, each with queries and keys of its own.
+
+    The queries of the sequences tile the R query rows in order. The keys of a sequence are any
+    range of the N key rows; a sequence without keys gets zeros. A captured graph reads the
+    tensors again at every replay, so what they hold may change, within the two bounds.
+    """
+
+    query_ends: Tensor  # [S + 1] int32 on the device: 0, then the end of each sequence's queries
+    key_starts: Tensor  # [S + 1] int32 on the device: first key row of each; the last is not read
+    key_counts: Tensor  # [S] int32 on the device: keys of each sequence, from its first
+    max_queries: int  # at least the queries of every sequence
+    max_keys: int  # at least the keys of every sequence
+    spans: tuple[Span, ...] | None  # the same on the host; None in a captured graph
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device | str) -> AttentionLayout:
+        """The layout of `spans`, copied to `device`.
+
+        Raises:
+            ValueError: the queries of the spans do not follow one another from row 0.
+        """
+        spans = tuple(spans)
+        check_tiling(spans)
+        query_ends = [0, *(span.q_end for span in spans)]
+        key_starts = [*(span.kv_start for span in spans), 0]
+        key_counts = [span.kv_end - span.kv_start for span in spans]
+        return cls(
+            *(
+                torch.tensor(values, dtype=torch.int32, device=device)
+                for values in (query_ends, key_starts, key_counts)
+            ),
+            max_queries=max((span.q_end - span.q_start for span in spans), default=0),
+            max_keys=max(key_counts, default=0),
+            spans=spans,
+        )
+
+
+def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
+    """Refuse spans whose queries do not tile the rows 0..num_rows-1 in order.
+
+    Raises:
+        ValueError: a gap, an overlap, a row left over, or an end before its start.
+    """
+    ends = [0, *(span.q_end for span in spans)]
+    ordered = all(span.q_start <= span.q_end and span.kv_start <= span.kv_end for span in spans)
+    tiled = ordered and [span.q_start for span in spans] == ends[:-1]
+    if not tiled or (num_rows is not None and ends[-1] != num_rows):
+        rows = "the" if num_rows is None else str(num_rows)
+        raise ValueError(f"spans: wanted ranges that tile {rows} query rows, given {list(spans)}")
+
+
+class Backend(enum.Enum):
+    """A way to compute attention; `choose_backend` says which serves what."""
+
+    SDPA = "torch's scaled_dot_product_attention, a call a sequence"
+    FLASH = "torch's variable-length flash kernel, one launch for all sequences"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(hd)) v of every sequence, no mask; softmax statistics in fp32.
+
+    Args:
+        q: [R, H, hd]; rows may be strided, as views into a fused product are.
+        k, v: [N, KV, hd], KV dividing H, rows may be strided; query head h reads key/value head
+            h // (H / KV).
+        layout: the sequences.
+        out: [R, H, hd] contiguous, written.
+
+    Returns:
+        [R, H, hd] contiguous, the dtype of q; `out` where given.
+
+    Raises:
+        ValueError: the host spans do not tile the rows of q, or are missing where the only
+            backend for these tensors needs them (see `can_be_captured`).
+    """
+    if q.shape[0] == 0:
+        return torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if choose_backend(q, k, layout) is Backend.FLASH:
+        return _attend_packed(q, k, v, layout, out)
+    if layout.spans is None:
+        raise ValueError(
+            f"layout.spans: wanted the host's spans, for {q.dtype} heads of width {q.shape[2]} on"
+            f" {q.device} are served a sequence at a time, given None"
+        )
+    return _attend_each(q, k, v, layout.spans, out)
+
+
+def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether `attend` needs no host spans for such tensors, so that a graph can hold it."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    ampere_or_later = torch.cuda.get_device_capability(device) >= (8, 0)
+    return ampere_or_later and head_dim % 8 == 0 and head_dim <= 256
+
+
+def choose_backend(q: Tensor, k: Tensor, layout: AttentionLayout) -> Backend:
+    """The fastest backend that serves these tensors."""
+    if not can_be_captured(q.dtype, q.shape[2], q.device):
+        return Backend.SDPA
+    is_lone = layout.spans is not None and len(layout.spans) == 1
+    return Backend.SDPA if is_lone else Backend.FLASH
+
+
+def _attend_each(
+    q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], out: Tensor | None
+) -> Tensor:
+    """Attention, a sequence at a time."""
+    check_tiling(spans, q.shape[0])
+    spans = tuple(span for span in spans if span.q_end > span.q_start)
+    if len(spans) == 1 and out is None:
+        return _attend_span(q, k, v, spans[0]).contiguous()
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for span in spans:
+        out[span.q_start : span.q_end] = _attend_span(q, k, v, span)
+    return out
+
+
+def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+    """Attention of one sequence; grouped heads are read in place, never repeated."""
+    queries, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
+    if span.kv_start == span.kv_end:
+        return torch.zeros_like(q[queries])
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q[queries], k[keys], v[keys]))
+    choice = sdpa_kernel(_CUDA_PRIORITY, set_priority=True) if q.is_cuda else nullcontext()
+    with choice:
+        out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
+) -> Tensor:
+    """Attention of all sequences in one launch.
+
+    The kernel takes the first key of a sequence from `cum_seq_k` and their number from
+    `seqused_k`, so the ranges need not follow one another.
+    """
+    # with max_q 1 and grouped heads the kernel takes every sequence to have exactly one query
+    max_queries = max(layout.max_queries, 2)
+    if layout.max_keys == 0:  # the kernel refuses a bound of 0
+        return (
+            torch.zeros_like(q, memory_format=torch.contiguous_format)
+            if out is None
+            else out.zero_()
+        )
+    ends = (layout.query_ends, layout.key_starts, max_queries, layout.max_keys)
+    given = torch.ops.aten._flash_attention_forward(
+        q, k, v, *ends, 0.0, False, False, seqused_k=layout.key_counts
+    )[0]
+    assert isinstance(given, torch.Tensor)
+    return given.contiguous() if out is None else out.copy_(given)
