@@ -113,14 +113,14 @@ def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) 
     column = values.argmax(dim=-1)
     maximum = values.gather(-1, column[:, None]).squeeze(-1)
     shifted = _tempered(_masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
-    exponentials = shifted.exp()
+    exponentials = shifted.double().exp()  # of entropies near 0, fp32 sums would leave little
     record = torch.zeros(len(logits), 8, dtype=torch.float64, device=logits.device)
     record[:, MAXIMUM] = maximum.double()
     record[:, COLUMN] = (column + first_column).double()
-    record[:, SUM_EXP] = exponentials.sum(dim=-1).double()
+    record[:, SUM_EXP] = exponentials.sum(dim=-1)
     if score == "entropy":
         products = exponentials * shifted.clamp_min(-1e4)  # 0 * -inf would be NaN
-        record[:, WEIGHTED] = products.sum(dim=-1).double()
+        record[:, WEIGHTED] = products.sum(dim=-1)
     record[:, SECOND] = -torch.inf
     if score == "margin" and values.shape[1] > 1:
         record[:, SECOND] = values.topk(2, dim=-1).values[:, 1].double()

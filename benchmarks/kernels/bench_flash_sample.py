@@ -126,7 +126,7 @@ def line(found: dict[str, float | str | int]) -> str:
     ]
     return (
         f"{found['op']:<22} {found['rows']:>5} x {found['columns']} {found['dtype']:<8} "
-        f"{found['us']:8.1f} us {found['tb_per_s']:5.2f} TB/s {float(found['of_copy']):6.1%} of copy "
+        f"{found['us']:8.1f} us {found['tb_per_s']:5.2f} TB/s {found['of_copy']:6.1%} of copy "
         f"{found['of_read']:5.2f} x read; torch {ratios[0]} x, compiled {ratios[1]} x"
     )
 

@@ -5,6 +5,9 @@ from vllm.diffusion.ops.experts import mix_experts
 from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul, store_keys_values
 from vllm.diffusion.ops.linear import add_linear, is_plain, linear, plain_weight
 from vllm.diffusion.ops.sampling import (
+    Rows,
+    Score,
+    candidates,
     gather_columns,
     most_likely,
     negative_entropy,
@@ -13,8 +16,11 @@ from vllm.diffusion.ops.sampling import (
 from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
 
 __all__ = [
+    "Rows",
+    "Score",
     "add_linear",
     "apply_rotary",
+    "candidates",
     "copy_packed",
     "gather_columns",
     "is_plain",
