@@ -5,10 +5,10 @@
 // Gumbel noise, a column drawn at a temperature.
 //
 // A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
-// has clusters. A warp keeps a segment of 4 KiB in registers, so its maximum is known before the
+// has clusters. A warp keeps a segment of 4 KiB in shared memory, so its maximum is known before the
 // first exp(); further segments (of very wide rows) rescale what was summed. The warps' results meet
 // in the shared memory of the team's first block. What depends on the sum over the row (the entropy
-// with its epsilon) is then taken from the registers again. The cut of a row into segments and the
+// with its epsilon) is then taken from there again. The cut of a row into segments and the
 // team depend on the width of the row alone, so the bits of a row do not depend on its neighbours.
 //
 // Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
@@ -54,6 +54,16 @@ __device__ int team_rank() {
   return static_cast<int>(rank);
 #else
   return 0;
+#endif
+}
+
+__device__ int64_t team_index() {
+#if __CUDA_ARCH__ >= 900
+  unsigned index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+#else
+  return blockIdx.x;
 #endif
 }
 
@@ -138,21 +148,39 @@ __device__ float Vector<__nv_bfloat16>::maximum() const {
   return fmaxf(__low2float(best), __high2float(best));
 }
 
+__device__ float to_float(float value) { return value; }
+__device__ float to_float(__half value) { return __half2float(value); }
+__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
 __device__ float lowest(float) { return negative_infinity(); }
 __device__ __half lowest(__half) { return __ushort_as_half(0xfc00); }
 __device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xff80); }
 
 // ---- What a warp holds of a row ------------------------------------------------------------------
 
-// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. The share of a lane is
-// the same whether the row is aligned or not, so alignment does not change the result.
+__device__ void copy_async(uint4* target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(target))),
+               "l"(source)
+               : "memory");
+}
+
+__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing but
+// their own, so no barrier is needed. The share of a lane is the same whether the row is aligned or
+// not, so alignment does not change the result.
 template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kColumns = kVectors * kWarpSize * kWidth;
-  Vector<T> vectors[kVectors];
+  uint4* const mine;  // in shared memory: this lane's vectors, 32 apart
+  const int lane;
+  int first = 0;  // column of the row that the segment starts with
 
-  __device__ static int offset(int lane, int v) { return (v * kWarpSize + lane) * kWidth; }
+  __device__ Vector<T> operator[](int v) const { return {mine[v * kWarpSize]}; }
+  __device__ int offset(int v) const { return (v * kWarpSize + lane) * kWidth; }
+  __device__ T& value(int v, int k) { return reinterpret_cast<T*>(mine + v * kWarpSize)[k]; }
 
   __device__ static uint4 lowest_vector() {
     Vector<T> vector;
@@ -162,53 +190,50 @@ struct Segment {
   }
 
   // Columns beyond the row read as -inf.
-  __device__ void load(const T* source, int num_columns, int lane) {
+  __device__ void load(const T* row, int num_columns, int first_of_segment) {
+    first = first_of_segment;
+    const T* source = row + first;
+    const int count = num_columns - first;
     const bool is_aligned = reinterpret_cast<uintptr_t>(source) % 16 == 0;
-    if (is_aligned && (num_columns >= kColumns || num_columns % kWidth == 0)) {
+    if (is_aligned && (count >= kColumns || count % kWidth == 0)) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        vectors[v].raw = lowest_vector();
-        if (offset(lane, v) < num_columns) {
-          vectors[v].raw = __ldcs(reinterpret_cast<const uint4*>(source + offset(lane, v)));
+        if (offset(v) < count) {
+          copy_async(mine + v * kWarpSize, source + offset(v));
+        } else {
+          mine[v * kWarpSize] = lowest_vector();
         }
       }
+      wait_for_copies();
       return;
     }
-#pragma unroll
+#pragma unroll 2
     for (int v = 0; v < kVectors; ++v) {
+      Vector<T> vector;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const int column = offset(lane, v) + k;
-        vectors[v].set(k, column < num_columns ? source[column] : lowest(T{}));
+        const int column = offset(v) + k;
+        vector.set(k, column < count ? source[column] : lowest(T{}));
       }
+      mine[v * kWarpSize] = vector.raw;
     }
   }
 
   // Overwrites the columns of the row that `mask` names with -inf.
-  __device__ void remove(const LogitsParams& params, int mask, int first_column, int lane) {
-    if (mask == 0) return;
-    uint64_t values = 0;
-    for (int i = 0; i < params.rows.num_columns; ++i) {
-      if ((mask >> i & 1) == 0) continue;
-      const int64_t column = params.rows.columns[i] - params.first_column - first_column;
+  __device__ void remove(const LogitsParams& params, int mask) {
+    for (; mask != 0; mask &= mask - 1) {
+      const int64_t column =
+          params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
       if (column < 0 || column >= kColumns) continue;
       const int vector = static_cast<int>(column) / kWidth;
       if (vector % kWarpSize == lane) {
-        values |= uint64_t{1} << (vector / kWarpSize * kWidth + column % kWidth);
-      }
-    }
-    if (!__any_sync(kFullMask, values != 0)) return;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        if (values >> (v * kWidth + k) & 1) vectors[v].set(k, lowest(T{}));
+        value(vector / kWarpSize, static_cast<int>(column) % kWidth) = lowest(T{});
       }
     }
   }
 };
 
-// What one warp found; `draw.column` and `column` count from the row's first column here.
+// What one warp found; columns count from the first of `logits` here.
 struct Partial {
   float maximum;
   int column;
@@ -217,29 +242,6 @@ struct Partial {
   float second;
   Draw draw;
 };
-
-template <typename T>
-__device__ float element(const Vector<T>& vector, int k) {
-  float found = vector[0];
-#pragma unroll
-  for (int i = 1; i < Vector<T>::kWidth; ++i) found = i == k ? vector[i] : found;
-  return found;
-}
-
-// Tries the columns that `candidates` names of one vector.
-template <typename T>
-__device__ __noinline__ Draw try_columns(const Noise& noise, Vector<T> vector, unsigned candidates,
-                                         int column, int64_t first_column, Draw draw) {
-  while (candidates != 0) {
-    const int k = __ffs(candidates) - 1;
-    candidates &= candidates - 1;
-    const float logit = element(vector, k);
-    if (!(logit > negative_infinity())) continue;
-    const uint32_t word = noise.stream.word(first_column + column + k);
-    draw = better(noise, draw, {noise.approximate(logit, word), logit, column + k}, first_column);
-  }
-  return draw;
-}
 
 __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
 #pragma unroll
@@ -264,43 +266,40 @@ struct Reducer {
   int column = INT_MAX;                 // of the warp
   float sum = 0.0f;                     // of the lane, as what follows
   float weighted = 0.0f;
+  float first = negative_infinity();  // largest logit (margin only)
   float second = negative_infinity();
   Draw draw = Draw::none();
 
-  __device__ void add(S& segment, int first) {
-    const float segment_max = find_best(segment, first);
+  __device__ void add(S& segment) {
+    const float segment_max = find_best(segment);
     if constexpr (kHasNoise) {
-      if (row.has_noise) draw_column(segment, first, segment_max);
+      if (row.has_noise) draw_column(segment, segment_max);
     }
-    segment.remove(params, row.excluded, first, lane);
+    segment.remove(params, row.excluded);
     add_exponentials(segment, segment_max);
   }
 
   // The largest logit of the segment; keeps its column where it is the largest so far.
-  __device__ float find_best(const S& segment, int first) {
+  __device__ float find_best(const S& segment) {
     float lane_max = negative_infinity();
     int best = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const float top = segment.vectors[v].maximum();
+      const float top = segment[v].maximum();
       if (top > lane_max) {
         lane_max = top;
         best = v;
       }
     }
-    if constexpr (kScore == Score::kMargin) add_seconds(segment, lane_max);
+    if constexpr (kScore == Score::kMargin) add_two_best(segment);
     const float segment_max = warp_max(lane_max);
     if (segment_max > maximum || column == INT_MAX) {
       int found = INT_MAX;
       if (lane_max == segment_max) {
-        Vector<T> vector = segment.vectors[0];
-#pragma unroll
-        for (int v = 1; v < kVectors; ++v) {
-          if (v == best) vector = segment.vectors[v];
-        }
+        const Vector<T> vector = segment[best];
 #pragma unroll
         for (int k = kWidth - 1; k >= 0; --k) {
-          if (vector[k] == segment_max) found = first + S::offset(lane, best) + k;
+          if (vector[k] == segment_max) found = segment.first + segment.offset(best) + k;
         }
       }
       column = __reduce_min_sync(kFullMask, found);
@@ -308,22 +307,16 @@ struct Reducer {
     return segment_max;
   }
 
-  // The largest logit of the lane but one occurrence of its largest is kept in `second`; the
-  // largest itself in `first_of_lane`.
-  float first_of_lane = negative_infinity();
-  __device__ void add_seconds(const S& segment, float lane_max) {
-    float one = first_of_lane, two = second;
-#pragma unroll
+  __device__ void add_two_best(const S& segment) {
+#pragma unroll 2
     for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> vector = segment[v];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float value = segment.vectors[v][k];
-        two = fmaxf(two, fminf(one, value));
-        one = fmaxf(one, value);
+        second = fmaxf(second, fminf(first, vector[k]));
+        first = fmaxf(first, vector[k]);
       }
     }
-    first_of_lane = one;
-    second = two;
   }
 
   __device__ void add_exponentials(const S& segment, float segment_max) {
@@ -338,11 +331,12 @@ struct Reducer {
     }
     const float shift = exp_shift(maximum);
     float sums[4] = {}, weights[4] = {};
-#pragma unroll
+#pragma unroll 2
     for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> vector = segment[v];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float t = (segment.vectors[v][k] - shift) * row.scale;
+        const float t = (vector[k] - shift) * row.scale;
         const float exponential = exp2_approx(t);
         sums[k % 4] += exponential;
         if constexpr (kScore == Score::kEntropy) weights[k % 4] += weigh(exponential, t);
@@ -354,25 +348,25 @@ struct Reducer {
     }
   }
 
-  __device__ void draw_column(const S& segment, int first, float segment_max) {
+  __device__ void draw_column(S& segment, float segment_max) {
     const Noise& noise = row.noise;
     const float tau_ln2 = noise.tau * kLn2;
     const float reach = 33.0f * tau_ln2;  // more than the noise of any word
     const bool is_aligned = params.first_column % 4 == 0;
-    float bound = seed_bound(segment, first, segment_max);
-#pragma unroll
+    float bound = seed_bound(segment, segment_max);
+#pragma unroll 1
     for (int v = 0; v < kVectors; ++v) {
-      const Vector<T>& vector = segment.vectors[v];
+      const Vector<T> vector = segment[v];
       if (!__any_sync(kFullMask, vector.maximum() + reach >= bound)) continue;
-      const int start = first + S::offset(lane, v);
+      const int64_t start = params.first_column + segment.first + segment.offset(v);
       unsigned candidates = 0;
       if (is_aligned) {
-        // logit - temperature * log(1 - U) < bound cannot be the best; 1 - U is ~word / 2^32.
+        // Where logit - temperature * log(1 - U) < bound, the column cannot be the best; 1 - U is
+        // ~word / 2^32.
         const float floor = bound - 32.0f * tau_ln2 - noise.margin(bound);
 #pragma unroll
         for (int k = 0; k < kWidth; k += 4) {
-          const Words words =
-              noise.stream.words(static_cast<uint32_t>((params.first_column + start + k) >> 2));
+          const Words words = noise.stream.words(static_cast<uint32_t>((start + k) >> 2));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float rest = log2_approx(static_cast<float>(~words.word[i]));
@@ -383,25 +377,35 @@ struct Reducer {
         candidates = (1u << kWidth) - 1;  // the words of a counter do not lie in one vector
       }
       if (!__any_sync(kFullMask, candidates != 0)) continue;
-      draw = try_columns(noise, vector, candidates, start, params.first_column, draw);
+      for (; candidates != 0; candidates &= candidates - 1) {
+        const int k = __ffs(candidates) - 1;
+        try_column(to_float(segment.value(v, k)), segment.first + segment.offset(v) + k);
+      }
       bound = fmaxf(bound, warp_max(draw.score - noise.margin(draw.score)));
     }
   }
 
-  // A number that the best noised logit reaches: of the best column, and of one column per lane.
-  __device__ float seed_bound(const S& segment, int first, float segment_max) {
+  __device__ void try_column(float logit, int candidate) {
+    if (!(logit > negative_infinity())) return;
+    const uint32_t word = row.noise.stream.word(params.first_column + candidate);
+    const Draw other{row.noise.approximate(logit, word), logit, candidate};
+    draw = better(row.noise, draw, other, params.first_column);
+  }
+
+  // A number that the best noised logit reaches: those of the best column, of one column per lane,
+  // and of what was drawn so far.
+  __device__ float seed_bound(const S& segment, float segment_max) {
     const Noise& noise = row.noise;
-    const auto floor_of = [&](float logit, int column) {
-      if (!(logit > negative_infinity())) return negative_infinity();
-      const uint32_t word = noise.stream.word(params.first_column + column);
+    const bool has_best = segment_max > maximum || maximum == negative_infinity();
+    const bool takes_best = has_best && lane == 0;
+    const float logit = takes_best ? segment_max : segment[0][0];
+    const int candidate = takes_best ? column : segment.first + segment.offset(0);
+    float found = draw.score - noise.margin(draw.score);
+    if (logit > negative_infinity()) {
+      const uint32_t word = noise.stream.word(params.first_column + candidate);
       const float score = noise.approximate(logit, word);
-      return score - noise.margin(score);
-    };
-    float found = floor_of(segment.vectors[0][0], first + S::offset(lane, 0));
-    if (segment_max > maximum || maximum == negative_infinity()) {
-      found = fmaxf(found, floor_of(segment_max, column));
+      found = fmaxf(found, score - noise.margin(score));
     }
-    if (draw.column != INT_MAX) found = fmaxf(found, draw.score - noise.margin(draw.score));
     return warp_max(found);
   }
 
@@ -410,9 +414,9 @@ struct Reducer {
     float two = negative_infinity();
     if constexpr (kScore == Score::kMargin) {
       // Of the lanes that hold the maximum, one gives its second, the others the maximum itself.
-      const unsigned holders = __ballot_sync(kFullMask, first_of_lane == maximum);
+      const unsigned holders = __ballot_sync(kFullMask, first == maximum);
       const bool is_owner = holders != 0 && lane == __ffs(holders) - 1;
-      two = warp_max(is_owner ? second : first_of_lane);
+      two = warp_max(is_owner ? second : first);
     }
     return {maximum, column, warp_sum(sum), warp_sum(weighted), two, draw};
   }
@@ -474,16 +478,28 @@ __device__ float entropy_share(const Segment<T>& segment, const Row& row, float 
   const float shift = exp_shift(maximum);
   const float inverse = 1.0f / sum;
   float shares[4] = {};
-#pragma unroll
+#pragma unroll 2
   for (int v = 0; v < kVectors; ++v) {
+    const Vector<T> vector = segment[v];
 #pragma unroll
     for (int k = 0; k < Vector<T>::kWidth; ++k) {
-      const float t = (segment.vectors[v][k] - shift) * row.scale;
+      const float t = (vector[k] - shift) * row.scale;
       const float p = exp2_approx(t) * inverse;
       shares[k % 4] -= p * log2_approx(p + epsilon);
     }
   }
   return kLn2 * ((shares[0] + shares[1]) + (shares[2] + shares[3]));
+}
+
+__device__ void write_found(const LogitsParams& params, const Row& row, int64_t row_index,
+                            const Summary& whole, Score score, bool has_score) {
+  if (params.record != nullptr) {
+    write_record(params.record + row_index * kRecordFields, whole);
+    return;
+  }
+  params.token[row_index] = whole.token;
+  if (params.greedy != nullptr) params.greedy[row_index] = whole.column;
+  if (has_score) params.value[row_index] = score_of(whole, row, params.rows, score);
 }
 
 struct Shared {
@@ -494,56 +510,45 @@ struct Shared {
 };
 
 template <typename T, Score kScore, bool kHasNoise>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kHasNoise ? 2 : 3)
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kHasNoise ? 3 : 4)
     reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
   using S = Segment<T>;
   __shared__ Shared shared;
+  extern __shared__ uint4 vectors[];  // kVectors * 32 of each warp
   team_arrive();  // shared memory of the first block may be written once all blocks have started
   const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
   const int num_warps = blockDim.x / kWarpSize;
   const int num_members = team_size() * num_warps;
-  const int member = team_rank() * num_warps + static_cast<int>(threadIdx.x) / kWarpSize;
-  const int64_t row_index = blockIdx.x / team_size();
+  const int member = team_rank() * num_warps + warp;
+  const int64_t row_index = team_index();
   const Row row(params.rows, row_index);
   const T* logits = static_cast<const T*>(params.logits) + row_index * params.row_stride;
   Shared* const first_block = of_first_block(&shared);
-
-  S segment;
-  const auto load = [&](int index) {
-    const int first = index * S::kColumns;
-    segment.load(logits + first, params.num_columns - first, lane);
-    segment.remove(params, row.forbidden, first, lane);
-  };
+  S segment{vectors + warp * kVectors * kWarpSize + lane, lane};
 
   if (params.whole == nullptr) {
     Reducer<T, kScore, kHasNoise> reducer{params, row, lane};
     for (int index = member; index < num_segments; index += num_members) {
-      load(index);
-      reducer.add(segment, index * S::kColumns);
+      segment.load(logits, params.num_columns, index * S::kColumns);
+      segment.remove(params, row.forbidden);
+      reducer.add(segment);
     }
     const Partial partial = reducer.result();
+    const bool needs_share =
+        kScore == Score::kEntropy && params.has_epsilon && params.record == nullptr;
     team_wait();
     if (lane == 0) first_block->partials[member] = partial;
     team_arrive();
+    if (!needs_share && team_rank() != 0) return;
     team_wait();
-    const bool is_leader = member == 0;
-    const bool needs_share =
-        kScore == Score::kEntropy && params.has_epsilon && params.record == nullptr;
-    Summary whole;
-    if (is_leader) {
-      whole = join<kHasNoise>(shared.partials, num_members, row, params.first_column, params.num_columns, lane);
+    if (member == 0) {
+      const Summary whole = join<kHasNoise>(shared.partials, num_members, row, params.first_column,
+                                            params.num_columns, lane);
       if (lane == 0) {
         shared.maximum = whole.maximum;
         shared.sum = whole.sum;
-        if (params.record != nullptr) {
-          write_record(params.record + row_index * kRecordFields, whole);
-        } else {
-          params.token[row_index] = whole.token;
-          if (params.greedy != nullptr) params.greedy[row_index] = whole.column;
-          if (!needs_share) {
-            params.value[row_index] = score_of(whole, row, params.rows, kScore);
-          }
-        }
+        write_found(params, row, row_index, whole, kScore, !needs_share);
       }
     }
     if (!needs_share) return;
@@ -564,19 +569,21 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kHasNoise ? 2 : 3)
   const float maximum = first_block->maximum, sum = first_block->sum;
   const float epsilon = params.rows.epsilon[row_index];
   float share = 0.0f;
-  // The segment of the last round, which comes first, is still in registers.
+  // The segment of the last round, which comes first, is still there.
   const int num_rounds = (num_segments - member + num_members - 1) / num_members;
+#pragma unroll 1
   for (int round = num_rounds - 1; round >= 0; --round) {
-    const int index = member + round * num_members;
     if (round < num_rounds - 1 || params.whole != nullptr) {
-      load(index);
-      segment.remove(params, row.excluded, index * S::kColumns, lane);
+      const int index = member + round * num_members;
+      segment.load(logits, params.num_columns, index * S::kColumns);
+      segment.remove(params, row.forbidden | row.excluded);
     }
     share += entropy_share(segment, row, maximum, sum, epsilon);
   }
   share = warp_sum(share);
   if (lane == 0) first_block->shares[member] = share;
   team_arrive();
+  if (team_rank() != 0) return;
   team_wait();
   if (member != 0) return;
   float total = 0.0f;
@@ -623,6 +630,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(team.num_warps * kWarpSize));
+  config.dynamicSmemBytes = team.num_warps * kVectors * kWarpSize * sizeof(uint4);
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = team.num_blocks > 1 ? 1 : 0;

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to the native rooms, and the products with upstream's matrices."""
 
+from flash_sample import Rows, Score
 from vllm.diffusion.ops.experts import mix_experts
 from vllm.diffusion.ops.fused import apply_rotary, rms_norm, silu_mul, store_keys_values
 from vllm.diffusion.ops.linear import add_linear, is_plain, linear, plain_weight
 from vllm.diffusion.ops.sampling import (
-    Rows,
-    Score,
     candidates,
     gather_columns,
     most_likely,

@@ -7,7 +7,7 @@ What a launch cannot mix, rows have in common: their `Kind`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -111,8 +111,7 @@ def choose_jointly(
     if is_random is not False and rows.positions is not None:
         # Where entropies are compared, the number stands for the entropy.
         u = sign * ops.philox_uniform(rows.seed, REMASKING, rows.step, rows.positions, range(1))
-        is_every = is_random is True
-        scores = u[:, 0] if is_every else torch.where(is_random, u[:, 0], scores.double())
+        scores = u[:, 0] if is_random is True else torch.where(is_random, u[:, 0], scores.double())
     return found.token, scores, found.greedy if kind.has_greedy else found.token
 
 
@@ -160,10 +159,10 @@ def _parameters(
 
 
 def _spread(
-    values: dict[str, tuple[list[float], torch.dtype]], counts: list[int], device: torch.device
-) -> dict[str, float | torch.Tensor]:
+    values: dict[str, tuple[list[Any], torch.dtype]], counts: list[int], device: torch.device
+) -> dict[str, Any]:
     """Values of requests as values of their rows: one number where all agree, else [R]."""
-    found: dict[str, float | torch.Tensor] = {}
+    found: dict[str, Any] = {}
     repeats = torch.tensor(counts)
     on_host = {}
     for name, (numbers, dtype) in values.items():
