@@ -17,9 +17,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -28,6 +27,9 @@ from torch import Tensor
 
 import flash_sample
 from flash_sample import Rows, Score, reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROTATED_BYTES = 256 << 20  # several times the L2 cache
 
@@ -52,7 +54,7 @@ def measure(call: Callable[[Tensor], object], inputs: list[Tensor], repeats: int
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(inputs))
-    return statistics.median(times[3:])
+    return float(statistics.median(times[3:]))
 
 
 def copy_bandwidth() -> float:
@@ -67,10 +69,10 @@ def copy_bandwidth() -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * source.numel() * source.itemsize / statistics.median(times[2:])
+    return 2 * source.numel() * source.itemsize / float(statistics.median(times[2:]))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def sum_blocks(x, sums, count, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
     """A plain read: every program sums one block."""
     block = triton.language.program_id(0)
