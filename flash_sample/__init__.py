@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of diffusion language models: from rows of logits to candidate tokens and their scores.
 
+`candidates` answers for rows of many requests in one launch; `low_confidence`, `entropy`,
+`entropy_witht` and `margin` are its plain forms. `partial` and `merge` do the same over slices of
+the vocabulary: ranks, or tiles that are never stored together.
+
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch.
 """
 
-from ._ops import entropy, entropy_witht, is_built, low_confidence, low_confidence_partial
-from .reference import Partial, confidence, merge
+from ._ops import (
+    candidates,
+    entropy,
+    entropy_share,
+    entropy_witht,
+    is_built,
+    low_confidence,
+    margin,
+    merge,
+    partial,
+    uniform,
+)
+from .rows import RECORD_FIELDS, Candidates, Rows, Score
 
 __all__ = [
-    "Partial",
-    "confidence",
+    "RECORD_FIELDS",
+    "Candidates",
+    "Rows",
+    "Score",
+    "candidates",
     "entropy",
+    "entropy_share",
     "entropy_witht",
     "is_built",
     "low_confidence",
-    "low_confidence_partial",
+    "margin",
     "merge",
+    "partial",
+    "uniform",
 ]

@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import philox, reference
 from .philox import TOKEN_NOISE
-from .reference import Partial
+from .rows import MAX_COLUMNS, RECORD_FIELDS, Candidates, Rows, Score
 
 _native: ModuleType | None
 try:
@@ -22,13 +23,16 @@ except ImportError as error:
     warnings.warn(f"flash_sample: the compiled module does not load: {error}", stacklevel=2)
     _native = None
 
-MAX_EXCLUDED = 16  # the kernel takes the columns by value
-
 _KERNEL_DTYPES = {
     torch.float32: "FLOAT32",
     torch.float16: "FLOAT16",
     torch.bfloat16: "BFLOAT16",
 }
+
+# An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
+# sums over a vocabulary are good to, the kernel leaves it out: it costs two more transcendental
+# functions a column.
+_NEGLIGIBLE_NATS = 2e-5
 
 
 def is_built() -> bool:
@@ -36,17 +40,37 @@ def is_built() -> bool:
     return _native is not None
 
 
-def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Best column of each row of logits, and its softmax probability.
+def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Candidates:
+    """Token, score and greedy column of each row of logits.
 
-    The score of a masked position in low-confidence remasking (Nie et al., "Large Language
-    Diffusion Models", arXiv:2502.09992). One pass over the logits; on CUDA the compiled kernel
-    where it is built (fp32 sums; the bits of a row do not depend on the rows beside it), else
-    the reference.
+    One pass over the logits, for rows of any number of requests; on CUDA the compiled kernel where
+    it is built (fp32 sums; the bits of a row do not depend on the rows beside it), else the
+    reference. A token with noise is ``argmax(logit - temperature * log(-log U))`` in fp64 (Gumbel,
+    1954), with U of `flash_sample.philox`: it depends on the row's logits, temperature, seed,
+    step and position alone.
 
     Args:
         logits: [R, V] bf16, fp16 or fp32 (fp64: reference). Rows may be strided; columns are
             contiguous. -inf columns are allowed. R may be 0.
+        rows: What is asked of each row.
+        score: "confidence", "entropy" or "margin". On CUDA an epsilon that cannot change the
+            entropy by 2e-5 nats is left out of it.
+
+    Raises:
+        ValueError: The logits or a parameter of the rows are not as above. Values of tensors on a
+            GPU are not looked at.
+    """
+    return _candidates("candidates", logits, rows, score)
+
+
+def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Best column of each row of logits, and its softmax probability.
+
+    The score of a masked position in low-confidence remasking (Nie et al., "Large Language
+    Diffusion Models", arXiv:2502.09992).
+
+    Args:
+        logits: [R, V] as for `candidates`.
         excluded: At most 16 columns whose probability is taken as 0 (the rest is normalised
             without them), and which still may be the best column.
 
@@ -59,55 +83,19 @@ def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Ten
     Raises:
         ValueError: The logits are not as above, or ``excluded`` is too long or out of range.
     """
-    _check_logits("low_confidence", logits)
-    _check_excluded("low_confidence", excluded, logits.shape[1])
-    if not _has_kernel(logits):
-        return reference.low_confidence(logits, excluded=excluded)
-    token = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    confidence = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _launch(logits, excluded, column=token, confidence=confidence)
-    return token, confidence
+    name = "low_confidence"
+    _check_logits(name, logits)
+    _check_excluded(name, excluded, logits.shape[1])
+    rows = Rows(columns=tuple(excluded), excluded=(1 << len(excluded)) - 1)
+    return _candidates(name, logits, rows, "confidence")[:2]
 
 
-def low_confidence_partial(
-    logits: Tensor, *, first_column: int = 0, excluded: Sequence[int] = ()
-) -> Partial:
-    """The same over a slice of the columns, to be joined over ranks.
-
-    Args:
-        logits: [R, V] as for `low_confidence`: the columns from ``first_column`` on.
-        first_column: Column of the whole vocabulary that ``logits`` starts with.
-        excluded: At most 16 columns of the whole vocabulary left out of the sum.
-
-    Returns:
-        ``Partial(maximum fp32 [R], column int64 [R], sum_exp fp32 [R])``; `merge` the slices, then
-        take the `confidence`.
-
-    Raises:
-        ValueError: As `low_confidence`; ``first_column`` is negative.
-    """
-    _check_logits("low_confidence_partial", logits)
-    if first_column < 0:
-        raise ValueError(f"low_confidence_partial: first_column must be >= 0, got {first_column}")
-    _check_excluded("low_confidence_partial", excluded, None)
-    if not _has_kernel(logits):
-        return reference.partial(logits, first_column=first_column, excluded=excluded)
-    local = [c - first_column for c in excluded if 0 <= c - first_column < logits.shape[1]]
-    column = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    maximum = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    sum_exp = torch.empty_like(maximum)
-    _launch(logits, local, column=column, maximum=maximum, sum_exp=sum_exp)
-    return Partial(maximum, column + first_column, sum_exp)
-
-
-def entropy(logits: Tensor, *, epsilon: float = 1e-10) -> tuple[Tensor, Tensor]:
+def entropy(logits: Tensor, *, epsilon: float | Tensor = 1e-10) -> tuple[Tensor, Tensor]:
     """Best column of each row of logits, and the entropy of the row's softmax.
 
-    Runs the PyTorch reference on every device for now.
-
     Args:
-        logits: [R, V] as for `low_confidence`.
-        epsilon: Positive; the entropy is ``-sum p * log(p + epsilon)``.
+        logits: [R, V] as for `candidates`.
+        epsilon: Positive, float or fp32 [R]; the entropy is ``-sum p * log(p + epsilon)``.
 
     Returns:
         token: int64 [R], the lowest column of the largest logit.
@@ -116,9 +104,7 @@ def entropy(logits: Tensor, *, epsilon: float = 1e-10) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: The logits are not as above, or ``epsilon`` is not positive.
     """
-    _check_logits("entropy", logits)
-    _check_epsilon("entropy", epsilon)
-    return reference.entropy(logits, epsilon=epsilon)
+    return _candidates("entropy", logits, Rows(epsilon=epsilon), "entropy")[:2]
 
 
 def entropy_witht(
@@ -129,17 +115,14 @@ def entropy_witht(
     positions: Tensor,
     *,
     purpose: int = TOKEN_NOISE,
-    epsilon: float = 1e-10,
+    epsilon: float | Tensor = 1e-10,
 ) -> tuple[Tensor, Tensor]:
     """A column of each row drawn at a temperature, and the entropy of the row at it.
 
-    The draw is the Gumbel-max one, ``argmax(logit - temperature * log(-log U))`` in fp64, with U of
-    `flash_sample.philox`: a row's token depends on its logits, temperature, seed, step and position
-    alone. Rows of one call may belong to different requests. Runs the PyTorch reference on every
-    device for now.
+    Rows of one call may belong to different requests.
 
     Args:
-        logits: [R, V] as for `low_confidence`.
+        logits: [R, V] as for `candidates`.
         temperature: >= 0, float or [R] floating. At 0 the token is the best column and the
             entropy that of the plain softmax.
         seed: 64-bit seed, int or int64 [R] (its bit pattern).
@@ -156,54 +139,286 @@ def entropy_witht(
     Raises:
         ValueError: An argument is not as above. Temperatures on a GPU are not looked at.
     """
-    name = "entropy_witht"
-    _check_logits(name, logits)
-    _check_epsilon(name, epsilon)
-    _check_temperature(name, temperature, len(logits))
-    _check_rows(name, "positions", positions, len(logits))
-    for argument, value in (("seed", seed), ("step", step)):
-        if isinstance(value, Tensor):
-            _check_rows(name, argument, value, len(logits))
-    return reference.entropy_witht(
-        logits, temperature, seed, step, positions, purpose=purpose, epsilon=epsilon
+    rows = Rows(
+        temperature, seed, step, positions, purpose=purpose, is_tempered=True, epsilon=epsilon
     )
+    return _candidates("entropy_witht", logits, rows, "entropy")[:2]
+
+
+def margin(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Best column of each row of logits, and the difference of its two largest probabilities.
+
+    Args:
+        logits: [R, V] as for `candidates`.
+
+    Returns:
+        token: int64 [R], the lowest column of the largest logit.
+        margin: fp32 [R] (fp64 for fp64 logits); 0 where the row has no finite logit.
+
+    Raises:
+        ValueError: The logits are not as above.
+    """
+    return _candidates("margin", logits, Rows(), "margin")[:2]
+
+
+def partial(
+    logits: Tensor,
+    rows: Rows,
+    score: Score = "confidence",
+    *,
+    first_column: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What a slice of the columns tells of each row, to be merged over ranks or tiles.
+
+    Args:
+        logits: [R, V] as for `candidates`: the columns from ``first_column`` on.
+        rows: As for `candidates`; ``columns`` are those of the whole vocabulary, and those that do
+            not lie in the slice are left to others.
+        score: The score that `merge` shall give.
+        first_column: Column of the whole vocabulary that ``logits`` starts with. Drawing is faster
+            where it is a multiple of 4.
+        out: Where to put the record: float64 [R, 8] contiguous, such as one tile's part of [P, R,
+            8].
+
+    Returns:
+        Record, float64 [R, 8]; `flash_sample.rows` names the fields.
+
+    Raises:
+        ValueError: An argument is not as above.
+    """
+    name = "partial"
+    _check_logits(name, logits)
+    if first_column < 0:
+        raise ValueError(f"{name}: first_column must be >= 0, got {first_column}")
+    _check_parameters(name, rows, len(logits), logits.device)
+    if out is None:
+        out = torch.empty(len(logits), RECORD_FIELDS, dtype=torch.float64, device=logits.device)
+    _check_records(name, "out", out, (len(logits), RECORD_FIELDS))
+    if _has_kernel(logits):
+        _launch(logits, rows, score, first_column=first_column, record=out)
+    else:
+        out.copy_(reference.partial(logits, rows, score, first_column=first_column))
+    return out
+
+
+def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Candidates:
+    """Token, score and greedy column of whole rows, from the records of their slices.
+
+    Args:
+        records: float64 [P, R, 8] contiguous, of P disjoint slices that make up the rows, all
+            made with the same ``rows`` and ``score``.
+        rows: As the records were made with.
+        score: As the records were made with. "entropy" leaves the epsilon out, which changes it by
+            at most V * epsilon nats; `entropy_share` takes it in.
+
+    Raises:
+        ValueError: An argument is not as above.
+    """
+    name = "merge"
+    if records.dim() != 3:
+        raise ValueError(f"{name}: records must be [P, R, 8], got {list(records.shape)}")
+    num_slices, num_rows, _ = records.shape
+    _check_records(name, "records", records, (max(num_slices, 1), num_rows, RECORD_FIELDS))
+    _check_parameters(name, rows, num_rows, records.device)
+    if _native is None or not records.is_cuda:
+        return reference.merge(records, rows, score)
+    found = _empty_candidates(num_rows, records.device)
+    with torch.cuda.device(records.device):
+        parameters, _kept = _row_parameters(rows, records.device)
+        _native.merge(
+            rows=parameters,
+            records=records.data_ptr(),
+            num_slices=num_slices,
+            num_rows=num_rows,
+            score=getattr(_native.Score, score.upper()),
+            record=0,
+            token=found.token.data_ptr(),
+            value=found.score.data_ptr(),
+            greedy=found.greedy.data_ptr(),
+            **_place(),
+        )
+    return found
+
+
+def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:
+    """Share of a slice of the columns in each row's entropy, epsilon included.
+
+    Args:
+        logits: [R, V] as for `partial`.
+        records: float64 [P, R, 8] contiguous, of all slices, made with ``score="entropy"``.
+        rows: As the records were made with.
+        first_column: Column of the whole vocabulary that ``logits`` starts with.
+
+    Returns:
+        fp32 [R] (fp64 for fp64 logits); the shares of all slices add up to the entropy.
+
+    Raises:
+        ValueError: An argument is not as above.
+    """
+    name = "entropy_share"
+    _check_logits(name, logits)
+    _check_parameters(name, rows, len(logits), logits.device)
+    if records.dim() != 3:
+        raise ValueError(f"{name}: records must be [P, R, 8], got {list(records.shape)}")
+    num_slices = max(records.shape[0], 1)
+    _check_records(name, "records", records, (num_slices, len(logits), RECORD_FIELDS))
+    if not _has_kernel(logits):
+        whole = reference.join(records, rows)
+        return reference.entropy_share(logits, whole, rows, first_column=first_column)
+    assert _native is not None
+    whole = torch.empty_like(records[0])
+    share = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    with torch.cuda.device(records.device):
+        parameters, _kept = _row_parameters(rows, records.device)
+        _native.merge(
+            rows=parameters,
+            records=records.data_ptr(),
+            num_slices=num_slices,
+            num_rows=len(logits),
+            score=_native.Score.ENTROPY,
+            record=whole.data_ptr(),
+            token=0,
+            value=0,
+            greedy=0,
+            **_place(),
+        )
+    _launch(logits, rows, "entropy", first_column=first_column, whole=whole, share=share)
+    return share
+
+
+def uniform(
+    seed: int | Tensor,
+    purpose: int,
+    step: int | Tensor,
+    positions: Tensor,
+    columns: int | tuple[int, int],
+) -> Tensor:
+    """Uniform numbers of the open interval (0, 1); `flash_sample.philox.uniform` and its kernel.
+
+    Column 0 alone gives the scores of random remasking.
+    """
+    first, end = (0, columns) if isinstance(columns, int) else columns
+    if _native is None or not positions.is_cuda or not 0 <= first <= end:
+        return philox.uniform(seed, purpose, step, positions, columns)
+    name = "uniform"
+    rows = Rows(seed=seed, step=step, positions=positions, purpose=purpose)
+    _check_parameters(name, rows, len(positions), positions.device)
+    numbers = torch.empty(len(positions), end - first, dtype=torch.float64, device=positions.device)
+    with torch.cuda.device(positions.device):
+        parameters, _kept = _row_parameters(rows, positions.device)
+        _native.uniform(
+            rows=parameters,
+            num_rows=len(positions),
+            first_column=first,
+            num_columns=end - first,
+            numbers=numbers.data_ptr(),
+            **_place(),
+        )
+    return numbers
+
+
+def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Candidates:
+    _check_logits(name, logits)
+    _check_parameters(name, rows, len(logits), logits.device)
+    if score not in ("confidence", "entropy", "margin"):
+        raise ValueError(f"{name}: score must be confidence, entropy or margin, got {score!r}")
+    if not _has_kernel(logits):
+        return reference.candidates(logits, rows, score)
+    found = _empty_candidates(len(logits), logits.device)
+    _launch(logits, rows, score, found=found)
+    return found
+
+
+def _empty_candidates(num_rows: int, device: torch.device) -> Candidates:
+    token = torch.empty(num_rows, dtype=torch.int64, device=device)
+    score = torch.empty(num_rows, dtype=torch.float32, device=device)
+    return Candidates(token, score, torch.empty_like(token))
 
 
 def _launch(
     logits: Tensor,
-    excluded: Sequence[int],
+    rows: Rows,
+    score: Score,
     *,
-    column: Tensor,
-    confidence: Tensor | None = None,
-    maximum: Tensor | None = None,
-    sum_exp: Tensor | None = None,
+    first_column: int = 0,
+    found: Candidates | None = None,
+    record: Tensor | None = None,
+    whole: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> None:
     assert _native is not None
-    num_rows, num_columns = logits.shape
-    num_segments = -(-num_columns // _native.SEGMENT_COLUMNS)
     with torch.cuda.device(logits.device):
-        workspace = torch.empty(
-            3 * num_rows * num_segments, dtype=torch.float32, device=logits.device
-        )
-        _native.low_confidence(
+        parameters, _kept = _row_parameters(rows, logits.device)
+        _native.candidates(
+            rows=parameters,
             logits=logits.data_ptr(),
             dtype=getattr(_native.DataType, _KERNEL_DTYPES[logits.dtype]),
             row_stride=logits.stride(0),
-            num_rows=num_rows,
-            num_columns=num_columns,
-            excluded=list(excluded),
-            workspace=workspace.data_ptr(),
-            column=column.data_ptr(),
-            confidence=_address(confidence),
-            maximum=_address(maximum),
-            sum_exp=_address(sum_exp),
-            device=torch.cuda.current_device(),
-            stream=torch.cuda.current_stream().cuda_stream,
+            num_rows=logits.shape[0],
+            num_columns=logits.shape[1],
+            first_column=first_column,
+            score=getattr(_native.Score, score.upper()),
+            has_noise=rows.has_noise and whole is None,
+            has_epsilon=_epsilon_counts(rows.epsilon, logits.shape[1]),
+            whole=_address(whole),
+            record=_address(record),
+            share=_address(share),
+            token=0 if found is None else found.token.data_ptr(),
+            value=0 if found is None else found.score.data_ptr(),
+            greedy=0 if found is None else found.greedy.data_ptr(),
+            **_place(),
         )
+
+
+def _place() -> dict[str, int]:
+    """Where a kernel goes: the current device and its current stream."""
+    stream = torch.cuda.current_stream().cuda_stream
+    return {"device": torch.cuda.current_device(), "stream": stream}
+
+
+def _row_parameters(rows: Rows, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """The rows as the kernels take them, and what must live until they are enqueued.
+
+    A freed tensor's memory is only given to work that comes later on the same stream.
+    """
+    kept: list[Tensor] = []
+
+    def pair(value: float | Tensor, dtype: torch.dtype) -> tuple[int, float]:
+        if not isinstance(value, Tensor):
+            return 0, value
+        kept.append(value.to(dtype).contiguous())
+        return kept[-1].data_ptr(), 0
+
+    def integers(value: int | Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]:
+        address, whole = pair(value, dtype)
+        whole = int(whole) & 0xFFFFFFFFFFFFFFFF
+        return address, whole - (1 << 64) if whole >> 63 else whole
+
+    assert _native is not None
+    return (
+        _native.RowParams(
+            temperature=pair(rows.temperature, torch.float64),
+            seed=integers(rows.seed),
+            step=integers(rows.step),
+            position=integers(0 if rows.positions is None else rows.positions),
+            purpose=rows.purpose & 0xFFFFFFFF,
+            is_tempered=rows.is_tempered,
+            epsilon=pair(rows.epsilon, torch.float32),
+            columns=list(rows.columns),
+            forbidden=integers(rows.forbidden, torch.int32),
+            excluded=integers(rows.excluded, torch.int32),
+        ),
+        kept,
+    )
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _epsilon_counts(epsilon: float | Tensor, num_columns: int) -> bool:
+    return isinstance(epsilon, Tensor) or num_columns * epsilon > _NEGLIGIBLE_NATS
 
 
 def _has_kernel(logits: Tensor) -> bool:
@@ -224,39 +439,75 @@ def _check_logits(name: str, logits: Tensor) -> None:
         )
 
 
-def _check_excluded(name: str, excluded: Sequence[int], num_columns: int | None) -> None:
-    if len(excluded) > MAX_EXCLUDED:
+def _check_excluded(name: str, excluded: Sequence[int], num_columns: int) -> None:
+    if len(excluded) > MAX_COLUMNS:
         raise ValueError(
-            f"{name}: excluded must hold at most {MAX_EXCLUDED} columns, got {len(excluded)}"
+            f"{name}: excluded must hold at most {MAX_COLUMNS} columns, got {len(excluded)}"
         )
-    outside = [c for c in excluded if c < 0 or (num_columns is not None and c >= num_columns)]
+    outside = [c for c in excluded if not 0 <= c < num_columns]
     if outside:
-        bound = "" if num_columns is None else f" and < {num_columns}"
-        raise ValueError(f"{name}: excluded columns must be >= 0{bound}, got {outside}")
-
-
-def _check_epsilon(name: str, epsilon: float) -> None:
-    if not epsilon > 0:
-        raise ValueError(f"{name}: epsilon must be > 0, got {epsilon}")
-
-
-def _check_temperature(name: str, temperature: float | Tensor, num_rows: int) -> None:
-    if isinstance(temperature, Tensor):
-        if temperature.shape != (num_rows,) or not temperature.is_floating_point():
-            raise ValueError(
-                f"{name}: temperature must be a float or floating [R={num_rows}], "
-                f"got {temperature.dtype} {list(temperature.shape)}"
-            )
-        # Looking at values on a GPU would make the host wait for it.
-        if temperature.device.type == "cpu" and bool((temperature < 0).any()):
-            raise ValueError(f"{name}: temperature must be >= 0, got {temperature.min().item()}")
-    elif not temperature >= 0:
-        raise ValueError(f"{name}: temperature must be >= 0, got {temperature}")
-
-
-def _check_rows(name: str, argument: str, value: Tensor, num_rows: int) -> None:
-    if value.shape != (num_rows,) or value.dtype != torch.int64:
         raise ValueError(
-            f"{name}: {argument} must be int64 [R={num_rows}], "
-            f"got {value.dtype} {list(value.shape)}"
+            f"{name}: excluded columns must be >= 0 and < {num_columns}, got {outside}"
+        )
+
+
+def _check_records(name: str, argument: str, records: Tensor, shape: tuple[int, ...]) -> None:
+    is_good = records.dtype == torch.float64 and records.is_contiguous()
+    if not is_good or tuple(records.shape) != shape:
+        raise ValueError(
+            f"{name}: {argument} must be contiguous float64 {list(shape)}, "
+            f"got {records.dtype} {list(records.shape)}"
+        )
+
+
+def _check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device) -> None:
+    if len(rows.columns) > MAX_COLUMNS:
+        raise ValueError(
+            f"{name}: columns must hold at most {MAX_COLUMNS} columns, got {len(rows.columns)}"
+        )
+    _check_real(name, "temperature", rows.temperature, num_rows, device)
+    _check_real(name, "epsilon", rows.epsilon, num_rows, device)
+    _check_integers(name, "seed", rows.seed, torch.int64, num_rows, device)
+    _check_integers(name, "step", rows.step, torch.int64, num_rows, device)
+    _check_integers(name, "forbidden", rows.forbidden, torch.int32, num_rows, device)
+    _check_integers(name, "excluded", rows.excluded, torch.int32, num_rows, device)
+    if rows.positions is not None:
+        _check_integers(name, "positions", rows.positions, torch.int64, num_rows, device)
+
+
+def _check_real(
+    name: str, argument: str, value: float | Tensor, num_rows: int, device: torch.device
+) -> None:
+    """Temperatures must be >= 0, epsilons > 0."""
+    wanted = ">" if argument == "epsilon" else ">="
+    least: float = 0.0
+    if not isinstance(value, Tensor):
+        least = value
+    elif value.shape != (num_rows,) or not value.is_floating_point() or value.device != device:
+        raise ValueError(
+            f"{name}: {argument} must be a float or floating [R={num_rows}] on {device}, "
+            f"got {value.dtype} {list(value.shape)} on {value.device}"
+        )
+    elif value.device.type == "cpu" and num_rows > 0:
+        least = float(value.min())  # looking at values on a GPU would make the host wait for it
+    else:
+        return
+    if not (least > 0 or (least == 0 and wanted == ">=")):
+        raise ValueError(f"{name}: {argument} must be {wanted} 0, got {least}")
+
+
+def _check_integers(
+    name: str,
+    argument: str,
+    value: int | Tensor,
+    dtype: torch.dtype,
+    num_rows: int,
+    device: torch.device,
+) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if value.shape != (num_rows,) or value.dtype != dtype or value.device != device:
+        raise ValueError(
+            f"{name}: {argument} must be {str(dtype)[6:]} [R={num_rows}] on {device}, "
+            f"got {value.dtype} {list(value.shape)} on {value.device}"
         )

@@ -4,14 +4,18 @@
 These define what the kernels compute, and run wherever a kernel is missing. Letters: R rows,
 V columns. Logits are [R, V] bf16, fp16, fp32 or fp64; everything is computed in fp32, or in fp64
 where the logits are. Of equal logits the lowest column wins. Columns may be -inf. NaN in a row
-makes its confidence or entropy NaN and leaves its token unspecified (but in range).
+makes its score NaN and leaves its token unspecified (but in range).
 
-A vocabulary cut over ranks is merged without ever exchanging logits::
+A vocabulary cut over ranks, or into tiles that come one after another, is merged without ever
+exchanging or keeping logits::
 
-    parts = [partial(logits_of_rank, first_column=...) for each rank]
-    whole = merge(parts)                       # best column, its logit, sum of exp
-    confidence(whole)                          # = low_confidence of the whole row
-    sum(entropy_share(logits_of_rank, whole, epsilon=...) for each rank)   # = its entropy
+    records = torch.stack([partial(slice, rows, score, first_column=...) for each slice])
+    merge(records, rows, score)                # token, score and greedy column of the whole row
+
+but for the entropy's epsilon: where it counts, a second look at each slice takes it in::
+
+    whole = join(records, rows)
+    sum(entropy_share(slice, whole, rows, first_column=...) for each slice)
 """
 
 from collections.abc import Sequence
@@ -20,58 +24,54 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .philox import TOKEN_NOISE, uniform
+from .philox import uniform
+from .rows import (
+    COLUMN,
+    MAXIMUM,
+    NOISED,
+    SECOND,
+    SUM_EXP,
+    TOKEN,
+    TOKEN_LOGIT,
+    WEIGHTED,
+    Candidates,
+    Rows,
+    Score,
+)
 
 _NOISE_TILE_COLUMNS = 8192  # bounds the memory of the noise; a multiple of 4, one counter's words
 
 
-class Partial(NamedTuple):
-    """What a slice of the columns tells about its softmax."""
-
-    maximum: Tensor  # [R] fp32, largest logit
-    column: Tensor  # [R] int64, lowest column of that logit, counted over the whole vocabulary
-    sum_exp: Tensor  # [R] fp32, sum of exp((logit - maximum) / temperature)
-
-
 class Best(NamedTuple):
-    """The largest score of a slice of the columns."""
+    """The largest noised logit of a slice of the columns."""
 
     score: Tensor  # [R] fp64
     column: Tensor  # [R] int64, counted over the whole vocabulary
 
 
-def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Best column of each row and its softmax probability; see `flash_sample.low_confidence`.
+def candidates(logits: Tensor, rows: Rows, score: Score) -> Candidates:
+    """Token, score and greedy column of each row; see `flash_sample.candidates`.
 
-    Bit for bit ``softmax(logits.float())`` gathered at ``argmax(logits)``, as the LLaDA reference
-    generate loop takes it, where nothing is excluded and the row has a finite logit.
+    Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
+    gathered at ``argmax(logits)``, as the LLaDA reference generate loop takes it.
     """
-    kept = _without(_computed(logits), excluded)
-    token = logits.argmax(dim=-1)
-    confidence = torch.softmax(kept, dim=-1).gather(-1, token[:, None]).squeeze(-1)
-    # The softmax of a row with nothing in it is 0 / 0; such a row says nothing for its token.
-    return token, confidence.masked_fill(kept.amax(dim=-1) == -torch.inf, 0.0)
-
-
-def entropy(logits: Tensor, *, epsilon: float = 1e-10) -> tuple[Tensor, Tensor]:
-    """Best column of each row and its entropy; see `flash_sample.entropy`."""
-    return logits.argmax(dim=-1), _entropy(_computed(logits), epsilon)
-
-
-def entropy_witht(
-    logits: Tensor,
-    temperature: float | Tensor,
-    seed: int | Tensor,
-    step: int | Tensor,
-    positions: Tensor,
-    *,
-    purpose: int = TOKEN_NOISE,
-    epsilon: float = 1e-10,
-) -> tuple[Tensor, Tensor]:
-    """Sampled column of each row and its entropy; see `flash_sample.entropy_witht`."""
-    best = gumbel_best(logits, temperature, seed, step, positions, purpose=purpose)
-    values = _computed(logits)
-    return best.column, _entropy(_tempered(values, values.amax(dim=-1), temperature), epsilon)
+    values = _masked(_computed(logits), rows.columns, rows.forbidden, 0)
+    greedy = values.argmax(dim=-1)
+    token = _noised_best(values, rows, 0).column if rows.has_noise else greedy
+    kept = _masked(values, rows.columns, rows.excluded, 0)
+    is_empty = kept.amax(dim=-1) == -torch.inf
+    if rows.is_tempered:
+        kept = _tempered(kept, kept.amax(dim=-1), rows)
+    probabilities = torch.softmax(kept, dim=-1)
+    if score == "entropy":
+        found = _entropy(probabilities, rows.epsilon).masked_fill(is_empty, torch.inf)
+    elif score == "margin":
+        best = probabilities.topk(min(2, probabilities.shape[1]), dim=-1).values
+        found = best[:, 0] - best[:, 1] if best.shape[1] == 2 else best[:, 0]
+        found = found.masked_fill(is_empty, 0.0)
+    else:
+        found = probabilities.gather(-1, token[:, None]).squeeze(-1).masked_fill(is_empty, 0.0)
+    return Candidates(token, found, greedy)
 
 
 def gumbel_best(
@@ -81,7 +81,7 @@ def gumbel_best(
     step: int | Tensor,
     positions: Tensor,
     *,
-    purpose: int = TOKEN_NOISE,
+    purpose: int,
     first_column: int = 0,
 ) -> Best:
     """Column with the largest ``logit - temperature * log(-log U)``: a draw from the softmax.
@@ -93,7 +93,7 @@ def gumbel_best(
         first_column: Column of the whole vocabulary that ``logits`` starts with.
 
     Returns:
-        The best noised score (fp64) and its column; `merge_best` joins those of several slices.
+        The best noised logit (fp64) and its column.
     """
     scale = temperature[:, None].double() if isinstance(temperature, Tensor) else temperature
     tiles = []
@@ -104,10 +104,121 @@ def gumbel_best(
         score = tile - scale * torch.log(-torch.log(noise))
         column = score.argmax(dim=-1)
         tiles.append(Best(score.gather(-1, column[:, None]).squeeze(-1), column + first))
-    return merge_best(tiles)
+    return _best_of(tiles)
 
 
-def merge_best(slices: Sequence[Best]) -> Best:
+def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) -> Tensor:
+    """Record, float64 [R, 8], of a slice of the columns; see `flash_sample.partial`."""
+    values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
+    column = values.argmax(dim=-1)
+    maximum = values.gather(-1, column[:, None]).squeeze(-1)
+    shifted = _tempered(_masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
+    exponentials = shifted.double().exp()  # of entropies near 0, fp32 sums would leave little
+    record = torch.zeros(len(logits), 8, dtype=torch.float64, device=logits.device)
+    record[:, MAXIMUM] = maximum.double()
+    record[:, COLUMN] = (column + first_column).double()
+    record[:, SUM_EXP] = exponentials.sum(dim=-1)
+    if score == "entropy":
+        products = exponentials * shifted.clamp_min(-1e4)  # 0 * -inf would be NaN
+        record[:, WEIGHTED] = products.sum(dim=-1)
+    record[:, SECOND] = -torch.inf
+    if score == "margin" and values.shape[1] > 1:
+        record[:, SECOND] = values.topk(2, dim=-1).values[:, 1].double()
+    best = Best(record[:, MAXIMUM], column + first_column)
+    if rows.has_noise:
+        best = _noised_best(values, rows, first_column)
+    record[:, NOISED] = best.score
+    record[:, TOKEN] = best.column.double()
+    chosen = values.gather(-1, (best.column - first_column)[:, None]).squeeze(-1)
+    record[:, TOKEN_LOGIT] = chosen.double()
+    return record
+
+
+def join(records: Tensor, rows: Rows) -> Tensor:
+    """Record, [R, 8], of the union of disjoint slices, from theirs, [P, R, 8]."""
+    maximum = records[:, :, MAXIMUM].amax(dim=0)
+    column = _lowest(records[:, :, COLUMN], records[:, :, MAXIMUM] == maximum)
+    noised = records[:, :, NOISED].amax(dim=0)
+    is_best = records[:, :, NOISED] == noised
+    token = _lowest(records[:, :, TOKEN], is_best)
+    is_best = is_best & (records[:, :, TOKEN] == token)
+    distance = _tempered(records[:, :, MAXIMUM].T, maximum, rows).T
+    weight = distance.exp()
+    sums = records[:, :, SUM_EXP]
+    moved = records[:, :, WEIGHTED] + sums * distance.clamp_min(-1e4)
+    is_first = (records[:, :, MAXIMUM] == maximum) & (records[:, :, COLUMN] == column)
+    seconds = torch.where(is_first, records[:, :, SECOND], records[:, :, MAXIMUM])
+    logits = records[:, :, TOKEN_LOGIT].masked_fill(~is_best, -torch.inf)
+    return torch.stack(
+        [
+            maximum,
+            column,
+            (sums * weight).sum(dim=0),
+            (moved * weight).sum(dim=0),
+            seconds.amax(dim=0),
+            noised,
+            token,
+            logits.amax(dim=0),
+        ],
+        dim=-1,
+    )
+
+
+def merge(records: Tensor, rows: Rows, score: Score) -> Candidates:
+    """Token, score and greedy column of whole rows, from the records [P, R, 8] of their slices.
+
+    The entropy is ``-sum p * log(p)``: it leaves out the epsilon.
+    """
+    whole = join(records, rows)
+    maximum, total = whole[:, MAXIMUM], whole[:, SUM_EXP]
+    token = whole[:, TOKEN].long()
+    is_empty = (maximum == -torch.inf) | (total == 0)
+    if score == "entropy":
+        found = (total.log() - whole[:, WEIGHTED] / total).masked_fill(is_empty, torch.inf)
+    else:
+        other = whole[:, SECOND if score == "margin" else TOKEN_LOGIT]
+        relative = _tempered(other[:, None], maximum, rows).squeeze(-1).exp()
+        found = ((1 - relative if score == "margin" else relative) / total).masked_fill(
+            is_empty, 0.0
+        )
+    if score == "confidence":
+        for i, column in enumerate(rows.columns):
+            is_excluded = _bit(rows.excluded, i, token.device)
+            found = found.masked_fill(is_excluded & (token == column), 0.0)
+    return Candidates(token, found.float(), whole[:, COLUMN].long())
+
+
+def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:
+    """Share [R] of a slice of the columns in the row's entropy; the shares of all slices add up.
+
+    Args:
+        logits: [R, V], the columns from ``first_column`` on.
+        whole: [R, 8], the joined record of all columns.
+        rows: As the records were made with.
+        first_column: Column of the whole vocabulary that ``logits`` starts with.
+    """
+    values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
+    kept = _masked(values, rows.columns, rows.excluded, first_column)
+    maximum, total = (whole[:, field].to(values.dtype) for field in (MAXIMUM, SUM_EXP))
+    probabilities = _tempered(kept, maximum, rows).exp() / total[:, None]
+    share = _entropy(probabilities, rows.epsilon)
+    return share.masked_fill((maximum == -torch.inf) | (total == 0), torch.inf)
+
+
+def _noised_best(values: Tensor, rows: Rows, first_column: int) -> Best:
+    assert rows.positions is not None
+    return gumbel_best(
+        values,
+        rows.temperature,
+        rows.seed,
+        rows.step,
+        rows.positions,
+        purpose=rows.purpose,
+        first_column=first_column,
+    )
+
+
+def _best_of(slices: Sequence[Best]) -> Best:
     """Best of several slices, in ascending order of their columns; ties go to the lowest."""
     score = torch.stack([part.score for part in slices])
     column = torch.stack([part.column for part in slices])
@@ -115,79 +226,16 @@ def merge_best(slices: Sequence[Best]) -> Best:
     return Best(score.gather(0, chosen).squeeze(0), column.gather(0, chosen).squeeze(0))
 
 
-def partial(
-    logits: Tensor,
-    *,
-    first_column: int = 0,
-    excluded: Sequence[int] = (),
-    temperature: float | Tensor | None = None,
-) -> Partial:
-    """Partial softmax of a slice of the columns.
-
-    Args:
-        logits: [R, V], the columns from ``first_column`` on.
-        first_column: Column of the whole vocabulary that ``logits`` starts with.
-        excluded: Columns of the whole vocabulary that are left out of the sum; those outside this
-            slice are ignored.
-        temperature: Of the softmax, float or [R]; None or 0 mean 1.
-    """
-    values = _computed(logits)
-    column = values.argmax(dim=-1)
-    maximum = values.gather(-1, column[:, None]).squeeze(-1)
-    last_column = first_column + logits.shape[1]
-    local = [c - first_column for c in excluded if first_column <= c < last_column]
-    kept = _tempered(_without(values, local), maximum, temperature)
-    return Partial(maximum, column + first_column, kept.exp().sum(dim=-1))
+def _lowest(columns: Tensor, is_candidate: Tensor) -> Tensor:
+    """Lowest [R] of the columns [P, R] that are candidates; 0 where none is."""
+    lowest = columns.masked_fill(~is_candidate, torch.inf).amin(dim=0)
+    return lowest.masked_fill(lowest == torch.inf, 0.0)
 
 
-def merge(partials: Sequence[Partial], *, temperature: float | Tensor | None = None) -> Partial:
-    """Partial softmax of the union of disjoint slices, given with the same temperature."""
-    maxima = torch.stack([part.maximum for part in partials])
-    columns = torch.stack([part.column for part in partials])
-    sums = torch.stack([part.sum_exp for part in partials])
-    maximum = maxima.amax(dim=0)
-    is_best = (maxima == maximum) | maximum.isnan()
-    column = columns.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(dim=0)
-    weights = _tempered(maxima.T, maximum, temperature).T.exp()
-    return Partial(maximum, column, (sums * weights).sum(dim=0))
-
-
-def confidence(whole: Partial, *, excluded: Sequence[int] = ()) -> Tensor:
-    """Softmax probability [R] of the best column, from the merged partial of all columns.
-
-    It is 0 where the best column is excluded or no column is finite.
-    """
-    is_zero = whole.maximum == -torch.inf
-    for column in excluded:
-        is_zero = is_zero | (whole.column == column)
-    return (1.0 / whole.sum_exp).masked_fill(is_zero & ~whole.sum_exp.isnan(), 0.0)
-
-
-def entropy_share(
-    logits: Tensor,
-    whole: Partial,
-    *,
-    epsilon: float = 1e-10,
-    temperature: float | Tensor | None = None,
-) -> Tensor:
-    """Share [R] of a slice of the columns in the row's entropy; the shares of all slices add up.
-
-    Args:
-        logits: [R, V], a slice of the columns.
-        whole: Merged partial of all columns, of the same temperature, nothing excluded.
-        epsilon: As in `flash_sample.entropy`.
-        temperature: As in `partial`.
-    """
-    shifted = _tempered(_computed(logits), whole.maximum, temperature)
-    probabilities = shifted.exp() / whole.sum_exp[:, None]
-    share = -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
-    return share.masked_fill(whole.maximum == -torch.inf, torch.inf)
-
-
-def _entropy(values: Tensor, epsilon: float) -> Tensor:
-    probabilities = torch.softmax(values, dim=-1)
-    result = -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
-    return result.masked_fill(values.amax(dim=-1) == -torch.inf, torch.inf)
+def _entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
+    if isinstance(epsilon, Tensor):
+        epsilon = epsilon[:, None]
+    return -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
 
 
 def _computed(logits: Tensor) -> Tensor:
@@ -195,19 +243,36 @@ def _computed(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _without(values: Tensor, columns: Sequence[int]) -> Tensor:
-    if not columns:
+def _bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:
+    """Whether a bit is set: [R] bool, or [1]."""
+    if isinstance(mask, Tensor):
+        return (mask >> index & 1).bool()
+    return torch.tensor([bool(mask >> index & 1)], device=device)
+
+
+def _masked(
+    values: Tensor, columns: Sequence[int], mask: int | Tensor, first_column: int
+) -> Tensor:
+    """A copy with -inf in those of ``columns`` whose bit is set, if any lies in this slice."""
+    if isinstance(mask, int) and mask == 0:
         return values
-    return values.index_fill(-1, torch.tensor(list(columns), device=values.device), -torch.inf)
+    found = values
+    for i, column in enumerate(columns):
+        local = column - first_column
+        if not 0 <= local < values.shape[1] or (isinstance(mask, int) and not mask >> i & 1):
+            continue
+        found = values.clone() if found is values else found
+        found[:, local] = found[:, local].masked_fill(_bit(mask, i, values.device), -torch.inf)
+    return found
 
 
-def _tempered(values: Tensor, maximum: Tensor, temperature: float | Tensor | None) -> Tensor:
-    """``(values - maximum) / temperature`` by rows; -inf stays -inf and never becomes NaN.
+def _tempered(values: Tensor, maximum: Tensor, rows: Rows) -> Tensor:
+    """``(values - maximum) / softmax temperature`` by rows; -inf stays -inf and never becomes NaN.
 
     The maximum goes first: a tiny temperature would otherwise carry finite logits to infinity.
     """
     shifted = values - maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]
-    if temperature is None:
+    if not rows.is_tempered:
         return shifted
-    scale = torch.as_tensor(temperature, dtype=values.dtype, device=values.device)
+    scale = torch.as_tensor(rows.temperature, dtype=values.dtype, device=values.device)
     return shifted / torch.where(scale == 0, 1.0, scale).reshape(-1, 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flash_sample
-from flash_sample import entropy, entropy_witht, low_confidence, low_confidence_partial, reference
+from flash_sample import Rows, candidates, entropy, entropy_witht, low_confidence, margin, partial
 from flash_sample.philox import uniform
 from tests.native.test_philox import chi_square_limit
 
@@ -165,30 +165,212 @@ def test_low_confidence_checks_its_arguments(logits, excluded, message):
         low_confidence(logits, excluded=excluded)
 
 
+SCORES = ["confidence", "entropy", "margin"]
+COLUMNS = (4999, 3, 17)
+
+
 def shards_of(logits, cuts):
     edges = [0, *cuts, logits.shape[1]]
     return [(first, logits[:, first:end]) for first, end in itertools.pairwise(edges)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cuts", [(2500,), (1, 2, 4999), (1250, 2500, 3750)])
-def test_merged_shards_equal_the_whole(generator, device, cuts):
-    logits = random_logits(generator, 60, 5000, torch.float32, device)
-    logits[:20] = torch.randint(-2, 3, (20, 5000), generator=generator)  # ties across shards
+def mixed_rows(num_rows, device, **changes):
+    """Rows of many requests: half of them without noise, each with columns of its own."""
+    index = torch.arange(num_rows)
+    parameters = {
+        "temperature": torch.where(index % 2 == 0, 0.0, 0.25 * (index % 7)).double(),
+        "seed": index * 1_000_003 - 5,
+        "step": index % 9,
+        "positions": index.flip(0) * 17,
+        "columns": COLUMNS,
+        "forbidden": (index % 5 == 1).int() * 4,
+        "excluded": (index % 8).int(),
+    }
+    parameters |= changes
+    tensors = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in parameters.items()}
+    return Rows(**tensors)
+
+
+def awkward_logits(generator, num_columns=5000, dtype=torch.float32, device="cpu"):
+    logits = random_logits(generator, 60, num_columns, dtype, device)
+    logits[:20] = torch.randint(-2, 3, (20, num_columns), generator=generator).to(dtype)  # ties
     logits[20] = -INF
-    logits[21, : cuts[0]] = -INF  # a shard without a finite logit
-    logits[22, 4999] = 60
-    excluded = (4999, 3)
-    parts = [
-        low_confidence_partial(shard, first_column=first, excluded=excluded)
-        for first, shard in shards_of(logits, cuts)
-    ]
-    whole = flash_sample.merge(parts)
-    token, confidence = low_confidence(logits, excluded=excluded)
-    assert torch.equal(whole.column, token)
-    merged = flash_sample.confidence(whole, excluded=excluded)
-    torch.testing.assert_close(merged, confidence, rtol=CONFIDENCE_RTOL[device], atol=1e-30)
-    assert merged[20] == 0 and merged[22] == 0
+    logits[21, : num_columns // 2] = -INF  # slices without a finite logit
+    logits[22, num_columns - 1] = 60
+    return logits
+
+
+def exactly(logits, rows, score):
+    """Token, score and greedy column of each row by plain formulas in float64."""
+    tokens, scores, greedy = [], [], []
+    for row, values in enumerate(logits.double().cpu()):
+        at = {
+            name: value[row].item() if isinstance(value, torch.Tensor) else value
+            for name, value in vars(rows).items()
+        }
+        values = values.clone()
+        for i, column in enumerate(at["columns"]):
+            if at["forbidden"] >> i & 1:
+                values[column] = -INF
+        noised = values
+        if at["temperature"] > 0:
+            place = torch.tensor([at["positions"]])
+            u = uniform(at["seed"], at["purpose"], at["step"], place, len(values))[0]
+            noised = values - at["temperature"] * torch.log(-torch.log(u))
+        token = int((noised == noised.max()).int().argmax())
+        greedy.append(int((values == values.max()).int().argmax()))
+        kept = values.clone()
+        for i, column in enumerate(at["columns"]):
+            if at["excluded"] >> i & 1:
+                kept[column] = -INF
+        p = torch.softmax(kept / ((at["is_tempered"] and at["temperature"]) or 1.0), dim=0)
+        p = p.nan_to_num(0.0)  # of a row without a finite logit
+        is_empty = bool((p == 0).all())
+        best = p.sort(descending=True).values
+        tokens.append(token)
+        scores.append(
+            {
+                "confidence": p[token],
+                "entropy": INF if is_empty else -(p * torch.log(p + at["epsilon"])).sum(),
+                "margin": best[0] - (best[1] if len(best) > 1 else 0),
+            }[score]
+        )
+    return torch.tensor(tokens), torch.tensor(scores), torch.tensor(greedy)
+
+
+def assert_found(found, wanted, device):
+    token, score, greedy = found
+    assert (token.dtype, greedy.dtype) == (torch.int64, torch.int64)
+    assert torch.equal(token.cpu(), wanted[0]) and torch.equal(greedy.cpu(), wanted[2])
+    tolerance = {"rtol": CONFIDENCE_RTOL[device] * 4, "atol": 2e-6}
+    torch.testing.assert_close(score.cpu().double(), wanted[1].double(), **tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("is_tempered", [False, True])
+def test_rows_of_many_requests(generator, device, dtype, score, is_tempered):
+    logits = awkward_logits(generator, dtype=dtype, device=device)
+    epsilon = torch.logspace(-12, -6, 60, device=device)
+    rows = mixed_rows(60, device, is_tempered=is_tempered, epsilon=epsilon)
+    assert_found(candidates(logits, rows, score), exactly(logits, rows, score), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("num_columns", WIDTHS)
+def test_widths(generator, device, score, num_columns):
+    logits = random_logits(generator, 3, num_columns, torch.bfloat16, device)
+    rows = mixed_rows(3, device, columns=(), epsilon=1e-7)
+    assert_found(candidates(logits, rows, score), exactly(logits, rows, score), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("score", SCORES)
+def test_more_columns_than_a_team_holds(generator, dtype, score):
+    logits = random_logits(generator, 4, 400_003, dtype, "cuda")
+    logits[2] = torch.randint(-2, 3, (400_003,), generator=generator).to(dtype)
+    rows = mixed_rows(4, "cuda", columns=(399_999, 3, 17), epsilon=1e-8)
+    assert_found(candidates(logits, rows, score), exactly(logits, rows, score), "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1e-12, 0.1, 1.0, 30.0])
+def test_noised_choice_among_equal_logits(generator, device, temperature):
+    """Where the noise alone decides, or hardly matters."""
+    logits = torch.randint(0, 2, (20, 6001), generator=generator).float().to(device)
+    rows = Rows(temperature, 9, 4, torch.arange(20, device=device))
+    assert_found(candidates(logits, rows), exactly(logits, rows, "confidence"), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("cuts", [(2500,), (1, 2, 4999), (1250, 2500, 3750)])
+@pytest.mark.parametrize("is_tempered", [False, True])
+def test_merged_slices_equal_the_whole(generator, device, score, cuts, is_tempered):
+    logits = awkward_logits(generator, device=device)
+    rows = mixed_rows(60, device, is_tempered=is_tempered, epsilon=1e-12)
+    shards = shards_of(logits, cuts)
+    records = torch.stack([partial(s, rows, score, first_column=f) for f, s in shards])
+    found = flash_sample.merge(records, rows, score)
+    assert_found(found, exactly(logits, rows, score), device)
+    whole = candidates(logits, rows, score)
+    assert torch.equal(found.token, whole.token) and torch.equal(found.greedy, whole.greedy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tiles_fill_a_record_one_after_another(generator, device):
+    """[R, V] never exists: a tile's logits may be overwritten once its record is made."""
+    logits = awkward_logits(generator, device=device)
+    rows = mixed_rows(60, device)
+    tile, width = torch.empty(60, 1024, device=device), 1024
+    records = torch.empty(5, 60, flash_sample.RECORD_FIELDS, dtype=torch.float64, device=device)
+    for index, (first, columns) in enumerate(shards_of(logits, range(width, 5000, width))):
+        part = tile[:, : columns.shape[1]].copy_(columns)
+        partial(part, rows, first_column=first, out=records[index])
+    assert_found(flash_sample.merge(records, rows), exactly(logits, rows, "confidence"), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_tempered", [False, True])
+def test_entropy_shares_of_slices_add_up(generator, device, is_tempered):
+    logits = awkward_logits(generator, device=device)
+    rows = mixed_rows(60, device, is_tempered=is_tempered, epsilon=1e-5)
+    shards = shards_of(logits, (700, 1500))
+    records = torch.stack([partial(s, rows, "entropy", first_column=f) for f, s in shards])
+    found = sum(flash_sample.entropy_share(s, records, rows, first_column=f) for f, s in shards)
+    wanted = exactly(logits, rows, "entropy")[1]
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_margin(generator, device):
+    logits = random_logits(generator, 6, 5001, torch.bfloat16, device)
+    logits[0] = -INF
+    logits[1, [70, 4000]] = 40  # two equal ones
+    logits[2, 1:] = -INF
+    token, score = margin(logits)
+    p = torch.softmax(logits[1:].double(), dim=-1).sort(descending=True).values
+    wanted = torch.cat([torch.zeros(1), (p[:, 0] - p[:, 1]).cpu()])
+    torch.testing.assert_close(score.cpu().double(), wanted.double(), rtol=2e-5, atol=1e-9)
+    assert token.tolist()[:3] == [0, 70, 0] and score[:3].tolist() == [0, 0, 1]
+
+
+@pytest.mark.gpu
+def test_special_columns_far_above_the_rest(generator):
+    """Their maximum may leave nothing of the others in fp32; no NaN may come of it."""
+    logits = random_logits(generator, 4, 5000, torch.float32, "cuda")
+    logits[:, 3] = 300
+    for score in SCORES:
+        found = candidates(logits, Rows(columns=(3,), excluded=1), score)
+        assert found.token.tolist() == [3] * 4 and not found.score.isnan().any()
+
+
+@pytest.mark.gpu
+def test_numbers_of_the_kernel_are_those_of_the_reference():
+    positions = torch.tensor([0, 77, 2**31, 2**32 - 1])
+    seeds, steps = torch.tensor([1, -5, 2**62, 0]), torch.tensor([0, 3, 2**31, 9])
+    for columns in (1, (5, 999), (4, 8), (3, 3)):
+        wanted = uniform(seeds, 2, steps, positions, columns)
+        found = flash_sample.uniform(seeds.cuda(), 2, steps.cuda(), positions.cuda(), columns)
+        assert torch.equal(found.cpu(), wanted)
+    assert flash_sample.uniform(2**64 - 1, 0, 0, positions[:0].cuda(), 3).shape == (0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_draws_of_wide_rows_equal_float64(generator, temperature):
+    """Many rows, so that near ties of fp32 are among them."""
+    logits = random_logits(generator, 256, 126_464, torch.bfloat16, "cuda")
+    positions = torch.arange(256, device="cuda")
+    found = candidates(logits, Rows(temperature, 2**63 + 11, 5, positions))
+    u = flash_sample.uniform(2**63 + 11, 0, 5, positions, 126_464)
+    noised = logits.double() - temperature * torch.log(-torch.log(u))
+    assert torch.equal(found.token, noised.argmax(dim=-1))
+    p = torch.softmax(logits.double(), dim=-1).gather(1, found.token[:, None])[:, 0]
+    torch.testing.assert_close(found.score.double(), p, rtol=CONFIDENCE_RTOL["cuda"], atol=1e-30)
 
 
 @pytest.mark.gpu
@@ -246,41 +428,15 @@ def test_float64_logits_are_computed_in_float64(generator):
     assert torch.equal(entropy(logits)[1], -(p * torch.log(p + 1e-10)).sum(dim=-1))
 
 
-@pytest.mark.parametrize("temperature", [None, 0.3, 2.0])
-def test_entropy_shares_of_shards_add_up(generator, temperature):
-    logits = random_logits(generator, 20, 3000)
-    logits[0, :1500] = -INF
-    logits[1] = -INF
-    shards = shards_of(logits, (700, 1500))
-    whole = reference.merge(
-        [reference.partial(s, first_column=f, temperature=temperature) for f, s in shards],
-        temperature=temperature,
-    )
-    shares = [
-        reference.entropy_share(s, whole, epsilon=1e-10, temperature=temperature) for _, s in shards
-    ]
-    wanted = entropy(logits if temperature is None else logits / temperature)[1]
-    torch.testing.assert_close(sum(shares), wanted, rtol=2e-5, atol=1e-6)
-
-
-def test_noised_choice_of_shards_equals_the_whole(generator):
-    logits = random_logits(generator, 40, 20_000)
-    noise = (torch.rand(40, generator=generator), 99, torch.arange(40) % 3, torch.arange(40))
-    whole = reference.gumbel_best(logits, *noise)
-    parts = [
-        reference.gumbel_best(shard, *noise, first_column=first)
-        for first, shard in shards_of(logits, (3, 8191, 15_001))
-    ]
-    merged = reference.merge_best(parts)
-    assert torch.equal(merged.column, whole.column) and torch.equal(merged.score, whole.score)
-
-
-def test_entropy_witht_is_the_gumbel_argmax_and_the_tempered_entropy(generator):
+@pytest.mark.parametrize("device", DEVICES)
+def test_entropy_witht_is_the_gumbel_argmax_and_the_tempered_entropy(generator, device):
     logits = random_logits(generator, 6, 9000)
     temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 3.0, 1e-9])
     seeds, steps = torch.tensor([1, 2, 3, 3, -4, 5]), torch.tensor([0, 1, 2, 2, 3, 4])
     positions = torch.tensor([9, 8, 7, 7, 6, 5])
-    token, value = entropy_witht(logits, temperature, seeds, steps, positions, epsilon=1e-12)
+    noise = [x.to(device) for x in (temperature, seeds, steps, positions)]
+    found = entropy_witht(logits.to(device), *noise, epsilon=1e-12)
+    token, value = (x.cpu() for x in found)
     for row in range(6):
         tau = temperature[row].item()
         numbers = uniform(
@@ -292,18 +448,18 @@ def test_entropy_witht_is_the_gumbel_argmax_and_the_tempered_entropy(generator):
         wanted = -(p * torch.log(p + 1e-12)).sum()
         torch.testing.assert_close(value[row].double(), wanted, rtol=2e-5, atol=1e-6)
     assert token[0] == logits[0].argmax()
-    alone = entropy_witht(logits[4:5], 3.0, -4, 3, positions[4:5], epsilon=1e-12)
+    alone = entropy_witht(logits[4:5].to(device), 3.0, -4, 3, noise[3][4:5], epsilon=1e-12)
     assert alone[0] == token[4] and alone[1] == value[4]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_draws_have_the_frequencies_of_the_softmax(temperature):
+def test_draws_have_the_frequencies_of_the_softmax(device, temperature):
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5, -INF, 2.0, 1.9])
     num_draws = 20_000
-    token, _ = entropy_witht(
-        logits.expand(num_draws, -1), temperature, 42, 0, torch.arange(num_draws)
-    )
-    counts = torch.bincount(token, minlength=7).double()
+    positions = torch.arange(num_draws, device=device)
+    token, _ = entropy_witht(logits.to(device).expand(num_draws, -1), temperature, 42, 0, positions)
+    counts = torch.bincount(token.cpu(), minlength=7).double()
     expected = torch.softmax(logits.double() / temperature, dim=-1) * num_draws
     assert counts[4] == 0
     possible = expected > 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to the native rooms, and the products with upstream's matrices."""
 
+from flash_sample import Rows, Score
 from vllm.diffusion.ops.experts import Routing, add_experts, route
 from vllm.diffusion.ops.fused import (
     apply_rotary,
@@ -18,6 +19,7 @@ from vllm.diffusion.ops.linear import (
     plain_weight,
 )
 from vllm.diffusion.ops.sampling import (
+    candidates,
     gather_columns,
     most_likely,
     negative_entropy,
@@ -27,9 +29,12 @@ from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
 
 __all__ = [
     "Routing",
+    "Rows",
+    "Score",
     "add_experts",
     "add_linear",
     "apply_rotary",
+    "candidates",
     "copy_packed",
     "gated_linear",
     "gather_columns",

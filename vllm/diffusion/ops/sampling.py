@@ -5,19 +5,55 @@ from __future__ import annotations
 
 import torch
 
-from flash_sample import low_confidence
-from flash_sample.philox import uniform
+import flash_sample
+from flash_sample import Candidates, Rows, Score
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
 
+# What leaving out the epsilon may change an entropy by, in nats: what fp32 sums are good to.
+_NEGLIGIBLE_NATS = 2e-5
+
 
 def philox_uniform(
-    seed: int, purpose: int, step: int, positions: torch.Tensor, columns: range
+    seed: int | torch.Tensor,
+    purpose: int,
+    step: int | torch.Tensor,
+    positions: torch.Tensor,
+    columns: range,
 ) -> torch.Tensor:
-    """Uniform numbers [R, len(columns)] float64 in (0, 1) for canvas `positions` [R] int64."""
-    return uniform(seed, purpose, step, positions, (columns.start, columns.stop))
+    """Uniform numbers [R, len(columns)] float64 in (0, 1) for canvas `positions` [R] int64.
+
+    Seed and step may be int64 [R], for rows of different requests.
+    """
+    return flash_sample.uniform(seed, purpose, step, positions, (columns.start, columns.stop))
+
+
+def candidates(
+    logits: torch.Tensor, rows: Rows, score: Score, *, first_column: int, vocab_size: int
+) -> Candidates:
+    """Token, fp32 score and greedy token of rows of many requests, in one launch.
+
+    Args:
+        logits: [R, C] logits of this rank's columns.
+        rows: what is asked of each row; see `flash_sample.Rows`.
+        score: "confidence", "entropy" (nats) or "margin".
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks; only 64 bytes a row cross the ranks.
+    """
+    if logits.shape[1] == vocab_size:
+        return flash_sample.candidates(logits, rows, score)
+    record = flash_sample.partial(logits, rows, score, first_column=first_column)
+    gathered = tensor_model_parallel_all_gather(record, dim=0)
+    records = gathered.view(-1, *record.shape)
+    found = flash_sample.merge(records, rows, score)
+    epsilon = rows.epsilon
+    if score != "entropy" or _is_negligible(epsilon, vocab_size):
+        return found
+    share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
+    shares = tensor_model_parallel_all_gather(share[:, None], dim=-1)
+    return found._replace(score=shares.sum(dim=-1))
 
 
 def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -44,6 +80,8 @@ def most_likely(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The token with the largest noisy logit, and its probability under the noise-free logits.
 
+    In PyTorch, for what `candidates` does not do: float64, and noise given as numbers.
+
     Args:
         logits: [R, C] noise-free logits of this rank's columns.
         noisy: [R, C] what the token is chosen by; `logits` itself when there is no noise.
@@ -58,8 +96,6 @@ def most_likely(
     local = _local_columns(excluded, first_column, logits.shape[1])
     if not whole_rows:
         return _most_likely_sharded(logits, noisy, first_column, local, dtype)
-    if noisy is logits and dtype == torch.float32:
-        return low_confidence(logits, excluded=local)
     token = noisy.argmax(dim=-1)
     probabilities = torch.softmax(_without(logits, local).to(dtype), dim=-1)
     return token, probabilities.gather(1, token[:, None])[:, 0].nan_to_num(0.0)
@@ -84,6 +120,10 @@ def negative_entropy(
     share = (p * torch.log(p + epsilon)).sum(dim=-1, keepdim=True)
     shares: torch.Tensor = tensor_model_parallel_all_gather(share, dim=-1)
     return shares.sum(dim=-1).to(dtype)
+
+
+def _is_negligible(epsilon: float | torch.Tensor, vocab_size: int) -> bool:
+    return not isinstance(epsilon, torch.Tensor) and epsilon * vocab_size <= _NEGLIGIBLE_NATS
 
 
 def _local_columns(tokens: tuple[int, ...], first: int, count: int) -> tuple[int, ...]:

@@ -34,10 +34,8 @@ def draw_categorical(
         logits = _keep_top_k(logits, params.top_k)
     probabilities = torch.softmax(logits, dim=-1)
     if params.temperature > 0:
-        if params.seed is None:
-            raise ValueError("seed: must be drawn before sampling, got None")
         columns = range(logits.shape[1])
-        u = noise.uniform(params.seed, CATEGORICAL, group.step, group.positions, columns)
+        u = noise.uniform(group.seed, CATEGORICAL, group.step, group.positions, columns)
         tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
         scores = probabilities.gather(1, tokens[:, None])[:, 0]
     else:

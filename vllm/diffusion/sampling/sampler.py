@@ -3,27 +3,28 @@
 
 Logits exist for one chunk of rows at a time. The order of operations is that of the LLaDA
 reference loop: guidance, forbidden columns, noise, choice of the token, score from the noise-free
-logits; and for Dream's that of `diffusion_generate`: temperature, top-p, top-k, draw.
+logits; and for Dream's that of `diffusion_generate`: temperature, top-p, top-k, draw. Rows of
+requests that want alike are sampled by one launch (`joint`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.sampling.categorical import draw_categorical
-from vllm.diffusion.scoring import REMASKING, TOKEN, Scoring
+from vllm.diffusion.sampling.joint import Kind, choose_jointly, confidence_dtype, kind_of
+from vllm.diffusion.scoring import REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.sampling.noise import NoiseSource
-
-_CONFIDENCE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+    from vllm.diffusion.scoring import Scoring
 
 
 class LogitsModel(Protocol):
@@ -62,17 +63,30 @@ class RowGroup:
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the rows need nothing but argmax and its probability."""
-        p = self.params
-        return (
-            p.temperature == 0
-            and p.cfg_scale == 0
-            and p.remasking == "low_confidence"
-            and self.scoring == Scoring()
-            and self.adjust is None
-            and not (p.logits_eos_inf or p.confidence_eos_eot_inf or self.forbid_mask)
-        )
+    def forbidden(self) -> tuple[int, ...]:
+        """Token ids that must not be proposed."""
+        eos = self.params.eos_id if self.params.logits_eos_inf else None
+        mask = self.params.mask_id if self.forbid_mask else None
+        return tuple(token for token in (eos, mask) if token is not None)
+
+    @property
+    def excluded(self) -> tuple[int, ...]:
+        """Token ids whose probability is zero although they may be chosen.
+
+        In the reference the noisy and the noise-free logits are one tensor at temperature 0, and
+        its end-of-sequence column is masked in the noisy one: so both ids at temperature 0, else
+        only end-of-turn.
+        """
+        if not self.params.confidence_eos_eot_inf:
+            return ()
+        eos = self.params.eos_id if self.params.temperature == 0 else None
+        return tuple(token for token in (eos, self.params.eot_id) if token is not None)
+
+    @property
+    def seed(self) -> int:
+        if self.params.seed is None:
+            raise ValueError("seed: must be drawn before sampling, got None")
+        return self.params.seed
 
 
 class Choice(NamedTuple):
@@ -108,12 +122,8 @@ def sample(
     found = []
     for hidden, groups in parts:
         logits = model.compute_logits(model.final_norm(hidden))
-        for group in _merge_plain(groups):
-            own = logits[group.rows]
-            if group.unconditional_rows is not None:
-                free = logits[group.unconditional_rows]
-                own = free + (group.params.cfg_scale + 1) * (own - free)
-            found.append(torch.stack([c.double() for c in choose(own, group, model, noise)]))
+        for run in _runs(groups, logits, noise):
+            found.append(torch.stack([c.double() for c in _choose(logits, run, model, noise)]))
     if not found:
         return torch.empty(3, 0, dtype=torch.float64)
     # One copy to the host per step: token ids are exact in float64.
@@ -125,28 +135,55 @@ def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: Noi
 
     Ties go to the lowest token id.
     """
-    params, scoring, first = group.params, group.scoring, model.vocab_start
-    if group.adjust is not None or scoring.draw == "categorical":
+    kind = kind_of(group, logits, noise)
+    first = model.vocab_start
+    if group.adjust is not None or (kind is None and group.scoring.draw == "categorical"):
         # These work on whole rows, so ranks exchange their columns.
         logits, first = ops.gather_columns(logits, model.vocab_size), 0
-    columns = range(first, first + logits.shape[1])
     if group.adjust is not None:
         logits = group.adjust(logits, group.positions)
-    if params.logits_eos_inf:
-        _forbid(logits, params.eos_id, columns)
-    if group.forbid_mask:
-        _forbid(logits, params.mask_id, columns)
-    dtype = _CONFIDENCE_DTYPES.get(params.confidence_dtype, logits.dtype)
+        kind = kind_of(group, logits, noise)
+    if kind is not None:
+        return Choice(*choose_jointly(logits, [group], kind, first, model.vocab_size))
+    return _choose_alone(logits, group, first, model.vocab_size, noise)
+
+
+def _choose(
+    logits: torch.Tensor, run: list[RowGroup], model: LogitsModel, noise: NoiseSource
+) -> Choice:
+    """What was chosen for a run of groups, whose rows are among those of `logits`."""
+    lead = run[0]
+    own = logits[lead.rows.start : run[-1].rows.stop]
+    if lead.unconditional_rows is not None:
+        free = logits[lead.unconditional_rows]
+        own = free + (lead.params.cfg_scale + 1) * (own - free)
+    if len(run) == 1:
+        return choose(own, lead, model, noise)
+    kind = kind_of(lead, own, noise)
+    assert kind is not None
+    return Choice(*choose_jointly(own, run, kind, model.vocab_start, model.vocab_size))
+
+
+def _choose_alone(
+    logits: torch.Tensor, group: RowGroup, first: int, vocab_size: int, noise: NoiseSource
+) -> Choice:
+    """The rows of one request in PyTorch's arithmetic, at any precision and from any noise."""
+    params, scoring = group.params, group.scoring
+    columns = range(first, first + logits.shape[1])
+    for token in group.forbidden:
+        if token in columns:
+            logits[:, token - first] = -torch.inf
+    dtype = confidence_dtype(group, logits)
     if scoring.draw == "categorical":
         tokens, scores = draw_categorical(logits.to(dtype), group, noise)
         return Choice(tokens, scores, tokens)
-    whole_rows = logits.shape[1] == model.vocab_size
+    whole_rows = logits.shape[1] == vocab_size
     noisy = logits
     if params.temperature > 0:
         # argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
-        u = noise.uniform(_seed(params), TOKEN, group.step, group.positions, columns)
+        u = noise.uniform(group.seed, TOKEN, group.step, group.positions, columns)
         noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
-    excluded = _excluded_from_confidence(params)
+    excluded = group.excluded
     tokens, scores = ops.most_likely(
         logits, noisy, first_column=first, whole_rows=whole_rows, excluded=excluded, dtype=dtype
     )
@@ -156,7 +193,7 @@ def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: Noi
             logits, logits, first_column=first, whole_rows=whole_rows, excluded=(), dtype=dtype
         )
     if params.remasking == "random":
-        u = noise.uniform(_seed(params), REMASKING, group.step, group.positions, range(1))
+        u = noise.uniform(group.seed, REMASKING, group.step, group.positions, range(1))
         # Where entropies are compared, the number stands for the entropy.
         scores = -u[:, 0] if scoring.score == "negative_entropy" else u[:, 0]
     elif scoring.score == "negative_entropy":
@@ -171,53 +208,19 @@ def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: Noi
     return Choice(tokens, scores, greedy)
 
 
-def _forbid(logits: torch.Tensor, token: int | None, columns: range) -> None:
-    if token is not None and token in columns:
-        logits[:, token - columns.start] = -torch.inf
-
-
-def _excluded_from_confidence(params: DiffusionParams) -> tuple[int, ...]:
-    """Columns whose probability is zero although they may be chosen.
-
-    In the reference the noisy and the noise-free logits are one tensor at temperature 0, and its
-    end-of-sequence column is masked in the noisy one: so both ids at temperature 0, else only
-    end-of-turn.
-    """
-    if not params.confidence_eos_eot_inf:
-        return ()
-    ids = (params.eos_id, params.eot_id) if params.temperature == 0 else (params.eot_id,)
-    return tuple(i for i in ids if i is not None)
-
-
-def _seed(params: DiffusionParams) -> int:
-    if params.seed is None:
-        raise ValueError("seed: must be drawn before sampling, got None")
-    return params.seed
-
-
-def _merge_plain(groups: Sequence[RowGroup]) -> Iterator[RowGroup]:
-    """Join neighbouring groups that need nothing request-specific, so they share one product."""
+def _runs(
+    groups: Sequence[RowGroup], logits: torch.Tensor, noise: NoiseSource
+) -> Iterator[list[RowGroup]]:
+    """Neighbouring groups that one launch serves; others, and guided ones, alone."""
     run: list[RowGroup] = []
+    kind: Kind | None = None
     for group in groups:
-        if run and not _joinable(run[-1], group):
-            yield _join(run)
+        is_lone = group.unconditional_rows is not None or group.adjust is not None
+        own = None if is_lone else kind_of(group, logits, noise)
+        if run and (own is None or own != kind or run[-1].rows.stop != group.rows.start):
+            yield run
             run = []
         run.append(group)
+        kind = own
     if run:
-        yield _join(run)
-
-
-def _joinable(a: RowGroup, b: RowGroup) -> bool:
-    adjacent = a.rows.stop == b.rows.start
-    same = a.params.confidence_dtype == b.params.confidence_dtype
-    return adjacent and same and a.is_plain and b.is_plain
-
-
-def _join(run: list[RowGroup]) -> RowGroup:
-    if len(run) == 1:
-        return run[0]
-    return replace(
-        run[0],
-        rows=slice(run[0].rows.start, run[-1].rows.stop),
-        positions=torch.cat([g.positions for g in run]),
-    )
+        yield run

@@ -1,0 +1,674 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From rows of logits to candidates, reading the logits once: best column, its softmax probability
+// or the entropy of the row or the difference of the two largest probabilities, and, with
+// Gumbel noise, a column drawn at a temperature.
+//
+// A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
+// has clusters. A warp keeps a segment of 4 KiB in shared memory, so its maximum is known before the
+// first exp(); further segments (of very wide rows) rescale what was summed. The warps' results meet
+// in the shared memory of the team's first block. What depends on the sum over the row (the entropy
+// with its epsilon) is then taken from there again. The cut of a row into segments and the
+// team depend on the width of the row alone, so the bits of a row do not depend on its neighbours.
+//
+// Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
+// makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and otherwise
+// unspecified.
+//
+// Noise: of most columns a cheap bound shows that they cannot have the largest noised logit: -log(-log
+// U) <= -log(1 - U). The rest is compared in fp32, and, where fp32 does not tell, in fp64. So
+// the column is that of the largest logit - temperature * log(-log U) in fp64, whatever the bounds.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "params.h"
+#include "row.cuh"
+
+namespace flash_sample {
+namespace {
+
+constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
+constexpr int kMaxWarps = 10;  // of a block
+constexpr int kMaxBlocks = 8;  // of a cluster: what every card with clusters can do
+
+// ---- The blocks that share a row -----------------------------------------------------------------
+
+__device__ int team_size() {
+#if __CUDA_ARCH__ >= 900
+  unsigned size;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+  return static_cast<int>(size);
+#else
+  return 1;
+#endif
+}
+
+__device__ int team_rank() {
+#if __CUDA_ARCH__ >= 900
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+__device__ int64_t team_index() {
+#if __CUDA_ARCH__ >= 900
+  unsigned index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+#else
+  return blockIdx.x;
+#endif
+}
+
+// A barrier of all threads of the team in two halves; what was written before the first is seen
+// after the second.
+__device__ void team_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ void team_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// The first block's copy of a variable in shared memory.
+template <typename T>
+__device__ T* of_first_block(T* mine) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t address;
+  asm("mapa.u64 %0, %1, 0;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(mine)));
+  return reinterpret_cast<T*>(address);
+#else
+  return mine;
+#endif
+}
+
+// ---- Sixteen bytes of logits ---------------------------------------------------------------------
+
+template <typename T>
+struct Vector {
+  static constexpr int kWidth = 16 / sizeof(T);
+  uint4 raw;
+
+  __device__ uint32_t word(int i) const {
+    return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w;
+  }
+  __device__ float operator[](int k) const;
+  __device__ float maximum() const;
+  __device__ void set(int k, T value) {
+    T elements[kWidth];
+    memcpy(elements, &raw, 16);
+    elements[k] = value;
+    memcpy(&raw, elements, 16);
+  }
+};
+
+template <>
+__device__ float Vector<float>::operator[](int k) const {
+  return __uint_as_float(word(k));
+}
+template <>
+__device__ float Vector<__half>::operator[](int k) const {
+  const uint32_t pair = word(k / 2);
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)));
+}
+template <>
+__device__ float Vector<__nv_bfloat16>::operator[](int k) const {
+  const uint32_t pair = word(k / 2);
+  return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
+}
+
+template <>
+__device__ float Vector<float>::maximum() const {
+  const Vector& v = *this;
+  return fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
+}
+template <>
+__device__ float Vector<__half>::maximum() const {
+  const __half2* pairs = reinterpret_cast<const __half2*>(&raw);
+  const __half2 best = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return fmaxf(__low2float(best), __high2float(best));
+}
+template <>
+__device__ float Vector<__nv_bfloat16>::maximum() const {
+  const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
+  const __nv_bfloat162 best = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return fmaxf(__low2float(best), __high2float(best));
+}
+
+__device__ float to_float(float value) { return value; }
+__device__ float to_float(__half value) { return __half2float(value); }
+__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+__device__ float lowest(float) { return negative_infinity(); }
+__device__ __half lowest(__half) { return __ushort_as_half(0xfc00); }
+__device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xff80); }
+
+// ---- What a warp holds of a row ------------------------------------------------------------------
+
+__device__ void copy_async(uint4* target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(target))),
+               "l"(source)
+               : "memory");
+}
+
+__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing but
+// their own, so no barrier is needed. The share of a lane is the same whether the row is aligned or
+// not, so alignment does not change the result.
+template <typename T>
+struct Segment {
+  static constexpr int kWidth = Vector<T>::kWidth;
+  static constexpr int kColumns = kVectors * kWarpSize * kWidth;
+  uint4* const mine;  // in shared memory: this lane's vectors, 32 apart
+  const int lane;
+  int first = 0;  // column of the row that the segment starts with
+
+  __device__ Vector<T> operator[](int v) const { return {mine[v * kWarpSize]}; }
+  __device__ int offset(int v) const { return (v * kWarpSize + lane) * kWidth; }
+  __device__ T& value(int v, int k) { return reinterpret_cast<T*>(mine + v * kWarpSize)[k]; }
+
+  __device__ static uint4 lowest_vector() {
+    Vector<T> vector;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) vector.set(k, lowest(T{}));
+    return vector.raw;
+  }
+
+  // Columns beyond the row read as -inf.
+  __device__ void load(const T* row, int num_columns, int first_of_segment) {
+    first = first_of_segment;
+    const T* source = row + first;
+    const int count = num_columns - first;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(source) % 16 == 0;
+    if (is_aligned && (count >= kColumns || count % kWidth == 0)) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (offset(v) < count) {
+          copy_async(mine + v * kWarpSize, source + offset(v));
+        } else {
+          mine[v * kWarpSize] = lowest_vector();
+        }
+      }
+      wait_for_copies();
+      return;
+    }
+#pragma unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      Vector<T> vector;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const int column = offset(v) + k;
+        vector.set(k, column < count ? source[column] : lowest(T{}));
+      }
+      mine[v * kWarpSize] = vector.raw;
+    }
+  }
+
+  // Overwrites the columns of the row that `mask` names with -inf.
+  __device__ void remove(const LogitsParams& params, int mask) {
+    for (; mask != 0; mask &= mask - 1) {
+      const int64_t column =
+          params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
+      if (column < 0 || column >= kColumns) continue;
+      const int vector = static_cast<int>(column) / kWidth;
+      if (vector % kWarpSize == lane) {
+        value(vector / kWarpSize, static_cast<int>(column) % kWidth) = lowest(T{});
+      }
+    }
+  }
+};
+
+// What one warp found; columns count from the first of `logits` here.
+struct Partial {
+  float maximum;
+  int column;
+  float sum;
+  float weighted;
+  float second;
+  Draw draw;
+};
+
+__device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    const Draw other{__shfl_xor_sync(kFullMask, draw.score, distance),
+                     __shfl_xor_sync(kFullMask, draw.logit, distance),
+                     __shfl_xor_sync(kFullMask, draw.column, distance)};
+    draw = better(noise, draw, other, first_column);
+  }
+  return draw;
+}
+
+template <typename T, Score kScore, bool kHasNoise>
+struct Reducer {
+  using S = Segment<T>;
+  static constexpr int kWidth = S::kWidth;
+
+  const LogitsParams& params;
+  const Row& row;
+  const int lane;
+  float maximum = negative_infinity();  // of the warp
+  int column = INT_MAX;                 // of the warp
+  float sum = 0.0f;                     // of the lane, as what follows
+  float weighted = 0.0f;
+  float first = negative_infinity();  // largest logit (margin only)
+  float second = negative_infinity();
+  Draw draw = Draw::none();
+
+  __device__ void add(S& segment) {
+    const float segment_max = find_best(segment);
+    if constexpr (kHasNoise) {
+      if (row.has_noise) draw_column(segment, segment_max);
+    }
+    segment.remove(params, row.excluded);
+    add_exponentials(segment, segment_max);
+  }
+
+  // The largest logit of the segment; keeps its column where it is the largest so far.
+  __device__ float find_best(const S& segment) {
+    float lane_max = negative_infinity();
+    int best = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const float top = segment[v].maximum();
+      if (top > lane_max) {
+        lane_max = top;
+        best = v;
+      }
+    }
+    if constexpr (kScore == Score::kMargin) add_two_best(segment);
+    const float segment_max = warp_max(lane_max);
+    if (segment_max > maximum || column == INT_MAX) {
+      int found = INT_MAX;
+      if (lane_max == segment_max) {
+        const Vector<T> vector = segment[best];
+#pragma unroll
+        for (int k = kWidth - 1; k >= 0; --k) {
+          if (vector[k] == segment_max) found = segment.first + segment.offset(best) + k;
+        }
+      }
+      column = __reduce_min_sync(kFullMask, found);
+    }
+    return segment_max;
+  }
+
+  __device__ void add_two_best(const S& segment) {
+#pragma unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> vector = segment[v];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        second = fmaxf(second, fminf(first, vector[k]));
+        first = fmaxf(first, vector[k]);
+      }
+    }
+  }
+
+  __device__ void add_exponentials(const S& segment, float segment_max) {
+    if (segment_max > maximum) {
+      if (maximum > negative_infinity()) {
+        const float distance = (maximum - segment_max) * row.scale;
+        const float weight = exp2_approx(distance);
+        weighted = weighted * weight + sum * weigh(weight, distance);
+        sum *= weight;
+      }
+      maximum = segment_max;
+    }
+    const float shift = exp_shift(maximum);
+    float sums[4] = {}, weights[4] = {};
+#pragma unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> vector = segment[v];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float t = (vector[k] - shift) * row.scale;
+        const float exponential = exp2_approx(t);
+        sums[k % 4] += exponential;
+        if constexpr (kScore == Score::kEntropy) weights[k % 4] += weigh(exponential, t);
+      }
+    }
+    sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    if constexpr (kScore == Score::kEntropy) {
+      weighted += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+    }
+  }
+
+  __device__ void draw_column(S& segment, float segment_max) {
+    const Noise& noise = row.noise;
+    const float tau_ln2 = noise.tau * kLn2;
+    const float reach = 33.0f * tau_ln2;  // more than the noise of any word
+    const bool is_aligned = params.first_column % 4 == 0;
+    float bound = seed_bound(segment, segment_max);
+#pragma unroll 1
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> vector = segment[v];
+      if (!__any_sync(kFullMask, vector.maximum() + reach >= bound)) continue;
+      const int64_t start = params.first_column + segment.first + segment.offset(v);
+      unsigned candidates = 0;
+      if (is_aligned) {
+        // Where logit - temperature * log(1 - U) < bound, the column cannot be the best; 1 - U is
+        // ~word / 2^32.
+        const float floor = bound - 32.0f * tau_ln2 - noise.margin(bound);
+#pragma unroll
+        for (int k = 0; k < kWidth; k += 4) {
+          const Words words = noise.stream.words(static_cast<uint32_t>((start + k) >> 2));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float rest = log2_approx(static_cast<float>(~words.word[i]));
+            if (fmaf(-tau_ln2, rest, vector[k + i]) >= floor) candidates |= 1u << (k + i);
+          }
+        }
+      } else {
+        candidates = (1u << kWidth) - 1;  // the words of a counter do not lie in one vector
+      }
+      if (!__any_sync(kFullMask, candidates != 0)) continue;
+      for (; candidates != 0; candidates &= candidates - 1) {
+        const int k = __ffs(candidates) - 1;
+        try_column(to_float(segment.value(v, k)), segment.first + segment.offset(v) + k);
+      }
+      bound = fmaxf(bound, warp_max(draw.score - noise.margin(draw.score)));
+    }
+  }
+
+  __device__ void try_column(float logit, int candidate) {
+    if (!(logit > negative_infinity())) return;
+    const uint32_t word = row.noise.stream.word(params.first_column + candidate);
+    const Draw other{row.noise.approximate(logit, word), logit, candidate};
+    draw = better(row.noise, draw, other, params.first_column);
+  }
+
+  // A number that the best noised logit reaches: those of the best column, of one column per lane,
+  // and of what was drawn so far.
+  __device__ float seed_bound(const S& segment, float segment_max) {
+    const Noise& noise = row.noise;
+    const bool has_best = segment_max > maximum || maximum == negative_infinity();
+    const bool takes_best = has_best && lane == 0;
+    const float logit = takes_best ? segment_max : segment[0][0];
+    const int candidate = takes_best ? column : segment.first + segment.offset(0);
+    float found = draw.score - noise.margin(draw.score);
+    if (logit > negative_infinity()) {
+      const uint32_t word = noise.stream.word(params.first_column + candidate);
+      const float score = noise.approximate(logit, word);
+      found = fmaxf(found, score - noise.margin(score));
+    }
+    return warp_max(found);
+  }
+
+  __device__ Partial result() {
+    if constexpr (kHasNoise) draw = warp_best(row.noise, draw, params.first_column);
+    float two = negative_infinity();
+    if constexpr (kScore == Score::kMargin) {
+      // Of the lanes that hold the maximum, one gives its second, the others the maximum itself.
+      const unsigned holders = __ballot_sync(kFullMask, first == maximum);
+      const bool is_owner = holders != 0 && lane == __ffs(holders) - 1;
+      two = warp_max(is_owner ? second : first);
+    }
+    return {maximum, column, warp_sum(sum), warp_sum(weighted), two, draw};
+  }
+};
+
+// Joins what the warps of a team found.
+template <bool kHasNoise>
+__device__ Summary join(const Partial* partials, int count, const Row& row, int64_t first_column,
+                        int num_columns, int lane) {
+  float lane_max = negative_infinity();
+  for (int i = lane; i < count; i += kWarpSize) lane_max = fmaxf(lane_max, partials[i].maximum);
+  const float maximum = warp_max(lane_max);
+  const float shift = exp_shift(maximum);
+
+  int column = INT_MAX;
+  float sum = 0.0f, weighted = 0.0f;
+  Draw draw = Draw::none();
+  for (int i = lane; i < count; i += kWarpSize) {
+    const Partial& p = partials[i];
+    if (p.maximum == maximum) column = min(column, p.column);
+    const float distance = (p.maximum - shift) * row.scale;
+    const float weight = exp2f(distance);
+    sum += p.sum * weight;
+    weighted += p.weighted * weight;
+    if (p.maximum > negative_infinity()) weighted += p.sum * weigh(weight, distance);
+    if constexpr (kHasNoise) draw = better(row.noise, draw, p.draw, first_column);
+  }
+  column = __reduce_min_sync(kFullMask, column);
+  float second = negative_infinity();
+  for (int i = lane; i < count; i += kWarpSize) {
+    const bool is_best = partials[i].maximum == maximum && partials[i].column == column;
+    second = fmaxf(second, is_best ? partials[i].second : partials[i].maximum);
+  }
+  // A row of NaN: no column equals the maximum, or only those beyond the row's end.
+  if (column >= num_columns) column = 0;
+  Summary whole{maximum,
+                first_column + column,
+                warp_sum(sum),
+                warp_sum(weighted),
+                warp_max(second),
+                maximum,
+                first_column + column,
+                maximum};
+  if constexpr (kHasNoise) {
+    draw = warp_best(row.noise, draw, first_column);
+    if (draw.column < num_columns) {  // also none
+      whole.token = first_column + draw.column;
+      whole.token_logit = draw.logit;
+      whole.noised = row.noise.exact(draw.logit, whole.token);
+    }
+  }
+  return whole;
+}
+
+// This lane's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
+template <typename T>
+__device__ float entropy_share(const Segment<T>& segment, const Row& row, float maximum, float sum,
+                               float epsilon) {
+  const float shift = exp_shift(maximum);
+  const float inverse = 1.0f / sum;
+  float shares[4] = {};
+#pragma unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    const Vector<T> vector = segment[v];
+#pragma unroll
+    for (int k = 0; k < Vector<T>::kWidth; ++k) {
+      const float t = (vector[k] - shift) * row.scale;
+      const float p = exp2_approx(t) * inverse;
+      shares[k % 4] -= p * log2_approx(p + epsilon);
+    }
+  }
+  return kLn2 * ((shares[0] + shares[1]) + (shares[2] + shares[3]));
+}
+
+__device__ void write_found(const LogitsParams& params, const Row& row, int64_t row_index,
+                            const Summary& whole, Score score, bool has_score) {
+  if (params.record != nullptr) {
+    write_record(params.record + row_index * kRecordFields, whole);
+    return;
+  }
+  params.token[row_index] = whole.token;
+  if (params.greedy != nullptr) params.greedy[row_index] = whole.column;
+  if (has_score) params.value[row_index] = score_of(whole, row, params.rows, score);
+}
+
+struct Shared {
+  Partial partials[kMaxBlocks * kMaxWarps];
+  float shares[kMaxBlocks * kMaxWarps];
+  float maximum;
+  float sum;
+};
+
+template <typename T, Score kScore, bool kHasNoise>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kHasNoise ? 3 : 4)
+    reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
+  using S = Segment<T>;
+  __shared__ Shared shared;
+  extern __shared__ uint4 vectors[];  // kVectors * 32 of each warp
+  team_arrive();  // shared memory of the first block may be written once all blocks have started
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+  const int num_warps = blockDim.x / kWarpSize;
+  const int num_members = team_size() * num_warps;
+  const int member = team_rank() * num_warps + warp;
+  const int64_t row_index = team_index();
+  const Row row(params.rows, row_index);
+  const T* logits = static_cast<const T*>(params.logits) + row_index * params.row_stride;
+  Shared* const first_block = of_first_block(&shared);
+  S segment{vectors + warp * kVectors * kWarpSize + lane, lane};
+
+  if (params.whole == nullptr) {
+    Reducer<T, kScore, kHasNoise> reducer{params, row, lane};
+    for (int index = member; index < num_segments; index += num_members) {
+      segment.load(logits, params.num_columns, index * S::kColumns);
+      segment.remove(params, row.forbidden);
+      reducer.add(segment);
+    }
+    const Partial partial = reducer.result();
+    const bool needs_share =
+        kScore == Score::kEntropy && params.has_epsilon && params.record == nullptr;
+    team_wait();
+    if (lane == 0) first_block->partials[member] = partial;
+    team_arrive();
+    if (!needs_share && team_rank() != 0) return;
+    team_wait();
+    if (member == 0) {
+      const Summary whole = join<kHasNoise>(shared.partials, num_members, row, params.first_column,
+                                            params.num_columns, lane);
+      if (lane == 0) {
+        shared.maximum = whole.maximum;
+        shared.sum = whole.sum;
+        write_found(params, row, row_index, whole, kScore, !needs_share);
+      }
+    }
+    if (!needs_share) return;
+    team_arrive();
+    team_wait();
+  } else {
+    team_wait();
+    if (member == 0 && lane == 0) {
+      const double* record = params.whole + row_index * kRecordFields;
+      shared.maximum = static_cast<float>(record[kMaximum]);
+      shared.sum = static_cast<float>(record[kSumExp]);
+    }
+    team_arrive();
+    team_wait();
+  }
+  if constexpr (kScore != Score::kEntropy) return;
+
+  const float maximum = first_block->maximum, sum = first_block->sum;
+  const float epsilon = params.rows.epsilon[row_index];
+  float share = 0.0f;
+  // The segment of the last round, which comes first, is still there.
+  const int num_rounds = (num_segments - member + num_members - 1) / num_members;
+#pragma unroll 1
+  for (int round = num_rounds - 1; round >= 0; --round) {
+    if (round < num_rounds - 1 || params.whole != nullptr) {
+      const int index = member + round * num_members;
+      segment.load(logits, params.num_columns, index * S::kColumns);
+      segment.remove(params, row.forbidden | row.excluded);
+    }
+    share += entropy_share(segment, row, maximum, sum, epsilon);
+  }
+  share = warp_sum(share);
+  if (lane == 0) first_block->shares[member] = share;
+  team_arrive();
+  if (team_rank() != 0) return;
+  team_wait();
+  if (member != 0) return;
+  float total = 0.0f;
+  for (int i = lane; i < num_members; i += kWarpSize) total += shared.shares[i];
+  total = warp_sum(total);
+  if (lane != 0) return;
+  if (maximum == negative_infinity() || sum == 0.0f) total = -negative_infinity();
+  (params.share != nullptr ? params.share : params.value)[row_index] = total;
+}
+
+// ---- Launch --------------------------------------------------------------------------------------
+
+struct Team {
+  int num_blocks;
+  int num_warps;  // of each block
+};
+
+// Depends on the width of a row (and the card) alone. Four segments fill a block well enough; a
+// cluster has a power of two of them.
+Team choose_team(int num_segments, bool has_clusters) {
+  int num_blocks = 1;
+  while (has_clusters && num_blocks < kMaxBlocks && num_segments > 4 * num_blocks) num_blocks *= 2;
+  const int num_warps = (num_segments + num_blocks - 1) / num_blocks;
+  return {num_blocks, std::min(num_warps, kMaxWarps)};
+}
+
+template <typename T, Score kScore, bool kHasNoise>
+cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  const int num_segments = (params.num_columns - 1) / Segment<T>::kColumns + 1;
+  const Team team = choose_team(num_segments, major >= 9);
+  const int64_t num_blocks = params.num_rows * team.num_blocks;
+  if (num_blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(team.num_blocks);
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
+  config.blockDim = dim3(static_cast<unsigned>(team.num_warps * kWarpSize));
+  config.dynamicSmemBytes = team.num_warps * kVectors * kWarpSize * sizeof(uint4);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = team.num_blocks > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, reduce_rows<T, kScore, kHasNoise>, params, num_segments);
+}
+
+template <typename T, Score kScore>
+cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
+  return params.has_noise ? launch<T, kScore, true>(params, stream)
+                          : launch<T, kScore, false>(params, stream);
+}
+
+template <typename T>
+cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
+  switch (params.score) {
+    case Score::kConfidence:
+      return launch<T, Score::kConfidence>(params, stream);
+    case Score::kEntropy:
+      return launch<T, Score::kEntropy>(params, stream);
+    case Score::kMargin:
+      return launch<T, Score::kMargin>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_candidates(const LogitsParams& params, cudaStream_t stream) {
+  if (params.num_rows == 0) return cudaSuccess;
+  switch (params.dtype) {
+    case DataType::kFloat32:
+      return launch<float>(params, stream);
+    case DataType::kFloat16:
+      return launch<__half>(params, stream);
+    case DataType::kBFloat16:
+      return launch<__nv_bfloat16>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace flash_sample

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flash_sample {
+
+enum class DataType { kFloat32, kFloat16, kBFloat16 };
+enum class Score { kConfidence, kEntropy, kMargin };
+
+inline constexpr int kMaxColumns = 16;
+
+// Fields of a record, the float64 [num_rows, kRecordFields] that tells what a slice of the columns
+// means for the whole row. A logit is noise-free; noised is logit - temperature * log(-log U).
+enum RecordField {
+  kMaximum,    // largest logit
+  kColumn,     // its lowest column, counted over the whole vocabulary
+  kSumExp,     // sum of exp((logit - maximum) / temperature of the softmax)
+  kWeighted,   // sum of exp(t) * t, t = (logit - maximum) / temperature of the softmax
+  kSecond,     // second largest logit (the largest again where it occurs twice)
+  kNoised,     // largest noised logit
+  kToken,      // its lowest column, counted over the whole vocabulary
+  kTokenLogit, // the logit there
+  kRecordFields
+};
+
+// A parameter of every row: [num_rows] on the device, or one value for all.
+template <typename T>
+struct PerRow {
+  const T* values;
+  T value;
+
+  __device__ T operator[](int64_t row) const { return values == nullptr ? value : values[row]; }
+};
+
+struct RowParams {
+  PerRow<double> temperature;  // of the noise; 0: none
+  PerRow<int64_t> seed;
+  PerRow<int64_t> step;
+  PerRow<int64_t> position;
+  uint32_t purpose;
+  bool is_tempered;  // the softmax is taken at the temperature too (where that is not 0)
+  PerRow<float> epsilon;
+  int64_t columns[kMaxColumns];  // of the whole vocabulary; the bits of a row's masks stand for them
+  int num_columns;
+  PerRow<int32_t> forbidden;  // columns that read as -inf
+  PerRow<int32_t> excluded;   // columns that are left out of the softmax but may be chosen
+};
+
+struct LogitsParams {
+  const void* logits;  // [num_rows, num_columns] of dtype, unit column stride
+  DataType dtype;
+  int64_t row_stride;  // elements from one row to the next
+  int64_t num_rows;
+  int num_columns;  // at least 1
+  int64_t first_column;  // of the whole vocabulary
+  RowParams rows;
+  Score score;
+  bool has_noise;     // a row's temperature may not be 0
+  bool has_epsilon;   // the entropy is summed with its epsilon
+  const double* whole;  // records of the whole rows: only their entropy's share is summed
+
+  // Results: record, else share (with whole), else the others; greedy may be null.
+  double* record;
+  float* share;     // [num_rows]
+  int64_t* token;   // [num_rows]
+  float* value;     // [num_rows], the score
+  int64_t* greedy;  // [num_rows]
+};
+
+struct MergeParams {
+  const double* records;  // [num_slices, num_rows, kRecordFields]
+  int num_slices;
+  int64_t num_rows;
+  RowParams rows;
+  Score score;
+  double* record;  // as in LogitsParams
+  int64_t* token;
+  float* value;
+  int64_t* greedy;
+};
+
+struct UniformParams {
+  RowParams rows;  // seed, step, position, purpose
+  int64_t num_rows;
+  int64_t first_column;
+  int64_t num_columns;
+  double* numbers;  // [num_rows, num_columns]
+};
+
+// Each enqueues work on `stream` of the current device; none allocates or synchronises.
+cudaError_t launch_candidates(const LogitsParams& params, cudaStream_t stream);
+cudaError_t launch_merge(const MergeParams& params, cudaStream_t stream);
+cudaError_t launch_uniform(const UniformParams& params, cudaStream_t stream);
+
+}  // namespace flash_sample

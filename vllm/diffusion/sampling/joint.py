@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of many requests sampled by one launch.
+
+Requests differ in temperature, seed, step and special tokens; these become parameters of each row.
+What a launch cannot mix, rows have in common: their `Kind`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.params import SEED_BITS
+from vllm.diffusion.sampling.noise import PhiloxNoise
+from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.sampling.noise import NoiseSource
+    from vllm.diffusion.sampling.sampler import RowGroup
+
+_SCORES: dict[str, ops.Score] = {
+    "confidence": "confidence",
+    "negative_entropy": "entropy",
+    "margin": "margin",
+}
+
+
+class Kind(NamedTuple):
+    """What all rows of a launch share.
+
+    Attributes:
+        score: as `ops.candidates` names it.
+        epsilon: of the entropy.
+        purpose: of the noise.
+        is_tempered: scores are taken at the temperature.
+        has_greedy: the argmax of the noise-free logits is wanted.
+        dtype: of the scores.
+    """
+
+    score: ops.Score
+    epsilon: float
+    purpose: int
+    is_tempered: bool
+    has_greedy: bool
+    dtype: torch.dtype
+
+
+def kind_of(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Kind | None:
+    """What `group` has in common with others, or None where it needs more than a launch does.
+
+    That is: float64, scores that each operation rounds to a narrow dtype, top-p and top-k, or
+    other noise than Philox's. Dream's draw on CPU stays as its reference rounds it, where
+    probabilities that are equal in fp32 compete.
+    """
+    params, scoring = group.params, group.scoring
+    dtype = confidence_dtype(group, logits)
+    is_categorical = scoring.draw == "categorical"
+    if not isinstance(noise, PhiloxNoise) or dtype == torch.float64:
+        return None
+    if is_categorical and not (
+        logits.is_cuda and params.top_k is None and (params.top_p is None or params.top_p >= 1)
+    ):
+        return None
+    # One rounding of the probability at the end is what PyTorch's softmax does, too.
+    is_rounded_once = logits.is_cuda and scoring.score == "confidence" and not is_categorical
+    if dtype != torch.float32 and not is_rounded_once:
+        return None
+    score = _SCORES[scoring.score]
+    return Kind(
+        score=score,
+        epsilon=scoring.epsilon if score == "entropy" else 1.0,
+        purpose=CATEGORICAL if is_categorical else TOKEN,
+        is_tempered=is_categorical,
+        has_greedy=scoring.greedy and not is_categorical,
+        dtype=dtype,
+    )
+
+
+def confidence_dtype(group: RowGroup, logits: torch.Tensor) -> torch.dtype:
+    """Precision that the group's scores are asked in."""
+    dtypes = {"float32": torch.float32, "float64": torch.float64}
+    return dtypes.get(group.params.confidence_dtype, logits.dtype)
+
+
+def choose_jointly(
+    logits: torch.Tensor,
+    groups: Sequence[RowGroup],
+    kind: Kind,
+    first_column: int,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, scores (larger is more certain) and greedy tokens of the rows of `groups`.
+
+    Args:
+        logits: [R, C], the groups' rows one after another; this rank's columns.
+        groups: requests of one kind.
+        kind: what they have in common.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks.
+    """
+    rows, is_random = _parameters(groups, kind, logits.device)
+    found = ops.candidates(
+        logits, rows, kind.score, first_column=first_column, vocab_size=vocab_size
+    )
+    sign = -1 if kind.score == "entropy" else 1
+    scores = (sign * found.score).to(kind.dtype)
+    if is_random is not False and rows.positions is not None:
+        # Where entropies are compared, the number stands for the entropy.
+        u = sign * ops.philox_uniform(rows.seed, REMASKING, rows.step, rows.positions, range(1))
+        scores = u[:, 0] if is_random is True else torch.where(is_random, u[:, 0], scores.double())
+    return found.token, scores, found.greedy if kind.has_greedy else found.token
+
+
+def _parameters(
+    groups: Sequence[RowGroup], kind: Kind, device: torch.device
+) -> tuple[ops.Rows, bool | torch.Tensor]:
+    """Parameters of the rows, and which are scored at random; one copy to the device at most."""
+    columns = tuple(sorted({t for g in groups for t in (*g.forbidden, *g.excluded)}))
+    is_random = [g.params.remasking == "random" and not kind.is_tempered for g in groups]
+    is_noisy = [g.params.temperature > 0 for g in groups]
+    needs_seed = [a or b for a, b in zip(is_random, is_noisy, strict=True)]
+    found = _spread(
+        {
+            "temperature": ([g.params.temperature for g in groups], torch.float64),
+            "seed": (
+                [_signed(g.seed) if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
+                torch.int64,
+            ),
+            "step": (
+                [g.step if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
+                torch.int64,
+            ),
+            "forbidden": ([_bits(g.forbidden, columns) for g in groups], torch.int32),
+            "excluded": ([_bits(g.excluded, columns) for g in groups], torch.int32),
+            "is_random": (is_random, torch.bool),
+        },
+        [g.positions.numel() for g in groups],
+        device,
+    )
+    choice: bool | torch.Tensor = found.pop("is_random")
+    positions = None
+    if any(needs_seed):
+        positions = torch.cat([g.positions for g in groups])
+    return (
+        ops.Rows(
+            **found,
+            positions=positions,
+            purpose=kind.purpose,
+            is_tempered=kind.is_tempered,
+            epsilon=kind.epsilon,
+            columns=columns,
+        ),
+        choice,
+    )
+
+
+def _spread(
+    values: dict[str, tuple[list[Any], torch.dtype]], counts: list[int], device: torch.device
+) -> dict[str, Any]:
+    """Values of requests as values of their rows: one number where all agree, else [R]."""
+    found: dict[str, Any] = {}
+    repeats = torch.tensor(counts)
+    on_host = {}
+    for name, (numbers, dtype) in values.items():
+        if all(number == numbers[0] for number in numbers):
+            found[name] = numbers[0]
+        else:
+            on_host[name] = torch.tensor(numbers, dtype=dtype).repeat_interleave(repeats)
+    if on_host:
+        found |= zip(on_host, ops.to_device(list(on_host.values()), device), strict=True)
+    return found
+
+
+def _bits(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:
+    return sum(1 << columns.index(token) for token in set(tokens))
+
+
+def _signed(seed: int) -> int:
+    """The bit pattern of a seed as int64."""
+    return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed
