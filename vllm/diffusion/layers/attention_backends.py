@@ -144,7 +144,7 @@ def choose_backend(q: Tensor, k: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
-    is_lone = layout.spans is not None and len(layout.spans) == 1
+    is_lone = layout.spans is not None and len(layout.spans) == 1 and q.shape[0] >= 1024
     return Backend.SDPA if is_lone else Backend.FLASH
 
 
