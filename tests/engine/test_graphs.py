@@ -177,3 +177,28 @@ def test_graphs_can_be_turned_off(
         assert engine.runner.graphs is None
         (answer,) = engine.ask(Ask([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8}))
         assert answer.finish_reason in ("length", "stop")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [True, False])
+@pytest.mark.parametrize("family", ["llada", "dream", "moe"])
+def test_a_step_waits_for_nothing_but_its_result(
+    family: str, use_graphs: bool, tmp_path: Path
+) -> None:
+    """In this mode torch raises at whatever would synchronise host and GPU; events may."""
+    folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
+    blocks = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
+    asks = [
+        Ask([3 + i, 4, 5], {**blocks, **asked}, {"temperature": temperature})
+        for temperature in (0.0, 0.7)
+        for i, asked in enumerate(({}, {"cache": "dual"}, {"cfg_scale": 1.5}))
+    ]
+    with running(folder, dtype="bfloat16", enforce_eager=not use_graphs) as engine:
+        engine.ask(*asks)  # the first use of a kernel may synchronise
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            answers = engine.ask(*asks)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.runner.runs_ahead
+    assert [answer.report.get("error") for answer in answers] == [None] * len(asks)

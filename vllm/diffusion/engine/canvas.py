@@ -46,8 +46,9 @@ class Canvas:
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero().flatten()
         self.rule = make_rule(self.params, self.prompt_length)
-        # The same memory as an array, whose operations cost a tenth of a tensor's.
-        self._canvas = self.tokens.numpy()[self.prompt_length :]
+        # The same memory as arrays, whose operations cost a fraction of a tensor's.
+        self._tokens = self.tokens.numpy()
+        self._canvas = self._tokens[self.prompt_length :]
         self._num_reported = 0
         self.num_forwards = 0
         self.is_complete = False
@@ -87,9 +88,9 @@ class Canvas:
 
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
-        chosen = self.rule.select(candidates)
-        replacement = self.rule.replacement(candidates)
-        self.tokens[candidates.positions[chosen]] = replacement[chosen]
+        chosen = self.rule.select(candidates).numpy()
+        replacement = self.rule.replacement(candidates).numpy()
+        self._tokens[candidates.positions.numpy()[chosen]] = replacement[chosen]
         self.num_forwards += 1
         return self._report()
 
