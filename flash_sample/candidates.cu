@@ -710,7 +710,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
       team.num_warps * team.num_stages * kVectors * kWarpSize * sizeof(uint4);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : params.overlaps ? 2 : 1;
+  config.numAttrs = major < 9 ? 0 : 1;
 
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(config.dynamicSmemBytes));
@@ -729,6 +729,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int64_t count = std::min<int64_t>(params.num_rows, std::max(num_teams, 1));
   config.gridDim.x = static_cast<unsigned>(count * team.num_blocks);
+  if (params.overlaps && major >= 9) config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, params, num_segments, team.num_stages);
 }
 
