@@ -10,7 +10,6 @@ from vllm.diffusion.ops.fused import (
     silu_mul,
     store_keys_values,
 )
-from vllm.diffusion.ops.head import most_likely_by_head
 from vllm.diffusion.ops.linear import (
     add_linear,
     gated_linear,
@@ -43,7 +42,6 @@ __all__ = [
     "is_plain",
     "linear",
     "most_likely",
-    "most_likely_by_head",
     "negative_entropy",
     "norm_rotary",
     "philox_uniform",
