@@ -101,7 +101,6 @@ class GraphRunner:
         if captured is None:
             return None
         write_inputs(batch, bucket, captured.inputs.arrays)
-        captured.inputs.upload()
         captured.graph.replay()
         return captured.outputs
 
@@ -111,14 +110,17 @@ class GraphRunner:
             return None
         staging = ops.Staging(bucket_inputs(bucket), self._caches.device)
         write_inputs(batch, bucket, staging.arrays)
-        staging.upload()
         inputs = self._body_inputs(bucket, staging.tensors)
         plan = plan.resized(bucket.rows)
-        # Libraries choose kernels and allocate workspaces in a first run, outside of the capture.
-        run_body(self._model, inputs, plan, self._buffers, self._caches)
+
+        def run() -> BodyOutputs:
+            staging.upload()
+            return run_body(self._model, inputs, plan, self._buffers, self._caches)
+
+        run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
         with self._memory.capture(graph):
-            outputs = run_body(self._model, inputs, plan, self._buffers, self._caches)
+            outputs = run()
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, staging, outputs, generation)
         return self._captured[bucket]
