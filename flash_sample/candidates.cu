@@ -200,13 +200,14 @@ __device__ void wait_for_copies(int num_pending) {
 template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
-  static constexpr int kColumns = kVectors * kWarpSize * kWidth;
+  static constexpr int kStride = kWarpSize * kWidth;  // columns from a lane's vector to its next
+  static constexpr int kColumns = kVectors * kStride;
   uint4* mine;  // in shared memory: this lane's vectors, 32 apart
   int lane;
   int first;  // column of the row that the segment starts with
 
   __device__ Vector<T> operator[](int v) const { return {mine[v * kWarpSize]}; }
-  __device__ int offset(int v) const { return (v * kWarpSize + lane) * kWidth; }
+  __device__ int offset(int v) const { return v * kStride + lane * kWidth; }
   __device__ T& value(int v, int k) { return reinterpret_cast<T*>(mine + v * kWarpSize)[k]; }
 
   __device__ static uint4 lowest_vector() {
@@ -218,29 +219,31 @@ struct Segment {
 
   // Starts to copy the columns of a row; those beyond it read as -inf.
   __device__ void load(const T* row, int num_columns) {
-    const T* source = row + first;
+    const T* source = row + first + offset(0);
     const int count = num_columns - first;
-    const bool is_aligned = reinterpret_cast<uintptr_t>(source) % 16 == 0;
-    if (is_aligned && (count >= kColumns || count % kWidth == 0)) {
+    const bool is_aligned = reinterpret_cast<uintptr_t>(row + first) % 16 == 0;
+    if (is_aligned && count >= kColumns) {
 #pragma unroll
+      for (int v = 0; v < kVectors; ++v) copy_async(mine + v * kWarpSize, source + v * kStride);
+    } else if (is_aligned && count % kWidth == 0) {
+#pragma unroll 1
       for (int v = 0; v < kVectors; ++v) {
         if (offset(v) < count) {
-          copy_async(mine + v * kWarpSize, source + offset(v));
+          copy_async(mine + v * kWarpSize, source + v * kStride);
         } else {
           mine[v * kWarpSize] = lowest_vector();
         }
       }
-      return;
-    }
+    } else {
 #pragma unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      Vector<T> vector;
+      for (int v = 0; v < kVectors; ++v) {
+        Vector<T> vector;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        const int column = offset(v) + k;
-        vector.set(k, column < count ? source[column] : lowest(T{}));
+        for (int k = 0; k < kWidth; ++k) {
+          vector.set(k, offset(v) + k < count ? source[v * kStride + k] : lowest(T{}));
+        }
+        mine[v * kWarpSize] = vector.raw;
       }
-      mine[v * kWarpSize] = vector.raw;
     }
   }
 
