@@ -24,17 +24,19 @@ from vllm.diffusion.ops.sampling import (
     negative_entropy,
     philox_uniform,
 )
-from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
+from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
 
 __all__ = [
+    "Array",
+    "HostCopy",
     "Routing",
     "Rows",
     "Score",
+    "Staging",
     "add_experts",
     "add_linear",
     "apply_rotary",
     "candidates",
-    "copy_packed",
     "gated_linear",
     "gather_columns",
     "is_plain",
@@ -42,7 +44,6 @@ __all__ = [
     "most_likely",
     "negative_entropy",
     "norm_rotary",
-    "packed_bytes",
     "philox_uniform",
     "plain_weight",
     "rms_norm",
