@@ -29,7 +29,7 @@ _KERNEL_DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 
-TEAM = (4, 8, 3, True)
+TEAM = (8, 8, 1, True)
 
 # An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
 # sums over a vocabulary are good to, the kernel leaves it out: it costs two more transcendental

@@ -27,6 +27,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 
 #include "params.h"
 #include "row.cuh"
@@ -35,17 +36,11 @@ namespace flash_sample {
 namespace {
 
 constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
+constexpr int kShares = 64;  // of a row, at most
 constexpr int kMaxWarps = 16;  // of a block
-constexpr int kMaxBlocks = 8;  // of a cluster: what every card with clusters can do
-constexpr int kMaxMembers = kMaxBlocks * kMaxWarps;
+constexpr int kRowsUnderWay = 4;  // of a team: so far its warps may be apart
 
 // ---- The warps that share a row ------------------------------------------------------------------
-
-struct Team {
-  int num_blocks;
-  int num_warps;   // of each block
-  int num_stages;  // segments that a warp keeps
-};
 
 // This warp's place.
 struct Member {
@@ -75,39 +70,124 @@ struct Member {
   }
 
   __device__ bool joins() const { return index == count - 1; }
-
-  // The last block's copy of a variable in shared memory.
-  template <typename T>
-  __device__ T* of_last_block(T* mine) const {
-#if __CUDA_ARCH__ >= 900
-    uint64_t address;
-    asm("mapa.u64 %0, %1, %2;"
-        : "=l"(address)
-        : "l"(reinterpret_cast<uint64_t>(mine)), "r"(last_block));
-    return reinterpret_cast<T*>(address);
-#else
-    return mine;
-#endif
-  }
 };
 
-// A barrier of all threads of the team in two halves; what was written before the first is seen
-// after the second.
+__device__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// All blocks of the team have begun, and what they wrote for others is seen.
 __device__ void team_arrive() {
-  __syncwarp();
+  __syncthreads();
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
 __device__ void team_wait() {
-  __syncwarp();
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
 #endif
 }
+
+// What the warps of a team found, in the last block's shared memory; rows count from the team's first.
+// Only the warp that joins reads it. A team of several blocks has one row.
+template <typename Found>
+struct Mail {
+  static_assert(sizeof(Found) % 16 == 0, "sent in pieces of 16 bytes");
+  Found found[kRowsUnderWay][kShares];
+  uint64_t full[kRowsUnderWay];  // barriers: all shares of a row are there
+  int num_joined;
+
+  __device__ void init(int num_shares) {
+#if __CUDA_ARCH__ >= 900
+    num_shares = 1;  // bytes are counted
+#endif
+    for (uint64_t& barrier : full) {
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+                   "r"(num_shares));
+    }
+    num_joined = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  // Of one lane.
+  __device__ void send(int64_t row, int share, const Found& mine, const Member& member) {
+    while (row - load_joined() >= kRowsUnderWay) {
+    }
+    Found* const target = &found[row % kRowsUnderWay][share];
+    const uint32_t barrier = shared_address(&full[row % kRowsUnderWay]);
+#if __CUDA_ARCH__ >= 900
+    uint32_t remote_target, remote_barrier;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(remote_target)
+        : "r"(shared_address(target)), "r"(member.last_block));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(remote_barrier)
+        : "r"(barrier), "r"(member.last_block));
+    uint4 pieces[sizeof(Found) / 16];
+    memcpy(pieces, &mine, sizeof(Found));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Found) / 16); ++i) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+          "[%5];" ::"r"(remote_target + i * 16),
+          "r"(pieces[i].x), "r"(pieces[i].y), "r"(pieces[i].z), "r"(pieces[i].w),
+          "r"(remote_barrier)
+          : "memory");
+    }
+#else
+    *target = mine;
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
+                 : "memory");
+#endif
+  }
+
+  // Of the warp that joins: the shares of a row, once all are there.
+  __device__ const Found* receive(int64_t row, int num_shares, int lane) {
+    const uint32_t barrier = shared_address(&full[row % kRowsUnderWay]);
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(num_shares * static_cast<int>(sizeof(Found)))
+                   : "memory");
+    }
+    __syncwarp();
+#endif
+    uint32_t is_full = 0;
+    while (is_full == 0) {
+      asm volatile(
+          "{\n.reg .pred full;\nmbarrier.test_wait.parity.shared.b64 full, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, full;\n}"
+          : "=r"(is_full)
+          : "r"(barrier), "r"(static_cast<uint32_t>(row / kRowsUnderWay % 2))
+          : "memory");
+    }
+    __syncwarp();
+    return found[row % kRowsUnderWay];
+  }
+
+  // The joined row's place may be used again.
+  __device__ void release(int64_t row, int lane) {
+    __syncwarp();
+    if (lane == 0) {
+      asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(&num_joined)),
+                   "r"(static_cast<int>(row + 1))
+                   : "memory");
+    }
+  }
+
+  __device__ int load_joined() const {
+    int value;
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];"
+                 : "=r"(value)
+                 : "r"(shared_address(&num_joined))
+                 : "memory");
+    return value;
+  }
+};
 
 // ---- Sixteen bytes of logits ---------------------------------------------------------------------
 
@@ -200,13 +280,14 @@ __device__ void wait_for_copies(int num_pending) {
 template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
-  static constexpr int kColumns = kVectors * kWarpSize * kWidth;
+  static constexpr int kStride = kWarpSize * kWidth;  // columns from a lane's vector to its next
+  static constexpr int kColumns = kVectors * kStride;
   uint4* mine;  // in shared memory: this lane's vectors, 32 apart
   int lane;
   int first;  // column of the row that the segment starts with
 
   __device__ Vector<T> operator[](int v) const { return {mine[v * kWarpSize]}; }
-  __device__ int offset(int v) const { return (v * kWarpSize + lane) * kWidth; }
+  __device__ int offset(int v) const { return v * kStride + lane * kWidth; }
   __device__ T& value(int v, int k) { return reinterpret_cast<T*>(mine + v * kWarpSize)[k]; }
 
   __device__ static uint4 lowest_vector() {
@@ -218,29 +299,31 @@ struct Segment {
 
   // Starts to copy the columns of a row; those beyond it read as -inf.
   __device__ void load(const T* row, int num_columns) {
-    const T* source = row + first;
+    const T* source = row + first + offset(0);
     const int count = num_columns - first;
-    const bool is_aligned = reinterpret_cast<uintptr_t>(source) % 16 == 0;
-    if (is_aligned && (count >= kColumns || count % kWidth == 0)) {
+    const bool is_aligned = reinterpret_cast<uintptr_t>(row + first) % 16 == 0;
+    if (is_aligned && count >= kColumns) {
 #pragma unroll
+      for (int v = 0; v < kVectors; ++v) copy_async(mine + v * kWarpSize, source + v * kStride);
+    } else if (is_aligned && count % kWidth == 0) {
+#pragma unroll 1
       for (int v = 0; v < kVectors; ++v) {
         if (offset(v) < count) {
-          copy_async(mine + v * kWarpSize, source + offset(v));
+          copy_async(mine + v * kWarpSize, source + v * kStride);
         } else {
           mine[v * kWarpSize] = lowest_vector();
         }
       }
-      return;
-    }
-#pragma unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      Vector<T> vector;
+    } else {
+#pragma unroll 1
+      for (int v = 0; v < kVectors; ++v) {
+        Vector<T> vector;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        const int column = offset(v) + k;
-        vector.set(k, column < count ? source[column] : lowest(T{}));
+        for (int k = 0; k < kWidth; ++k) {
+          vector.set(k, offset(v) + k < count ? source[v * kStride + k] : lowest(T{}));
+        }
+        mine[v * kWarpSize] = vector.raw;
       }
-      mine[v * kWarpSize] = vector.raw;
     }
   }
 
@@ -258,7 +341,7 @@ struct Segment {
   }
 };
 
-// The segments of one warp, of its team's rows one after another: `num_stages` of them are in shared
+// The segments of one warp, share after share of its team's rows: `num_stages` of them are in shared
 // memory or on their way there.
 template <typename T>
 class Feed {
@@ -273,8 +356,10 @@ class Feed {
         num_stages_(num_stages),
         lane_(threadIdx.x % kWarpSize),
         vectors_(vectors + threadIdx.x / kWarpSize * num_stages * kVectors * kWarpSize + lane_),
-        row_(member.index < num_segments ? member.team : params.num_rows),
+        row_(member.index < min(num_segments, kShares) ? member.team : params.num_rows),
+        share_(member.index),
         index_(member.index) {
+#pragma unroll 1
     for (int stage = 0; stage < num_stages; ++stage) load(stage);
   }
 
@@ -299,10 +384,14 @@ class Feed {
     if (row_ < params_.num_rows) {
       const T* logits = static_cast<const T*>(params_.logits) + row_ * params_.row_stride;
       at(stage, index_).load(logits, params_.num_columns);
-      index_ += member_.count;
+      index_ += kShares;
       if (index_ >= num_segments_) {
-        index_ = member_.index;
-        row_ += member_.num_teams;
+        share_ += member_.count;
+        if (share_ >= min(num_segments_, kShares)) {
+          share_ = member_.index;
+          row_ += member_.num_teams;
+        }
+        index_ = share_;
       }
     }
     commit_copies();
@@ -315,12 +404,13 @@ class Feed {
   const int lane_;
   uint4* const vectors_;
   int64_t row_;  // of the segment to load next
+  int share_;
   int index_;
   int stage_ = 0;  // of the segment to take next
 };
 
-// What one warp found; columns count from the first of `logits` here.
-struct Partial {
+// What is found in a share; columns count from the first of `logits` here.
+struct alignas(16) Partial {
   float maximum;
   int column;
   float sum;
@@ -340,7 +430,7 @@ __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
   return draw;
 }
 
-// A warp's part of a row's record.
+// A share of a row's record.
 template <typename T, Score kScore, bool kHasNoise>
 struct Reducer {
   using S = Segment<T>;
@@ -350,16 +440,23 @@ struct Reducer {
   const LogitsParams& params;
   const Row row;
   const int lane;
-  float maximum = negative_infinity();  // of the warp
-  int column = INT_MAX;                 // of the warp
-  float sum = 0.0f;                     // of the lane, as what follows
-  float weighted = 0.0f;
-  float first = negative_infinity();  // largest logit (margin only)
-  float second = negative_infinity();
-  Draw draw = Draw::none();
+  float maximum;  // of the warp
+  int column;     // of the warp
+  float sum;      // of the lane, as what follows
+  float weighted;
+  float first;  // largest logit (margin only)
+  float second;
+  Draw draw;
 
   __device__ Reducer(const LogitsParams& params, int64_t row_index)
       : params(params), row(params.rows, row_index), lane(threadIdx.x % kWarpSize) {}
+
+  __device__ void begin() {
+    maximum = first = second = negative_infinity();
+    column = INT_MAX;
+    sum = weighted = 0.0f;
+    draw = Draw::none();
+  }
 
   __device__ void add(S& segment) {
     segment.remove(params, row.forbidden);
@@ -510,18 +607,20 @@ struct Reducer {
       const bool is_owner = holders != 0 && lane == __ffs(holders) - 1;
       two = warp_max(is_owner ? second : first);
     }
-    return {maximum, column, warp_sum(sum), warp_sum(weighted), two, draw};
+    if constexpr (kScore == Score::kEntropy) weighted = warp_sum(weighted);
+    return {maximum, column, warp_sum(sum), weighted, two, draw};
   }
 
   __device__ static void finish(const LogitsParams& params, int64_t row_index,
                                 const Partial* partials, int count);
 };
 
-// Joins what the warps of a team found.
+// Joins the shares of a row.
 template <bool kHasNoise>
 __device__ Summary join(const Partial* partials, int count, const Row& row, int64_t first_column,
                         int num_columns, int lane) {
   float lane_max = negative_infinity();
+#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) lane_max = fmaxf(lane_max, partials[i].maximum);
   const float maximum = warp_max(lane_max);
   const float shift = exp_shift(maximum);
@@ -529,6 +628,7 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   int column = INT_MAX;
   float sum = 0.0f, weighted = 0.0f;
   Draw draw = Draw::none();
+#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) {
     const Partial& p = partials[i];
     if (p.maximum == maximum) column = min(column, p.column);
@@ -541,6 +641,7 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   }
   column = __reduce_min_sync(kFullMask, column);
   float second = negative_infinity();
+#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) {
     const bool is_best = partials[i].maximum == maximum && partials[i].column == column;
     second = fmaxf(second, is_best ? partials[i].second : partials[i].maximum);
@@ -580,28 +681,32 @@ __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params
   if (params.value != nullptr) params.value[row_index] = score_of(whole, row, params.rows, kScore);
 }
 
-// A warp's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
+// A share of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
 template <typename T>
-struct Share {
-  using Found = float;
+struct EntropyShare {
+  struct alignas(16) Found {
+    float value;
+  };
 
   const LogitsParams& params;
   const Row row;
   const float shift;
   const float inverse;
   const float epsilon;
-  float shares[4] = {};  // of the lane
+  float sums[4];  // of the lane
 
   __device__ static const double* record(const LogitsParams& params, int64_t row_index) {
     return params.whole + row_index * kRecordFields;
   }
 
-  __device__ Share(const LogitsParams& params, int64_t row_index)
+  __device__ EntropyShare(const LogitsParams& params, int64_t row_index)
       : params(params),
         row(params.rows, row_index),
         shift(exp_shift(static_cast<float>(record(params, row_index)[kMaximum]))),
         inverse(1.0f / static_cast<float>(record(params, row_index)[kSumExp])),
         epsilon(params.rows.epsilon[row_index]) {}
+
+  __device__ void begin() { sums[0] = sums[1] = sums[2] = sums[3] = 0.0f; }
 
   __device__ void add(Segment<T>& segment) {
     segment.remove(params, row.forbidden | row.excluded);
@@ -612,20 +717,21 @@ struct Share {
       for (int k = 0; k < Vector<T>::kWidth; ++k) {
         const float t = (vector[k] - shift) * row.scale;
         const float p = exp2_approx(t) * inverse;
-        shares[k % 4] -= p * log2_approx(p + epsilon);
+        sums[k % 4] -= p * log2_approx(p + epsilon);
       }
     }
   }
 
-  __device__ float result() const {
-    return kLn2 * warp_sum((shares[0] + shares[1]) + (shares[2] + shares[3]));
+  __device__ Found result() const {
+    return {kLn2 * warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
   }
 
-  __device__ static void finish(const LogitsParams& params, int64_t row_index, const float* found,
+  __device__ static void finish(const LogitsParams& params, int64_t row_index, const Found* found,
                                 int count) {
     const int lane = threadIdx.x % kWarpSize;
     float total = 0.0f;
-    for (int i = lane; i < count; i += kWarpSize) total += found[i];
+#pragma unroll 1
+    for (int i = lane; i < count; i += kWarpSize) total += found[i].value;
     total = warp_sum(total);
     if (lane != 0) return;
     const double* whole = record(params, row_index);
@@ -637,100 +743,92 @@ struct Share {
 template <typename T, typename Work>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 1)
     reduce_rows(const __grid_constant__ LogitsParams params, int num_segments, int num_stages) {
-  using Found = typename Work::Found;
-  __shared__ Found found[2][kMaxMembers];  // of a row and of the one before, in the last block
-  extern __shared__ uint4 vectors[];       // num_stages * kVectors * 32 of each warp
+  __shared__ Mail<typename Work::Found> mail;
+  extern __shared__ uint4 vectors[];  // num_stages * kVectors * 32 of each warp
+  const int num_shares = min(num_segments, kShares);
+  const int lane = threadIdx.x % kWarpSize;
+  if (threadIdx.x == 0) mail.init(num_shares);
+  team_arrive();
 #if __CUDA_ARCH__ >= 900
   // The logits may be the work of the kernel before, which this one need not wait for to start.
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const Member member;
-  team_arrive();  // shared memory of the last block may be written once all blocks have started
   Feed<T> feed(params, member, num_segments, vectors, num_stages);
-  auto* const gathered = member.of_last_block(&found);
-  const auto finish = [&](int64_t row, int half) {
-    if (member.joins()) Work::finish(params, row, found[half], member.count);
+  team_wait();
+  const auto join = [&](int64_t number) {
+    const auto* found = mail.receive(number, num_shares, lane);
+    Work::finish(params, member.team + number * member.num_teams, found, num_shares);
+    mail.release(number, lane);
   };
 
-  int half = 0;
-  int64_t row = member.team;
-  for (; row < params.num_rows; row += member.num_teams) {
+  int64_t number = 0;  // of the team's rows
+  for (int64_t row = member.team; row < params.num_rows; row += member.num_teams, ++number) {
     Work work(params, row);
-    for (int index = member.index; index < num_segments; index += member.count) {
-      Segment<T> segment = feed.take(index);
-      work.add(segment);
-      feed.release();
+    for (int share = member.index; share < num_shares; share += member.count) {
+      work.begin();
+      for (int index = share; index < num_segments; index += kShares) {
+        Segment<T> segment = feed.take(index);
+        work.add(segment);
+        feed.release();
+      }
+      const auto mine = work.result();
+      if (lane == 0) mail.send(number, share, mine, member);
+      __syncwarp();
     }
-    const Found mine = work.result();
-    team_wait();  // all have arrived with what they found of the row before
-    if (row != member.team) finish(row - member.num_teams, half ^ 1);
-    if (threadIdx.x % kWarpSize == 0) (*gathered)[half][member.index] = mine;
-    team_arrive();
-    half ^= 1;
+    if (member.joins() && number > 0) join(number - 1);
   }
-  team_wait();
-  finish(row - member.num_teams, half ^ 1);
+  if (member.joins()) join(number - 1);
 }
 
 // ---- Launch --------------------------------------------------------------------------------------
 
-// Depends on the width of a row (and the card) alone; a cluster has a power of two of blocks.
-Team choose_team(int num_segments, bool has_clusters, Team most) {
-  int num_blocks = 1;
-  while (has_clusters && num_blocks < most.num_blocks && num_segments > 4 * num_blocks) {
-    num_blocks *= 2;
-  }
-  const int num_warps = (num_segments + num_blocks - 1) / num_blocks;
-  return {num_blocks, std::min(num_warps, most.num_warps), most.num_stages};
-}
-
 template <typename T, typename Work>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   const auto kernel = reduce_rows<T, Work>;
-  int device = 0, major = 0;
+  int device = 0, major = 0, num_processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
   const int num_segments = (params.num_columns - 1) / Segment<T>::kColumns + 1;
-  const Team team = choose_team(
-      num_segments, major >= 9, {params.num_blocks, params.num_warps, params.num_stages});
+  const int num_shares = std::min(num_segments, kShares);
+  int num_blocks = 1;
+  while (major >= 9 && num_blocks < params.num_blocks && num_shares > params.num_warps * num_blocks) {
+    num_blocks *= 2;
+  }
+  const int num_warps = std::min((num_shares + num_blocks - 1) / num_blocks, params.num_warps);
 
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = static_cast<unsigned>(team.num_blocks);
+  attributes[0].val.clusterDim.x = static_cast<unsigned>(num_blocks);
   attributes[0].val.clusterDim.y = 1;
   attributes[0].val.clusterDim.z = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].val.programmaticStreamSerializationAllowed = params.overlaps ? 1 : 0;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(team.num_blocks));
-  config.blockDim = dim3(static_cast<unsigned>(team.num_warps * kWarpSize));
-  config.dynamicSmemBytes =
-      team.num_warps * team.num_stages * kVectors * kWarpSize * sizeof(uint4);
+  config.blockDim = dim3(static_cast<unsigned>(num_warps * kWarpSize));
+  config.dynamicSmemBytes = num_warps * params.num_stages * kVectors * kWarpSize * sizeof(uint4);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : 1;
+  config.numAttrs = major < 9 ? 0 : 2;
 
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(config.dynamicSmemBytes));
   if (error != cudaSuccess) return error;
-  int num_teams = 0;
-  if (major >= 9) {
-    error = cudaOccupancyMaxActiveClusters(&num_teams, kernel, &config);
-  } else {
-    int per_processor = 0, num_processors = 0;
+  int64_t num_teams = params.num_rows;
+  if (num_blocks == 1) {
+    int per_processor = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &per_processor, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes);
     if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
-    num_teams = per_processor * num_processors;
+    num_teams = std::min<int64_t>(num_teams, std::max(per_processor, 1) * num_processors);
   }
-  if (error != cudaSuccess) return error;
-  const int64_t count = std::min<int64_t>(params.num_rows, std::max(num_teams, 1));
-  config.gridDim.x = static_cast<unsigned>(count * team.num_blocks);
-  if (params.overlaps && major >= 9) config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, params, num_segments, team.num_stages);
+  if (num_teams * num_blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  config.gridDim = dim3(static_cast<unsigned>(num_teams * num_blocks));
+  return cudaLaunchKernelEx(&config, kernel, params, num_segments, params.num_stages);
 }
 
 template <typename T, Score kScore>
@@ -741,7 +839,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
-  if (params.whole != nullptr) return launch<T, Share<T>>(params, stream);
+  if (params.whole != nullptr) return launch<T, EntropyShare<T>>(params, stream);
   switch (params.score) {
     case Score::kConfidence:
       return launch<T, Score::kConfidence>(params, stream);
