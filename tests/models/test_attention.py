@@ -31,7 +31,6 @@ from vllm.diffusion.layers.split_attention import (
     MAX_SPLITS,
     SplitConfig,
     can_split,
-    choose_config,
     choose_splits,
     split_attention,
 )
@@ -153,7 +152,7 @@ def test_cpu_needs_the_spans_of_the_host() -> None:
     q = heads(4, 2, seed=1)
     layout = AttentionLayout.of([Span(0, 4, 0, 4)], "cpu")._replace(spans=None)
     assert not can_be_captured(q.dtype, HEAD_DIM, q.device)
-    assert choose_backend(q, q, layout) is Backend.SDPA
+    assert choose_backend(q, layout) is Backend.SDPA
     with pytest.raises(ValueError, match=r"layout\.spans: wanted .* given None"):
         attend(q, q, q, layout)
 
@@ -171,7 +170,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A GPU of capability 9.0 in place of the CPU, and upstream's module of attention."""
     real = attention_backends.can_be_captured
     cuda = torch.device("cuda")
-    monkeypatch.setattr(attention_backends, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention_backends, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention_backends, "num_multiprocessors", lambda _: 132)
     monkeypatch.setattr(
         attention_backends, "can_be_captured", lambda dtype, dim, _: real(dtype, dim, cuda)
     )
@@ -225,45 +225,54 @@ def shaped(layout: AttentionLayout, dtype: torch.dtype = torch.bfloat16) -> torc
     [
         (1, 32, 200_000, Backend.SPLIT),  # the rows that are read
         (32, 32, 4096, Backend.SPLIT),  # windows to kept keys
-        (8, 512, 512, Backend.FLASH),
-        (1, 512, 512, Backend.FLASH),
-        (1, 16384, 16384, Backend.FLASH3),
-        (1, 4096, 65536, Backend.FLASH3),  # a chunk
-        (2, 16384, 16384, Backend.FLASH),
+        (1, 256, 256, Backend.SPLIT),  # one short sequence
+        (8, 256, 256, Backend.FLASH),
+        (1, 1000, 1000, Backend.FLASH),
+        (1, 1024, 1024, Backend.SDPA),
+        (3, 1024, 1024, Backend.SDPA),
+        (1, 1000, 4096, Backend.FLASH),  # rows that are read
+        (1, 1000, 16384, Backend.SDPA),
+        (1, 4096, 65536, Backend.SDPA),  # a chunk
+        (2, 256, 65536, Backend.SPLIT),
     ],
 )
 def test_choice_by_shape(
     hopper: ModuleType, sequences: int, queries: int, keys: int, wanted: Backend
 ) -> None:
+    hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
     layout = layout_of(sequences, queries, keys)
     q = shaped(layout)
-    assert choose_backend(q, q, layout) is wanted
-    captured = choose_backend(q, q, layout._replace(spans=None))
+    assert choose_backend(q, layout) is wanted
+    captured = choose_backend(q, layout._replace(spans=None))
     assert captured is (Backend.SPLIT if wanted is Backend.SPLIT else Backend.FLASH)
+    hopper.is_fa_version_supported = lambda _: True  # type: ignore[attr-defined]
+    attention_backends._flash3.cache_clear()
+    is_flash3 = sequences == 1 and queries >= 512
+    assert choose_backend(q, layout) is (Backend.FLASH3 if is_flash3 else wanted)
 
 
 def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     long, window = layout_of(1, 16384, 16384), layout_of(1, 32, 4096)
     q, few = shaped(long), shaped(window)
-    assert choose_backend(shaped(long, torch.float32), q, long) is Backend.SDPA
+    assert choose_backend(shaped(long, torch.float32), long) is Backend.SDPA
     assert [backend for backend in Backend if can_serve(backend, q, long)] == list(Backend)
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
-    assert choose_backend(few, few, window) is Backend.FLASH
+    assert choose_backend(few, window) is Backend.FLASH
     hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
     attention_backends._flash3.cache_clear()
-    assert choose_backend(q, q, long) is Backend.SDPA
+    assert choose_backend(q, long) is Backend.SDPA
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)  # its import fails
     attention_backends._flash3.cache_clear()
-    assert choose_backend(q, q, long) is Backend.SDPA
+    assert choose_backend(q, long) is Backend.SDPA
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_flash3_is_for_hopper(
     hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(attention_backends, "_capability", lambda _: capability)
+    monkeypatch.setattr(attention_backends, "capability", lambda _: capability)
     layout = layout_of(1, 16384, 16384)
-    assert choose_backend(shaped(layout), shaped(layout), layout) is Backend.SDPA
+    assert choose_backend(shaped(layout), layout) is Backend.SDPA
 
 
 @pytest.mark.parametrize("spans", [[Span(0, 5, 2, 9)], [Span(0, 3, 4, 4)]])
@@ -319,20 +328,12 @@ def run_split() -> None:
 
 
 def test_number_of_splits() -> None:
-    config = SplitConfig(32, 64, programs=4, num_warps=4, num_stages=3)
-    assert choose_splits(32, 200_000, config, 132) == 16  # 4 programs to each multiprocessor
+    config = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
+    assert choose_splits(32, 200_000, config, 132) == 8  # 2 programs to each multiprocessor
     assert choose_splits(32, 1024, config, 132) == 4  # of at least 256 keys
     assert choose_splits(1024, 200_000, config, 132) == 1
     assert choose_splits(1, 10**6, config, 132) == MAX_SPLITS
     assert choose_splits(0, 0, config, 132) == 1
-
-
-def test_tiles_by_the_rows_of_a_sequence() -> None:
-    assert choose_config(32, 1, 32, group=1).rows == 32
-    assert choose_config(1024, 64, 1024, group=1).rows == 32  # windows in a graph
-    assert choose_config(256, 1, 256, group=1).rows == 64
-    assert choose_config(32, 1, 32, group=7).rows == 64
-    assert choose_config(0, 0, 0, group=1).rows == 32
 
 
 def test_split_takes_no_cpu() -> None:
