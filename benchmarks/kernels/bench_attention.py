@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+DEVICE = "cuda"
 HEAD_DIM = 128
 NUM_HEADS = {"llada": (32, 32), "dream": (28, 4)}  # of queries; of keys and values
 # sequences, queries and keys of each
@@ -123,7 +124,7 @@ class Case:
                 Span(i * queries, (i + 1) * queries, i * keys, (i + 1) * keys)
                 for i in range(self.num_sequences)
             ],
-            "cuda",
+            DEVICE,
         )
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,14 +140,16 @@ class Case:
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def cases(shapes: dict[str, Sequence[tuple[int, int, int]]], families: list[str]) -> Iterator[Case]:
     return (Case(family, *shape) for family in families for shape in shapes[family])
 
 
-def calls_of(call: Callable[..., object], inputs: list[tuple[Tensor, ...]]) -> list[object]:
+def calls_of(
+    call: Callable[..., object], inputs: Sequence[tuple[Tensor, ...]]
+) -> list[Callable[[], object]]:
     """A call for each of the inputs, and again until they are enough for a graph."""
     rounds = -(-LEAST_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
     return [partial(call, *heads) for heads in inputs] * rounds
