@@ -169,7 +169,7 @@ def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
         return False
     if backend is Backend.FLASH3:
         is_lone = layout.spans is not None and len(layout.spans) == 1
-        return is_lone and _flash3(q.device) is not None
+        return is_lone and layout.max_keys > 0 and _flash3(q.device) is not None
     return backend is Backend.FLASH or can_split(q.dtype, q.shape[2], q.device)
 
 
