@@ -66,8 +66,9 @@ def test_buckets_rise_and_hold_whole_tiles() -> None:
         ([16], Bucket(16, 1, False)),
         ([17], Bucket(32, 1, False)),
         ([100], Bucket(128, 1, False)),
-        ([1024], Bucket(1024, 1, False)),
-        ([1025], None),
+        ([1000], Bucket(1024, 1, False)),
+        ([1024], None),  # alone it has faster attention without a graph
+        ([512, 512], Bucket(1024, 64, False)),
         ([9, 10], Bucket(32, 2, False)),
         ([10, 10, 10], Bucket(48, 3, False)),  # 30 rows, but a bucket of 32 holds 2 sequences
         ([500, 500], Bucket(1024, 64, False)),
