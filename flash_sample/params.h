@@ -60,8 +60,6 @@ struct LogitsParams {
   Score score;
   bool has_noise;     // a row's temperature may not be 0
   const double* whole;  // records of the whole rows: only their entropy's share is summed
-  int num_blocks, num_warps, num_stages;
-  bool overlaps;
 
   // Results: share with whole, else those of the others that are not null.
   float* share;     // [num_rows]
