@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// x weight^T for at most 128 rows of x, where reading the weight is all the time there is.
+// x weight^T for few rows of x, where reading the weight is (nearly) all the time there is.
 //
 // The weight is read once, through the copy engine into a deep ring of shared-memory stages: what
 // counts is the number of bytes in flight, so one block has (almost) all of a multiprocessor's
@@ -39,7 +39,6 @@ struct KernelParams {
   int64_t out_stride;
   int num_rows, num_columns, depth;
   int stage_bytes, num_stages;
-  int pair_rows;  // of x, that a block of a pair reads for both
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -80,25 +79,6 @@ __device__ void copy_tile(uint32_t target, const CUtensorMap* map, int column, i
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
       "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(hint)
-      : "memory");
-}
-
-// The same into this place, and for this barrier, of both blocks of a pair.
-__device__ void copy_tile_to_pair(uint32_t target, const CUtensorMap* map, int column, int row,
-                                  uint32_t barrier, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(target),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t{3}), "l"(hint)
-      : "memory");
-}
-
-__device__ void arrive_at(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
       : "memory");
 }
 
@@ -161,13 +141,8 @@ __device__ void multiply(float (&d)[48], uint64_t a, uint64_t b, int accumulate)
 }
 // clang-format on
 
-__device__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-
-__device__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 __device__ void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ float4 load_of_block(uint32_t address, int rank) {
@@ -246,39 +221,24 @@ __device__ void copy_weight(const Ring& ring, const WeightTiles& tiles, int stag
   }
 }
 
-// What a block reads of x: all rows, or in a pair of blocks, which multiply the same rows, its half
-// of them, for both.
-template <bool kPaired>
-struct RowTiles {
-  const CUtensorMap* map;
-  int first_row;
-
-  __device__ void copy(const Ring& ring, int stage, int depth) const {
-    if constexpr (kPaired) {
-      copy_tile_to_pair(ring.x(stage) + first_row * kRowBytes, map, depth, first_row,
-                        ring.full(stage), kEvictLast);
-    } else {
-      copy_tile(ring.x(stage), map, depth, 0, ring.full(stage), kEvictLast);
-    }
-  }
-};
+__device__ void copy_rows(const Ring& ring, const CUtensorMap* x, int stage, int depth) {
+  copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
+}
 
 // One thread keeps the ring full.
-template <bool kPaired>
-__device__ void produce(const Ring& ring, const RowTiles<kPaired>& x, const WeightTiles& weight,
+__device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTiles& weight,
                         int first_depth, int num_steps) {
   const int ahead = min(num_steps, ring.num_stages);
   for (int step = 0; step < ahead; ++step) {
     copy_weight(ring, weight, step, first_depth + step * kDepth);
   }
-  if constexpr (kPaired) cluster_wait();  // the barriers of the other block are there
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  for (int step = 0; step < ahead; ++step) x.copy(ring, step, first_depth + step * kDepth);
+  for (int step = 0; step < ahead; ++step) copy_rows(ring, x, step, first_depth + step * kDepth);
   Position at;
   for (int step = ahead; step < num_steps; ++step) {
     wait(ring.empty(at.stage), at.phase);
     copy_weight(ring, weight, at.stage, first_depth + step * kDepth);
-    x.copy(ring, at.stage, first_depth + step * kDepth);
+    copy_rows(ring, x, at.stage, first_depth + step * kDepth);
     at.advance(ring);
   }
 }
@@ -286,7 +246,7 @@ __device__ void produce(const Ring& ring, const RowTiles<kPaired>& x, const Weig
 // A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only
 // the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
 // shared memory, and so are their sums, which nothing reads.
-template <int kParts, int kWidth, bool kPaired>
+template <int kParts, int kWidth>
 __device__ void consume(const Ring& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
   Position at;
@@ -305,25 +265,19 @@ __device__ void consume(const Ring& ring, int num_steps, int group,
       }
     }
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-    if constexpr (kPaired) {
-      if (step > 0 && threadIdx.x % 32 < 2) arrive_at(ring.empty(last), threadIdx.x % 32);
-    } else {
-      if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
-    }
+    if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
     last = at.stage;
     at.advance(ring);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
-template <int kColumns, int kParts, int kSplit, int kPair, int kGroups, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     skinny_linear_kernel(const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ CUtensorMap weight,
                          const __grid_constant__ KernelParams params) {
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
-  constexpr bool kPaired = kPair == 2;
-  static_assert(kSplit == 1 || kPair == 1, "a cluster shares the depth or the rows");
   static_assert(!kTwoParts || (kSplit == 1 && kParts == 2), "gate and up meet in one thread");
   constexpr int kWidth = kColumns / kParts;
   extern __shared__ char shared[];
@@ -336,14 +290,13 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
     for (int stage = 0; stage < ring.num_stages; ++stage) {
       init_barrier(ring.full(stage), 1);
-      init_barrier(ring.empty(stage), kPair * kGroups * kGroupThreads / 32);
+      init_barrier(ring.empty(stage), kGroups * kGroupThreads / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if constexpr (kPaired) cluster_arrive();
 
   const int rank = kSplit == 1 ? 0 : block_of_cluster();
   const int tile = blockIdx.x / kSplit;
@@ -356,15 +309,11 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   if (warp == kGroups * kGroupThreads / 32) {
     if (threadIdx.x % 32 == 0) {
       const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kTwoParts ? 2 : 1};
-      const int first_row = kPaired ? block_of_cluster() * params.pair_rows : 0;
-      produce<kPaired>(ring, {&x, first_row}, tiles, first_depth, num_steps);
-    } else if constexpr (kPaired) {
-      cluster_wait();
+      produce(ring, &x, tiles, first_depth, num_steps);
     }
     __syncwarp();
   } else {
-    if constexpr (kPaired) cluster_wait();
-    consume<kParts, kWidth, kPaired>(ring, num_steps, warp / 4, total);
+    consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
     asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
@@ -374,12 +323,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   const int pair = lane % 4 * 2;
   const bool multiplies = warp < kGroups * 4;
 
-  if constexpr (kPaired) cluster_arrive();  // nothing more for the other block
   if constexpr (kSplit == 1) {
-    if (!multiplies) {
-      if constexpr (kPaired) cluster_wait();
-      return;
-    }
+    if (!multiplies) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8;
@@ -403,7 +348,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
         }
       }
     }
-    if constexpr (kPaired) cluster_wait();  // a block whose shared memory is written does not end
   } else {
     // The stages are read; their place takes the sums, fp32 [rows, kColumns + 4].
     constexpr int kPitch = kColumns + 4;  // rows apart in the banks
@@ -453,7 +397,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
 
 #else
 
-template <int kColumns, int kParts, int kSplit, int kPair, int kGroups, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
 __global__ void skinny_linear_kernel(const __grid_constant__ CUtensorMap,
                                      const __grid_constant__ CUtensorMap,
                                      const __grid_constant__ KernelParams) {}
@@ -488,19 +432,16 @@ cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int dep
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kColumns, int kParts, int kSplit, int kPair, int kGroups, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
 cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   if (params.num_columns % kColumns != 0 || params.depth % (kSplit * kDepth) != 0) {
     return cudaErrorInvalidValue;
   }
-  if (params.num_columns / kColumns % kPair != 0) return cudaErrorInvalidValue;
-  // Of a block; what a pair reads are whole groups of eight rows from either block.
-  const int copied_rows = (params.num_rows + 8 * kPair - 1) / (8 * kPair) * 8;
-  const int rows = copied_rows * kPair;
+  const int rows = (params.num_rows + 7) / 8 * 8;  // whole groups, as the swizzle has them
   CUtensorMap x, weight;
   cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, copied_rows);
+      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, rows);
   if (error != cudaSuccess) return error;
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
                    kTwoParts ? kColumns / 2 : kColumns);
@@ -512,9 +453,8 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
                              params.num_columns,
                              params.depth,
                              0,
-                             0,
-                             copied_rows};
-  const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kPair, kGroups, kEpilogue>;
+                             0};
+  const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kGroups, kEpilogue>;
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
@@ -530,7 +470,7 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
 
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kSplit * kPair, 1, 1};
+  attributes[0].val.clusterDim = {kSplit, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
   cudaLaunchConfig_t config{};
@@ -543,19 +483,17 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   return cudaLaunchKernelEx(&config, kernel, x, weight, kernel_params);
 }
 
-template <int kColumns, int kParts, int kSplit, int kPair, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, Epilogue kEpilogue>
 cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream) {
   switch ((params.num_rows + kGroupRows - 1) / kGroupRows) {
     case 1:
-      return launch<kColumns, kParts, kSplit, kPair, 1, kEpilogue>(params, stream);
+      return launch<kColumns, kParts, kSplit, 1, kEpilogue>(params, stream);
     case 2:
-      return launch<kColumns, kParts, kSplit, kPair, 2, kEpilogue>(params, stream);
+      return launch<kColumns, kParts, kSplit, 2, kEpilogue>(params, stream);
     case 3:
-      return launch<kColumns, kParts, kSplit, kPair, 3, kEpilogue>(params, stream);
-    case 4:
-      // Seventeen warps leave 96 registers a thread: too few for 192 columns.
+      // Thirteen warps leave 128 registers a thread: too few for 192 columns.
       if constexpr (kColumns < 192) {
-        return launch<kColumns, kParts, kSplit, kPair, 4, kEpilogue>(params, stream);
+        return launch<kColumns, kParts, kSplit, 3, kEpilogue>(params, stream);
       }
       return cudaErrorInvalidValue;
     default:
@@ -563,11 +501,11 @@ cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream)
   }
 }
 
-template <int kColumns, int kParts, int kSplit, int kPair>
+template <int kColumns, int kParts, int kSplit>
 cudaError_t launch_sum(const SkinnyLinearParams& params, cudaStream_t stream) {
   return params.epilogue == Epilogue::kResidual
-             ? launch_groups<kColumns, kParts, kSplit, kPair, Epilogue::kResidual>(params, stream)
-             : launch_groups<kColumns, kParts, kSplit, kPair, Epilogue::kStore>(params, stream);
+             ? launch_groups<kColumns, kParts, kSplit, Epilogue::kResidual>(params, stream)
+             : launch_groups<kColumns, kParts, kSplit, Epilogue::kStore>(params, stream);
 }
 
 }  // namespace
@@ -576,26 +514,19 @@ cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t 
   const Tiling tiling = params.tiling;
   if (params.num_rows < 1 || params.num_rows > kMaxRows) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
-    switch (tiling.columns * 100 + tiling.split * 10 + tiling.pair) {
-      case 19211:
-        return launch_groups<192, 2, 1, 1, Epilogue::kSiluMul>(params, stream);
-      case 19212:
-        return launch_groups<192, 2, 1, 2, Epilogue::kSiluMul>(params, stream);
-      default:
-        return cudaErrorInvalidValue;
-    }
+      return tiling.columns == 192 && tiling.split == 1
+               ? launch_groups<192, 2, 1, Epilogue::kSiluMul>(params, stream)
+               : cudaErrorInvalidValue;
   }
-  switch (tiling.columns * 100 + tiling.split * 10 + tiling.pair) {
-    case 3221:
-      return launch_sum<32, 1, 2, 1>(params, stream);
-    case 6421:
-      return launch_sum<64, 1, 2, 1>(params, stream);
-    case 9611:
-      return launch_sum<96, 1, 1, 1>(params, stream);
-    case 9612:
-      return launch_sum<96, 1, 1, 2>(params, stream);
-    case 9621:
-      return launch_sum<96, 1, 2, 1>(params, stream);
+  switch (tiling.columns * 10 + tiling.split) {
+    case 322:
+      return launch_sum<32, 1, 2>(params, stream);
+    case 642:
+      return launch_sum<64, 1, 2>(params, stream);
+    case 961:
+      return launch_sum<96, 1, 1>(params, stream);
+    case 962:
+      return launch_sum<96, 1, 2>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
