@@ -140,7 +140,7 @@ PYBIND11_MODULE(_flash_sample, module) {
              py::arg("num_slices"), py::arg("num_rows"), py::arg("score"), py::arg("record"),
              py::arg("token"), py::arg("value"), py::arg("greedy"), py::arg("device"),
              py::arg("stream"), no_gil);
-  module.def("uniform", &flash_sample::uniform, py::kw_only(), py::arg("rows"),
-             py::arg("num_rows"), py::arg("first_column"), py::arg("num_columns"),
-             py::arg("numbers"), py::arg("device"), py::arg("stream"), no_gil);
+  module.def("uniform", &flash_sample::uniform, py::kw_only(), py::arg("rows"), py::arg("num_rows"),
+             py::arg("first_column"), py::arg("num_columns"), py::arg("numbers"), py::arg("device"),
+             py::arg("stream"), no_gil);
 }

@@ -2,25 +2,27 @@
 //
 // From rows of logits to candidates, reading the logits once: best column, its softmax probability
 // or the entropy of the row or the difference of the two largest probabilities, and, with
-// Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with its
-// epsilon, which depends on the sum over the row.
+// Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with
+// its epsilon, which depends on the sum over the row.
 //
-// A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card has
-// clusters. As many teams as fit stay on the card, and each goes through rows of its own. A row is
-// cut into segments of 4 KiB, which are dealt out to the warps; while a warp reduces one segment, the
-// next is on its way to shared memory, also that of another row. The maximum of a segment is known
-// before its first exp(); further segments of a row rescale what was summed. What the warps found of
-// a row meets in the shared memory of the team's last block, whose last warp (the one with the fewest
-// segments) joins it once all are through, while they reduce the next row. The cut into segments and
-// the team depend on the width of a row alone, so the bits of a row do not depend on its neighbours.
+// A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
+// has clusters. As many teams as fit stay on the card, and each goes through rows of its own. A row
+// is cut into segments of 4 KiB, which are dealt out to the warps; while a warp reduces one
+// segment, the next is on its way to shared memory, also that of another row. The maximum of a
+// segment is known before its first exp(); further segments of a row rescale what was summed. What
+// the warps found of a row meets in the shared memory of the team's last block, whose last warp
+// (the one with the fewest segments) joins it once all are through, while they reduce the next row.
+// The cut into segments and the team depend on the width of a row alone, so the bits of a row do
+// not depend on its neighbours.
 //
 // Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
-// makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and otherwise
-// unspecified.
+// makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and
+// otherwise unspecified.
 //
-// Noise: of most columns a cheap bound shows that they cannot have the largest noised logit: -log(-log
-// U) <= -log(1 - U). The rest is compared in fp32, and, where fp32 does not tell, in fp64. So
-// the column is that of the largest logit - temperature * log(-log U) in fp64, whatever the bounds.
+// Noise: of most columns a cheap bound shows that they cannot have the largest noised logit:
+// -log(-log U) <= -log(1 - U). The rest is compared in fp32, and, where fp32 does not tell, in
+// fp64. So the column is that of the largest logit - temperature * log(-log U) in fp64, whatever
+// the bounds.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -36,13 +38,14 @@ namespace {
 
 constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
 constexpr int kStages = 2;   // segments that a warp keeps
-// Measured on an H200: with more or larger blocks a row waits longer for its team, with fewer a lone
-// row takes longer.
+// Measured on an H200: with more or larger blocks a row waits longer for its team, with fewer a
+// lone row takes longer.
 constexpr int kMaxWarps = 8;   // of a block
 constexpr int kMaxBlocks = 4;  // of a cluster, a power of two
 constexpr int kMaxMembers = kMaxBlocks * kMaxWarps;
 
-// ---- The warps that share a row ------------------------------------------------------------------
+// ---- The warps that share a row
+// ------------------------------------------------------------------
 
 // This warp's place.
 struct Member {
@@ -106,7 +109,8 @@ __device__ void team_wait() {
 #endif
 }
 
-// ---- Sixteen bytes of logits ---------------------------------------------------------------------
+// ---- Sixteen bytes of logits
+// ---------------------------------------------------------------------
 
 template <typename T>
 struct Vector {
@@ -167,7 +171,8 @@ __device__ float lowest(float) { return negative_infinity(); }
 __device__ __half lowest(__half) { return __ushort_as_half(0xfc00); }
 __device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xff80); }
 
-// ---- What a warp holds of a row ------------------------------------------------------------------
+// ---- What a warp holds of a row
+// ------------------------------------------------------------------
 
 __device__ void copy_async(uint4* target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
@@ -183,9 +188,9 @@ __device__ void wait_for_stage() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
 }
 
-// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing but
-// their own, so no barrier is needed. The share of a lane is the same whether the row is aligned or
-// not, so alignment does not change the result.
+// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing
+// but their own, so no barrier is needed. The share of a lane is the same whether the row is
+// aligned or not, so alignment does not change the result.
 template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
@@ -239,8 +244,7 @@ struct Segment {
   // Overwrites the columns of the row that `mask` names with -inf.
   __device__ void remove(const LogitsParams& params, int mask) {
     for (; mask != 0; mask &= mask - 1) {
-      const int64_t column =
-          params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
+      const int64_t column = params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
       if (column < 0 || column >= kColumns) continue;
       const int vector = static_cast<int>(column) / kWidth;
       if (vector % kWarpSize == lane) {
@@ -250,14 +254,15 @@ struct Segment {
   }
 };
 
-// The segments of one warp, of its team's rows one after another: kStages of them are in shared memory
-// or on their way there.
+// The segments of one warp, of its team's rows one after another: kStages of them are in shared
+// memory or on their way there.
 template <typename T>
 class Feed {
   using S = Segment<T>;
 
  public:
-  __device__ Feed(const LogitsParams& params, const Member& member, int num_segments, uint4* vectors)
+  __device__ Feed(const LogitsParams& params, const Member& member, int num_segments,
+                  uint4* vectors)
       : params_(params),
         member_(member),
         num_segments_(num_segments),
@@ -537,14 +542,8 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   }
   // A row of NaN: no column equals the maximum, or only those beyond the row's end.
   if (column >= num_columns) column = 0;
-  Summary whole{maximum,
-                first_column + column,
-                warp_sum(sum),
-                warp_sum(weighted),
-                warp_max(second),
-                maximum,
-                first_column + column,
-                maximum};
+  Summary whole{maximum, first_column + column, warp_sum(sum), warp_sum(weighted), warp_max(second),
+                maximum, first_column + column, maximum};
   if constexpr (kHasNoise) {
     draw = warp_best(row.noise, draw, first_column);
     if (draw.column < num_columns) {  // also none
@@ -662,7 +661,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
   finish(row - member.num_teams, half ^ 1);
 }
 
-// ---- Launch --------------------------------------------------------------------------------------
+// ---- Launch
+// --------------------------------------------------------------------------------------
 
 struct Team {
   int num_blocks;

@@ -56,5 +56,6 @@ PYBIND11_MODULE(_gather_gemm, module) {
              py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("x_stride"),
              py::arg("weight_stride"), py::arg("out_stride"), py::arg("num_rows"),
              py::arg("num_columns"), py::arg("depth"), py::arg("epilogue"), py::arg("columns"),
-             py::arg("split"), py::arg("early"), py::arg("device"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+             py::arg("split"), py::arg("early"), py::arg("device"), py::arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
 }

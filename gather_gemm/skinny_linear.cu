@@ -440,8 +440,7 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   }
   const int rows = (params.num_rows + 7) / 8 * 8;  // whole groups, as the swizzle has them
   CUtensorMap x, weight;
-  cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, rows);
+  cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, rows);
   if (error != cudaSuccess) return error;
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
                    kTwoParts ? kColumns / 2 : kColumns);
@@ -514,7 +513,7 @@ cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t 
   const Tiling tiling = params.tiling;
   if (params.num_rows < 1 || params.num_rows > kMaxRows) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
-      return tiling.columns == 192 && tiling.split == 1
+    return tiling.columns == 192 && tiling.split == 1
                ? launch_groups<192, 2, 1, Epilogue::kSiluMul>(params, stream)
                : cudaErrorInvalidValue;
   }
