@@ -24,7 +24,7 @@ import time
 import psutil
 
 POLL_S = 0.1
-STRAGGLERS_S = 10.0  # for processes of the group that outlive the command itself
+STRAGGLERS_S = 10.0  # for processes of the group that outlive the command itself, at most
 KILL_S = 10.0  # for processes that got SIGKILL
 
 
@@ -71,7 +71,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
         signal_group(process.pid, signal.SIGTERM)
-        wait_for_group(process.pid, STRAGGLERS_S)
+        wait_for_group(process.pid, min(STRAGGLERS_S, grace_s))
 
 
 def kill_group(group: int) -> None:

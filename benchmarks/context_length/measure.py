@@ -155,7 +155,7 @@ def measure(
             process.wait_until_healthy(server.startup_s)
         except ServerFailed as error:
             return replace(point, reason=str(error))
-        point = replace(point, startup_s=time.monotonic() - started)
+        point = replace(point, startup_s=round(time.monotonic() - started, 3))
         tell("denoising")
         point = _ask(process, request, prompt_ids, gpu, tick, point)
         tell("stopping the server")
@@ -182,15 +182,16 @@ def _ask(
         answer = send(process, body, request, mark)
     request_s = time.monotonic() - started
     step_ms = [float(text) for text in STEP_TIME.findall(process.log_text(mark))]
+    median_ms = round(statistics.median(step_ms), 3) if step_ms else None
     return replace(
         point,
         status=answer.status,
         reason=answer.reason,
         num_steps=len(step_ms),
         first_ms=step_ms[0] if step_ms else None,
-        median_ms=statistics.median(step_ms) if step_ms else None,
+        median_ms=median_ms,
         last_ms=step_ms[-1] if step_ms else None,
-        request_s=request_s,
+        request_s=round(request_s, 3),
         gpu_idle_bytes=idle.gpu_bytes,
         gpu_peak_bytes=memory.peak.gpu_bytes,
         host_idle_bytes=idle.host_bytes,

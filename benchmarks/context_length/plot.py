@@ -20,7 +20,7 @@ MEMORY = {
     "activation_peak_bytes": "activations",
     "activation_average_bytes": "activations, average",
 }
-HOST = {"host_peak_bytes": "host"}
+HOST = {"host_peak_bytes": "host", "host_idle_bytes": "host, before the request"}
 
 
 def plot(path: Path, points: Sequence[Point], title: str) -> None:
@@ -40,7 +40,7 @@ def plot(path: Path, points: Sequence[Point], title: str) -> None:
     on_gpu = any(point.gpu_peak_bytes is not None for point in points)
     _draw(memory_axis, points, MEMORY if on_gpu else MEMORY | HOST, 1 / GIB)
     memory_axis.set_ylabel("peak memory, GiB")
-    memory_axis.set_ylim(bottom=0)
+    memory_axis.set_ylim(0, 1.1 * memory_axis.get_ylim()[1])
     for axis in (time_axis, memory_axis):
         _mark_failures(axis, points)
         axis.set_xlabel("prompt and canvas, tokens")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from contextlib import contextmanager
@@ -72,9 +73,7 @@ def main(family: str, arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt as error:
-        sys.stderr.write(
-            f"error: interrupted; the same command goes on from {options.output_dir}\n"
-        )
+        sys.stderr.write(f"error: interrupted; the same command goes on in {options.output_dir}\n")
         return 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
     return 0
 
@@ -104,10 +103,10 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
         told = "" if default is None else " (default: %(default)s)"
         parser.add_argument(name, type=kind, default=default, help=about + told, **more)
 
-    add("--project-path", Path, "repository whose scripts start the server", ROOT)
-    add("--model-path", Path, "checkpoint folder", required=True)
+    add("--project-path", absolute, "repository whose scripts start the server", ROOT)
+    add("--model-path", absolute, "checkpoint folder", required=True)
     results = ROOT / "results" / records.NAME / family
-    add("--output-dir", Path, "for the results; an interrupted run goes on there", results)
+    add("--output-dir", absolute, "for the results; an interrupted run goes on there", results)
     add("--start", int, "first length, prompt and canvas, in tokens", 8192)
     add("--step", int, "from one length to the next", 8192)
     add("--max", int, "last length", 204800)
@@ -134,6 +133,11 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
     if options.max_model_len is None:
         options.max_model_len = options.max
     return options
+
+
+def absolute(text: str) -> Path:
+    """A path that means the same in another folder."""
+    return Path(text).expanduser().absolute()
 
 
 def run(family: str, options: argparse.Namespace) -> None:
@@ -169,7 +173,7 @@ def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "family": family,
-        "model_path": str(options.model_path.resolve()),
+        "model_path": str(options.model_path),
         **{name: getattr(options, name) for name in names},
         "extra_vllm_args": os.environ.get("EXTRA_VLLM_ARGS", ""),
         "environment": {
@@ -213,7 +217,13 @@ class Sweep:
         """Measure what is not in the results yet."""
         options = self.options
         tried = Range(options.start, options.step, options.max, options.precision)
-        print(HEADER, flush=True)
+        server = self._server()
+        print(f"server of each length: {told_command(server)}")
+        print(
+            f"lengths: {options.start} to {options.max} by {options.step}; if one fails, its limit "
+            f"to {options.precision} tokens\n\n{HEADER}",
+            flush=True,
+        )
         with tqdm(total=len(tried.lengths), unit="length", leave=False) as self._progress:
             return search(tried, self._runs)
 
@@ -259,8 +269,8 @@ class Sweep:
         if not is_free(port):
             raise BenchmarkError(f"--port: {port} is in use; wanted a free one")
         variables = {
-            "MOSAIC_HOME": str(options.project_path.resolve()),
-            "MODEL_DIR": str(options.model_path.resolve()),
+            "MOSAIC_HOME": str(options.project_path),
+            "MODEL_DIR": str(options.model_path),
             "HOST": "127.0.0.1",
             "PORT": str(port),
             "MAX_MODEL_LEN": str(options.max_model_len),
@@ -298,6 +308,12 @@ class Sweep:
         title = f"{self.options.model_path.name}, {self.options.steps} steps"
         plot(self.results.path("png"), points, title)
         print(f"written: {self.options.output_dir}", flush=True)
+
+
+def told_command(server: Server) -> str:
+    """How a server is started, as a line for a shell."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in server.variables.items()]
+    return " ".join([*variables, shlex.join(server.command)])
 
 
 def _nothing() -> None:

@@ -46,8 +46,8 @@ def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
 
     Args:
         tried: the lengths.
-        runs: of a length, and the number of lengths that may be tried from here on, itself
-            included: whether it runs.
+        runs: whether a length runs; also told how many lengths may come from here on, itself
+            included, in this part of the search.
     """
     longest = failure = None
     for index, length in enumerate(tried.lengths):
