@@ -132,7 +132,7 @@ def arguments(project: Path, **changed: Any) -> list[str]:
         "max": 192,
         "precision": 16,
         "steps": 3,
-        "shutdown-timeout": 1,
+        "shutdown-timeout": 0.3,
         **{name.replace("_", "-"): value for name, value in changed.items()},
     }
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
