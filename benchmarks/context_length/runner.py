@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class BenchmarkError(Exception):
@@ -52,7 +52,7 @@ class BenchmarkError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal other than that of Ctrl-C, to be treated like it.
+    """A signal that ends the run in order.
 
     Attributes:
         number: of the signal.
@@ -72,25 +72,30 @@ def main(family: str, arguments: Sequence[str] | None = None) -> int:
     except (BenchmarkError, SettingsDiffer, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    except KeyboardInterrupt as error:
+    except Interrupted as error:
         sys.stderr.write(f"error: interrupted; the same command goes on in {options.output_dir}\n")
-        return 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+        return 128 + error.number
     return 0
 
 
 @contextmanager
 def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Within the block these signals raise `Interrupted`, so that nothing is left behind."""
+    """Within the block these signals raise `Interrupted`, but for those that nohup ignores."""
 
     def interrupt(number: int, _frame: object) -> None:
+        # Not by sys.stderr: the signal may have come in the middle of one of its writes.
+        os.write(2, b"\ninterrupted: the server is ended; once more, and it is killed\n")
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:

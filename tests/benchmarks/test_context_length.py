@@ -328,7 +328,7 @@ def hanging(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ,
+        preexec_fn=hear_signals,
     )
     try:
         wait_for(lambda: asked(project) == [64, 128])
@@ -336,6 +336,12 @@ def hanging(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
     finally:
         process.kill()
         process.communicate()
+
+
+def hear_signals() -> None:
+    """A shell without job control has its background jobs ignore Ctrl-C, nohup the hang-up."""
+    for number in runner.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for(is_met: Any, timeout_s: float = 60.0) -> None:
@@ -362,6 +368,18 @@ def test_an_interrupted_run_ends_its_server_and_goes_on(
     monkeypatch.setenv("STAND_IN_LIMIT", "1000")
     assert runner.main("llada", arguments(project)) == 0
     assert asked(project) == [64, 128, 128, 192]
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with runner.interrupting([signal.SIGHUP, signal.SIGTERM]):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            with pytest.raises(runner.Interrupted):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_killed_runner_leaves_no_process(project: Path, hanging: subprocess.Popen[str]) -> None:
