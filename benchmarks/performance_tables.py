@@ -12,8 +12,9 @@ between two marks:
     <!-- /measured -->
 
 Sections: step_latency (of step_latency.py), throughput (of compare_hf.py), context_length (of
-benchmarks/llada/run_benchmark.py and its twins), attention and kernels (of benchmarks/kernels, told by their columns; the attention section takes those whose file name
-starts with "attention"). Without a file a section stays empty. The file names give the order.
+llada/run_benchmark.py and its twins), attention and kernels (of benchmarks/kernels, told by their
+columns; the attention section takes those whose file name starts with "attention"). Without a file
+a section stays empty. The file names give the order.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def context_length(content: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     header = ["T", "first step, ms", "median", "last", "GPU, GiB", "host, GiB"]
-    header += ["activations, GiB", "KiB a token"]
+    header += ["activations, GiB", "KiB a token", "peak / average"]
     body = []
     for point in points:
         if point["status"] != "ok":
@@ -193,7 +194,8 @@ def context_length(content: dict[str, Any]) -> Iterator[str]:
         cells = [f"{point['length']:,}", point["first_ms"], point["median_ms"], point["last_ms"]]
         peaks = (point["gpu_peak_bytes"], point["host_peak_bytes"], activation)
         cells += [ratio(num_bytes, GIB) for num_bytes in peaks]
-        body.append([*cells, ratio(activation, 1024 * point["length"])])
+        cells += [ratio(activation, 1024 * point["length"])]
+        body.append([*cells, ratio(activation, point["activation_average_bytes"])])
     yield from table(header, body)
     failed = next((point for point in points if point["status"] != "ok"), None)
     if failed is not None:

@@ -124,9 +124,10 @@ class ServerProcess:
     def processes(self) -> list[psutil.Process]:
         """The processes of the server, as far as they run."""
         try:
-            return psutil.Process(self._guard.pid).children(recursive=True)
+            found: list[psutil.Process] = psutil.Process(self._guard.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+        return found
 
     def log_size(self) -> int:
         """Bytes of the log so far."""

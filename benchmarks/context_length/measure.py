@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 STEP_TIME = re.compile(r"execute_diffusion_once time = ([\d.]+) ms")
+PLAN = re.compile(r"plan for T = .*")
 NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 DYING_S = 15.0  # from the death of an engine to the end of its server
 
@@ -181,7 +182,8 @@ def _ask(
     with PeakMemory(memory_now, tick) as memory:
         answer = send(process, body, request, mark)
     request_s = time.monotonic() - started
-    step_ms = [float(text) for text in STEP_TIME.findall(process.log_text(mark))]
+    log = process.log_text(mark)
+    step_ms = [float(text) for text in STEP_TIME.findall(log)]
     median_ms = round(statistics.median(step_ms), 3) if step_ms else None
     return replace(
         point,
@@ -196,8 +198,10 @@ def _ask(
         gpu_peak_bytes=memory.peak.gpu_bytes,
         host_idle_bytes=idle.host_bytes,
         host_peak_bytes=memory.peak.host_bytes,
-        activation_peak_bytes=answer.report.get("activation_peak_bytes"),
-        activation_average_bytes=answer.report.get("activation_average_bytes"),
+        activation_peak_bytes=answer.report.get("peak_bytes"),
+        activation_average_bytes=answer.report.get("average_bytes"),
+        activation_budget_bytes=answer.report.get("budget_bytes"),
+        plan=next(reversed(PLAN.findall(log)), ""),
         diffusion=answer.report,
     )
 

@@ -45,7 +45,9 @@ class Point:
         startup_s: from starting the server to its first good /health.
         gpu_idle_bytes, host_idle_bytes: memory of the server before the request.
         gpu_peak_bytes, host_peak_bytes: the most seen during the request.
-        activation_peak_bytes, activation_average_bytes: of activations, as the server reports.
+        activation_peak_bytes, activation_average_bytes, activation_budget_bytes: of the server's
+            activation pool, as it reports them.
+        plan: how the server cut the step into chunks, in its words.
         diffusion: the whole of the server's report.
     """
 
@@ -65,7 +67,9 @@ class Point:
     host_idle_bytes: int | None = None
     host_peak_bytes: int | None = None
     activation_peak_bytes: int | None = None
-    activation_average_bytes: float | None = None
+    activation_average_bytes: int | None = None
+    activation_budget_bytes: int | None = None
+    plan: str = ""
     diffusion: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -148,20 +152,23 @@ class Results:
 
 HEADER = (
     f"{'length':>9} {'prompt':>9} {'canvas':>9} | {'steps':>5} {'first ms':>11} {'median ms':>11} "
-    f"{'last ms':>11} | {'GPU GiB':>8} {'host GiB':>8} {'act. GiB':>8} {'KiB/token':>9} | status"
+    f"{'last ms':>11} | {'GPU GiB':>8} {'host GiB':>8} {'act. GiB':>8} {'KiB/token':>9} {'peak/avg':>8} | "
+    "status"
 )
 
 
 def line_of(point: Point) -> str:
     """One row of the printed table."""
-    activation = point.activation_peak_bytes
+    activation, average = point.activation_peak_bytes, point.activation_average_bytes
     per_token = None if activation is None else activation / 1024 / point.length
+    ratio = activation / average if activation and average else None
     told = point.status if point.runs else f"{point.status}: {_shortened(point.reason)}"
     return (
         f"{point.length:>9} {point.prompt_tokens:>9} {point.gen_tokens:>9} | "
         f"{point.num_steps:>5} {_cell(point.first_ms):>11} {_cell(point.median_ms):>11} "
         f"{_cell(point.last_ms):>11} | {_gib(point.gpu_peak_bytes):>8} "
-        f"{_gib(point.host_peak_bytes):>8} {_gib(activation):>8} {_cell(per_token):>9} | {told}"
+        f"{_gib(point.host_peak_bytes):>8} {_gib(activation):>8} {_cell(per_token):>9} "
+        f"{_cell(ratio):>8} | {told}"
     )
 
 

@@ -41,6 +41,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(length)
             return
         for step in range(body["steps"]):
+            log(f"INFO plan for T = {length} with 1.00 GiB: rows a chunk: attend {step}")
             log(f"INFO execute_diffusion_once time = {length + step:.3f} ms, requests = 1")
         self.answer_canvas(body["gen_length"], length)
 
@@ -61,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer_canvas(1, length)
 
     def answer_canvas(self, num_tokens: int, length: int) -> None:
-        report = {"num_forwards": 1, "activation_peak_bytes": 24576 * length}
+        report = {"num_forwards": 1, "peak_bytes": 24576 * length, "average_bytes": 20480 * length}
         self.answer(200, {"token_ids": [[7] * num_tokens], "diffusion": report})
 
     def error(self, status: int, message: str) -> None:

@@ -176,6 +176,8 @@ def test_all_lengths_run(project: Path, capsys: pytest.CaptureFixture[str]) -> N
         steps = (point["num_steps"], point["first_ms"], point["median_ms"], point["last_ms"])
         assert steps == (3, length, length + 1, length + 2)
         assert point["activation_peak_bytes"] == 24576 * length
+        assert point["activation_average_bytes"] == 20480 * length
+        assert point["plan"] == f"plan for T = {length} with 1.00 GiB: rows a chunk: attend 2"
         assert point["host_peak_bytes"] >= point["host_idle_bytes"] > 0
         assert point["startup_s"] > 0
     with (project / "out" / "context_length.csv").open(newline="") as file:
@@ -188,6 +190,7 @@ def test_all_lengths_run(project: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (project / "out" / "context_length.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "longest length that runs: 192" in printed.out
+    assert "24.00     1.20 | ok" in printed.out
     assert "shortest that fails" not in printed.out
     assert f"MODEL_DIR={project / 'model'}" in printed.out
     assert "3/3" in printed.err

@@ -111,6 +111,7 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
         "gpu_peak_bytes": 24 * 2**30,
         "host_peak_bytes": 3 * 2**29,
         "activation_peak_bytes": 204800 * 24 * 1024,
+        "activation_average_bytes": 204800 * 20 * 1024,
     }
     failed = {"length": 262144, "status": "out of memory"}
     settings = {
@@ -123,7 +124,7 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
     write(tmp_path, "c.json", kind="context_length", settings=settings, points=points)
     text = filled(DOCUMENT, tmp_path)
     assert "### llada-8b-dummy: 50% prompt, 4 steps, activations held to 9.00 GiB" in text
-    assert "| 204,800 | 45,000 | 44,000 | 44,500 | 24.0 | 1.50 | 4.69 | 24.0 |" in text
+    assert "| 204,800 | 45,000 | 44,000 | 44,500 | 24.0 | 1.50 | 4.69 | 24.0 | 1.20 |" in text
     assert "262,144 tokens: out of memory." in text
 
 
