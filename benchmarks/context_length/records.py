@@ -152,8 +152,8 @@ class Results:
 
 HEADER = (
     f"{'length':>9} {'prompt':>9} {'canvas':>9} | {'steps':>5} {'first ms':>11} {'median ms':>11} "
-    f"{'last ms':>11} | {'GPU GiB':>8} {'host GiB':>8} {'act. GiB':>8} {'KiB/token':>9} {'peak/avg':>8} | "
-    "status"
+    f"{'last ms':>11} | {'GPU GiB':>8} {'host GiB':>8} {'act. GiB':>8} {'KiB/token':>9} "
+    f"{'peak/avg':>8} | status"
 )
 
 
