@@ -177,7 +177,9 @@ def _gib(num_bytes: int | None) -> str:
 
 
 def _cell(number: float | None) -> str:
-    return "-" if number is None else f"{number:.2f}"
+    if number is None:
+        return "-"
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def _shortened(text: str, limit: int = 160) -> str:
