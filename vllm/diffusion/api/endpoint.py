@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm import envs as upstream_envs
+from vllm.diffusion.api import metrics
 from vllm.diffusion.api.door import current_door
 from vllm.diffusion.api.generate import GenerateHandler, new_request_id
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
@@ -90,6 +91,7 @@ class DiffusionEndpoint:
         if engine_client is None or door is None:
             state.diffusion_generate = None
             return
+        metrics.install(engine_client)
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,

@@ -46,14 +46,19 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
     `num_scheduled_tokens` names the requests that take part in the step, with their rows;
-    `finished_req_ids` those whose canvas is no longer needed.
+    `finished_req_ids` those whose canvas is no longer needed; `scheduled_at` is `time.monotonic()`.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
+    scheduled_at: float = 0.0
 
 
 @dataclass
 class DiffusionRunnerOutput(ModelRunnerOutput):
-    """Upstream's message plus the result of every request that took part in the step."""
+    """Upstream's message plus the result of every request that took part in the step.
+
+    `num_rows` is what the step computed.
+    """
 
     results: dict[str, StepResult] = field(default_factory=dict)
+    num_rows: int = 0

@@ -88,9 +88,10 @@ class DiffusionModelRunner:
             self.canvases[new.req_id] = self._new_canvas(new)
         req_ids = list(message.num_scheduled_tokens)
         results: dict[str, StepResult] = {}
+        num_rows = 0
         if req_ids:
             try:
-                results = self._timed_step(req_ids)
+                num_rows, results = self._timed_step(req_ids)
             except Exception as error:
                 if not self._may_fail_alone:
                     raise
@@ -100,6 +101,7 @@ class DiffusionModelRunner:
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=results,
+            num_rows=num_rows,
         )
 
     def step(self, req_ids: list[str]) -> tuple[StepBatch, dict[str, StepResult]]:
@@ -137,7 +139,7 @@ class DiffusionModelRunner:
         return read_last_layer(self.model, batch, body, reads, self.caches)
 
     @torch.inference_mode()
-    def _timed_step(self, req_ids: list[str]) -> dict[str, StepResult]:
+    def _timed_step(self, req_ids: list[str]) -> tuple[int, dict[str, StepResult]]:
         start = time.perf_counter()
         batch, results = self.step(req_ids)
         elapsed_ms = 1000 * (time.perf_counter() - start)  # the copy of the candidates has waited
@@ -150,7 +152,7 @@ class DiffusionModelRunner:
                 batch.num_rows,
                 batch.num_sampled,
             )
-        return results
+        return batch.num_rows, results
 
     def _forget(self, req_id: str) -> None:
         self.canvases.pop(req_id, None)

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import params
+from vllm.diffusion import metrics, params
 from vllm.diffusion.config import decide, row_budget, served_model
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
@@ -50,6 +50,8 @@ class _Scheduled:
     request: Request
     params: DiffusionParams
     started: float = 0.0  # time.monotonic() of admission
+    num_forwards: int = 0
+    num_committed: int = 0
 
     @property
     def demand(self) -> Demand:
@@ -91,6 +93,8 @@ class DiffusionScheduler(SchedulerInterface):
             row_budget(vllm_config), self._model.vocab_size, self._model.cached_positions
         )
         self._log_stats = log_stats
+        self._seen = metrics.Observations(enabled=log_stats)
+        self._last_report = 0.0  # time.monotonic() of the newest results
         self._queues = _Queues()
         self._pause_state = PauseState.UNPAUSED
         self._finished_req_ids: set[str] = set()
@@ -128,6 +132,8 @@ class DiffusionScheduler(SchedulerInterface):
             else:
                 still_waiting.append(item)
         self._queues.waiting = still_waiting
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            self._seen.count(metrics.REQUESTS_ABORTED, len(ended))
         for request in ended:
             self._end(request, finished_status)
         return ended
@@ -157,6 +163,7 @@ class DiffusionScheduler(SchedulerInterface):
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
             admitted=admitted,
+            scheduled_at=time.monotonic(),
         )
 
     def _admit(self) -> list[NewCanvas]:
@@ -165,6 +172,7 @@ class DiffusionScheduler(SchedulerInterface):
             item = self._queues.waiting.popleft()
             item.started = time.monotonic()
             item.request.status = RequestStatus.RUNNING
+            self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(item.request))
             if self._log_stats:
                 item.request.record_event(EngineCoreEventType.SCHEDULED)
             self._queues.running[item.request.request_id] = item
@@ -185,6 +193,7 @@ class DiffusionScheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._observe_step(scheduler_output, model_runner_output)
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request, message in self._queues.refused:
             outputs[request.client_index].append(self._refuse(request, message))
@@ -198,8 +207,28 @@ class DiffusionScheduler(SchedulerInterface):
                 outputs[item.request.client_index].append(output)
         return self._envelopes(outputs)
 
+    def _observe_step(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
+        if not step.num_scheduled_tokens:
+            return
+        now = time.monotonic()
+        self._seen.count(metrics.DENOISE_STEPS)
+        self._seen.observe(metrics.STEP_BATCH_SIZE, len(step.num_scheduled_tokens))
+        self._seen.observe(metrics.STEP_ROWS, done.num_rows)
+        # A step may be scheduled before the results of the one before it are known.
+        self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
+        self._last_report = now
+
+    def _observe_progress(self, item: _Scheduled, result: StepResult) -> None:
+        self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
+        self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
+        if result.num_committed and not item.num_committed:
+            waited = _seconds_since_arrival(item.request)
+            self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
+        item.num_forwards, item.num_committed = result.num_forwards, result.num_committed
+
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)
+        self._seen.count(metrics.REQUESTS_REFUSED, label="engine")
         self._end(request, RequestStatus.FINISHED_ERROR)
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -215,12 +244,14 @@ class DiffusionScheduler(SchedulerInterface):
         request = item.request
         if result.error is not None:
             return self._refuse(request, result.error)
+        self._observe_progress(item, result)
         new_token_ids = self._accept(item, result.new_token_ids)
         if not new_token_ids:
             return None
         request.append_output_token_ids(new_token_ids)
         finished = request.is_finished()
         if finished:
+            self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
             self._end(request, request.status)
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -301,7 +332,9 @@ class DiffusionScheduler(SchedulerInterface):
         if not self._log_stats:
             return None
         running, waiting = self.get_request_counts()
-        return SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        self._seen.put_into(stats)
+        return stats
 
     @property
     def pause_state(self) -> PauseState:
@@ -333,3 +366,8 @@ class DiffusionScheduler(SchedulerInterface):
 
     def reset_encoder_cache(self) -> None:
         pass
+
+
+def _seconds_since_arrival(request: Request) -> float:
+    """The arrival was stamped by the server's process, so by the clock that they share."""
+    return float(max(time.time() - request.arrival_time, 0.0))
