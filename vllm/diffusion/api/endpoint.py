@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from vllm import envs as upstream_envs
-from vllm.diffusion.api import metrics
+from vllm.diffusion.api import gate, metrics
 from vllm.diffusion.api.door import current_door
-from vllm.diffusion.api.generate import GenerateHandler, new_request_id
+from vllm.diffusion.api.generate import GenerateHandler
+from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -50,7 +49,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     handler: GenerateHandler | None = raw_request.app.state.diffusion_generate
     if handler is None:
         raise NotImplementedError("the served model is not a diffusion language model")
-    request_id = raw_request.headers.get("X-Request-Id") or new_request_id()
+    request_id = raw_request.headers[gate.REQUEST_ID]
     body: GenerateBody = request
     if body.stream:
         choices = await handler.choices(body, request_id)
@@ -61,18 +60,15 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     return JSONResponse(answer.content())
 
 
-def _guards(app: FastAPI) -> list[Any]:
-    """The server's API keys hold for our routes too: upstream's middleware guards only its own."""
-    keys = [key for key in app.state.args.api_key or [upstream_envs.VLLM_API_KEY] if key]
-    if not keys:
-        return []
-    authentication = AuthenticationMiddleware(app, keys)
-
-    def require_key(raw_request: Request) -> None:
-        if not authentication.verify_token(raw_request.headers):
-            raise HTTPException(401, "wanted an Authorization header with a valid API key")
-
-    return [Depends(require_key)]
+@router.get(
+    "/ready",
+    responses={503: {"description": "draining, paused or dead; `status` says which"}},
+)
+async def ready(raw_request: Request) -> JSONResponse:
+    """Whether a new request would be worked on."""
+    lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
+    state = "ready" if lifecycle is None else await lifecycle.state()
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 
 class DiffusionEndpoint:
@@ -82,16 +78,19 @@ class DiffusionEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(router, dependencies=_guards(app))
+        self._app = app
+        app.include_router(router)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace
     ) -> None:
         door = current_door()
         if engine_client is None or door is None:
-            state.diffusion_generate = None
+            state.diffusion_generate = state.diffusion_lifecycle = None
             return
         metrics.install(engine_client)
+        state.diffusion_lifecycle = Lifecycle(engine_client)
+        gate.install(self._app, state.diffusion_lifecycle, args)
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,
