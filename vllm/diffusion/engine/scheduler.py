@@ -2,8 +2,10 @@
 """Step-level continuous batching: every engine step is one denoise step of every running request.
 
 Requests wait in order of arrival. One is admitted when the planner says that its rows fit beside
-those that run; it stays until its answer is complete. The worker owns the canvas; the scheduler
-sees only the tokens that became final.
+those that run; it stays until its answer is complete. One that does not fit lets later ones that
+do pass, but only so many: then everybody waits until it has started. So small requests do not wait
+for room that only a large one needs, and no stream of small ones can keep a large one out. The
+worker owns the canvas; the scheduler sees only the tokens that became final.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
+MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
+
 
 @dataclass
 class _Scheduled:
@@ -50,6 +55,7 @@ class _Scheduled:
     request: Request
     params: DiffusionParams
     started: float = 0.0  # time.monotonic() of admission
+    num_overtaken: int = 0  # later requests that have started before it
     num_forwards: int = 0
     num_committed: int = 0
 
@@ -168,17 +174,30 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _admit(self) -> list[NewCanvas]:
         admitted = []
-        while self._queues.waiting and self._may_start(self._queues.waiting[0]):
-            item = self._queues.waiting.popleft()
-            item.started = time.monotonic()
-            item.request.status = RequestStatus.RUNNING
-            self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(item.request))
-            if self._log_stats:
-                item.request.record_event(EngineCoreEventType.SCHEDULED)
-            self._queues.running[item.request.request_id] = item
-            prompt = list(item.request.prompt_token_ids or [])
-            admitted.append(NewCanvas(item.request.request_id, prompt, item.params))
+        passed: list[_Scheduled] = []  # came earlier, do not fit now; the first was passed most
+        for item in list(self._queues.waiting):
+            if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
+                break
+            if not self._may_start(item):
+                passed.append(item)
+                if len(passed) == MAX_PASSED:
+                    break
+                continue
+            for earlier in passed:
+                earlier.num_overtaken += 1
+            self._queues.waiting.remove(item)
+            admitted.append(self._start(item))
         return admitted
+
+    def _start(self, item: _Scheduled) -> NewCanvas:
+        item.started = time.monotonic()
+        item.request.status = RequestStatus.RUNNING
+        self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(item.request))
+        if self._log_stats:
+            item.request.record_event(EngineCoreEventType.SCHEDULED)
+        self._queues.running[item.request.request_id] = item
+        prompt = list(item.request.prompt_token_ids or [])
+        return NewCanvas(item.request.request_id, prompt, item.params)
 
     def _may_start(self, item: _Scheduled) -> bool:
         running = self._queues.running.values()
