@@ -52,6 +52,16 @@ class Metric:
         own = () if self.label is None else (self.label,)
         return ("model_name", "engine", *own) if self.per_engine else ("model_name", *own)
 
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The names that Prometheus knows."""
+        endings = {
+            "counter": ("_total",),
+            "gauge": ("",),
+            "histogram": ("_bucket", "_sum", "_count"),
+        }
+        return tuple(self.name + ending for ending in endings[self.kind])
+
 
 STEP_BATCH_SIZE = Metric(
     "dllm:step_batch_size",
@@ -168,7 +178,7 @@ class Observations:
     def observe(self, metric: Metric, value: float) -> None:
         """A histogram gets another value, a gauge its new one."""
         if self._enabled:
-            self._found[f"{metric.name} {value:.9g}"] += 1
+            self._found[f"{metric.name} {value:.17g}"] += 1
 
     def put_into(self, stats: SchedulerStats) -> None:
         """Send everything with upstream's statistics of the step, and start anew."""

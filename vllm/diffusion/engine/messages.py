@@ -41,6 +41,23 @@ class StepResult:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of activations, and of keys and values kept between steps, on one rank.
+
+    Attributes:
+        budget_bytes: what they may take.
+        in_use_bytes: what they take after the step.
+        peak_bytes: the most they have taken since the engine started.
+        planner_seconds: time that planning the step took.
+    """
+
+    budget_bytes: int
+    in_use_bytes: int
+    peak_bytes: int
+    planner_seconds: float
+
+
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
@@ -57,8 +74,9 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
-    `num_rows` is what the step computed.
+    `num_rows` is what the step computed; `memory` is None where no step ran.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
     num_rows: int = 0
+    memory: MemoryUse | None = None

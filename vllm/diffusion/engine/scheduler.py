@@ -236,6 +236,11 @@ class DiffusionScheduler(SchedulerInterface):
         # A step may be scheduled before the results of the one before it are known.
         self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
         self._last_report = now
+        if done.memory is not None:
+            self._seen.observe(metrics.POOL_BUDGET, done.memory.budget_bytes)
+            self._seen.observe(metrics.POOL_IN_USE, done.memory.in_use_bytes)
+            self._seen.observe(metrics.POOL_PEAK, done.memory.peak_bytes)
+            self._seen.observe(metrics.PLANNER_TIME, done.memory.planner_seconds)
 
     def _observe_progress(self, item: _Scheduled, result: StepResult) -> None:
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
