@@ -55,12 +55,9 @@ class Metric:
     @property
     def samples(self) -> tuple[str, ...]:
         """The names that Prometheus knows."""
-        endings = {
-            "counter": ("_total",),
-            "gauge": ("",),
-            "histogram": ("_bucket", "_sum", "_count"),
-        }
-        return tuple(self.name + ending for ending in endings[self.kind])
+        if self.kind == "histogram":
+            return tuple(self.name + ending for ending in ("_bucket", "_sum", "_count"))
+        return (f"{self.name}_total" if self.kind == "counter" else self.name,)
 
 
 STEP_BATCH_SIZE = Metric(
