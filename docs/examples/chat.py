@@ -17,13 +17,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import httpx
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Messages = list[dict[str, str]]
 
@@ -44,9 +46,9 @@ class Frame(NamedTuple):
             return Text(self.text)
         shown = Text()
         for piece, is_committed in self.canvas:
-            shown.append(
-                piece if piece.strip() or is_committed else "·", "" if is_committed else "dim"
-            )
+            if piece.startswith("<|") and piece.endswith("|>"):  # a special token, or still a mask
+                piece = "" if is_committed else "·"
+            shown.append(piece, "" if is_committed else "dim")
         return shown
 
 
@@ -126,9 +128,8 @@ class Engine:
             return []
         token_ids = memoryview(canvas["token_ids"]).cast("i").tolist()
         committed = memoryview(canvas["committed"]).cast("?").tolist()
-        special = set(self._tokenizer.all_special_ids)
-        pieces = ["" if t in special else self._tokenizer.decode([t]) for t in token_ids]
-        return list(zip(pieces, committed, strict=True))
+        pieces = (self._tokenizer.decode([token_id]) for token_id in token_ids)
+        return list(zip(pieces, map(bool, committed), strict=True))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -171,12 +172,13 @@ def questions() -> Iterator[str]:
 
 
 def show(frames: Iterator[Frame], console: Console) -> str:
-    """Draw frames over each other as they come; returns the answer."""
+    """Draw frames over each other as they come, in a pipe only the last; returns the answer."""
     frame = Frame("", [])
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         for frame in frames:
-            live.update(frame.render(), refresh=console.is_terminal)
-        live.update(Text(frame.text), refresh=True)
+            if console.is_terminal:
+                live.update(frame.render(), refresh=True)
+    console.print(Text(frame.text))
     return frame.text
 
 

@@ -91,7 +91,7 @@ COMMITTED_TOKENS = Metric(
 TOKENS_PER_FORWARD = Metric(
     "dllm:tokens_per_forward",
     "histogram",
-    "Canvas positions committed per forward, of each request that was answered.",
+    "Canvas positions committed per forward, of each request that has ended.",
     (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0),
 )
 QUEUE_TIME = Metric(
@@ -133,7 +133,10 @@ REQUESTS_REFUSED = Metric(
     per_engine=False,
 )
 REQUESTS_ABORTED = Metric(
-    "dllm:requests_aborted", "counter", "Requests whose client went away before the answer's end."
+    "dllm:requests_aborted",
+    "counter",
+    "Requests that were ended before their answer, because the client went away.",
+    per_engine=False,
 )
 
 METRICS: tuple[Metric, ...] = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from vllm.diffusion import params
-from vllm.diffusion.metrics import METRICS, REQUESTS_REFUSED, observations_in
+from vllm.diffusion.metrics import METRICS, REQUESTS_ABORTED, REQUESTS_REFUSED, observations_in
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                 for _ in range(times):
                     self._of(metric, engine_idx).observe(float(value))
 
+    def aborted(self) -> None:
+        """Count a request whose client went away."""
+        self._of(REQUESTS_ABORTED, 0).inc()
+
     def refused(self, reason: str, amount: int = 1) -> None:
         """Count requests that the server itself turned away."""
         self._of(REQUESTS_REFUSED, 0, reason).inc(amount)
@@ -83,6 +87,21 @@ def install(engine: EngineClient) -> None:
         ours = DiffusionStatLogger(engine.vllm_config, manager.engine_indexes)
         manager.stat_loggers.append(ours)
         _installed.append(ours)
+        _count_aborts(engine, ours)
+
+
+def _count_aborts(engine: Any, ours: DiffusionStatLogger) -> None:
+    """Upstream's client is asked to abort when a client leaves.
+
+    The engine cannot count: it is told in the same way where a stop string has ended an answer.
+    """
+    abort = engine.abort
+
+    async def counted(request_id: Any, *args: Any, **kwargs: Any) -> None:
+        ours.aborted()
+        await abort(request_id, *args, **kwargs)
+
+    engine.abort = counted
 
 
 def count_refusal(reason: str) -> None:

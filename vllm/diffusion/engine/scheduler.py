@@ -138,16 +138,18 @@ class DiffusionScheduler(SchedulerInterface):
             else:
                 still_waiting.append(item)
         self._queues.waiting = still_waiting
-        if finished_status == RequestStatus.FINISHED_ABORTED:
-            self._seen.count(metrics.REQUESTS_ABORTED, len(ended))
         for request in ended:
             self._end(request, finished_status)
         return ended
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         request.status = status
-        if self._queues.running.pop(request.request_id, None) is not None:
+        item = self._queues.running.pop(request.request_id, None)
+        if item is not None:
             self._finished_req_ids.add(request.request_id)
+            if item.num_forwards:
+                rate = item.num_committed / item.num_forwards
+                self._seen.observe(metrics.TOKENS_PER_FORWARD, rate)
         if self._finished_by_client is not None:
             self._finished_by_client[request.client_index].add(request.request_id)
 
@@ -275,7 +277,6 @@ class DiffusionScheduler(SchedulerInterface):
         request.append_output_token_ids(new_token_ids)
         finished = request.is_finished()
         if finished:
-            self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
             self._end(request, request.status)
         return EngineCoreOutput(
             request_id=request.request_id,
