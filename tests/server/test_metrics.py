@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.client import GENERATE, PUZZLE
+from tests.server.client import CHAT, GENERATE, PUZZLE, body_for
 from tests.server.process import MODEL_NAME, ROOT
 from tests.test_deployment import METRIC_NAME, UPSTREAMS
 from vllm.diffusion.metrics import METRICS
@@ -67,8 +67,8 @@ def test_the_numbers_are_those_of_the_requests(client: Client) -> None:
         {"prompt": PUZZLE, "gen_length": 64, "steps": 64, "ignore_eos": True, "cache": "dual"},
     ]
     answers = [client.generate(**body) for body in bodies]
-    for bad in ({"steps": 0}, {"steps": 0}, {"stepz": 1}):
-        assert client.http.post(GENERATE, json={"prompt": "hi", **bad}).status_code == 400
+    for route, bad in ((GENERATE, {"steps": 0}), (CHAT, {"steps": 0}), (GENERATE, {"stepz": 1})):
+        assert client.http.post(route, json=body_for(route, **bad)).status_code == 400
     after = numbers()
     rise = {name: value - before[name] for name, value in after.items()}
     forwards = 8 + 64

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.metrics import count_refusal
 from vllm.diffusion.config import decide, served_model
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.exceptions import VLLMValidationError
@@ -70,13 +69,7 @@ class Door:
         try:
             return decide(sampling_params, self.model, prompt_token_ids)
         except InvalidParameterError as error:
-            raise refusal(error) from None
-
-
-def refusal(error: InvalidParameterError) -> RequestRefused:
-    """The answer to a request that cannot be served; every one is counted."""
-    count_refusal(error.field)
-    return RequestRefused(error)
+            raise RequestRefused(error) from None
 
 
 def install(vllm_config: VllmConfig, platform: Any) -> None:

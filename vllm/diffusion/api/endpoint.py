@@ -9,11 +9,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm.diffusion.api import gate, metrics
-from vllm.diffusion.api.door import current_door
+from vllm.diffusion.api.door import RequestRefused, current_door
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -71,6 +72,13 @@ async def ready(raw_request: Request) -> JSONResponse:
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 
+async def refused(raw_request: Request, error: Exception) -> Response:
+    """Upstream's answer to a refusal, which is counted."""
+    metrics.count_refusal(getattr(error, "parameter", None) or "other")
+    answer: Response = await exception_handler(raw_request, error)
+    return answer
+
+
 class DiffusionEndpoint:
     """What upstream's server loads (its `EndpointPlugin` protocol)."""
 
@@ -80,6 +88,7 @@ class DiffusionEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
         app.include_router(router)
+        app.add_exception_handler(RequestRefused, refused)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace

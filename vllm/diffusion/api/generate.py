@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.door import refusal
+from vllm.diffusion.api.door import RequestRefused
 from vllm.diffusion.api.protocol import (
     DiffusionReport,
     GenerateChunk,
@@ -83,7 +83,7 @@ class GenerateHandler:
             fields = diffusion_fields(body)
             inputs = await self._render(body)
         except InvalidParameterError as error:
-            raise refusal(error) from None
+            raise RequestRefused(error) from None
         found: list[_Choice] = []
         for engine_input in inputs:
             for i in range(body.n):
