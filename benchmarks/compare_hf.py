@@ -301,7 +301,31 @@ def in_process_engine(
 
 @contextmanager
 def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., list[Answer]]]:
-    """Our HTTP server in a process of its own, stopped when the block ends.
+    """Our HTTP server, asked by one thread a client.
+
+    Raises:
+        BenchmarkError: it does not start.
+    """
+    with running_server(folder, options) as url:
+
+        def ask(prompts: Sequence[Sequence[int]], cache: str) -> list[Answer]:
+            """One client: one prompt after the other."""
+            fields = {**parameters_of(options, cache), "temperature": 0.0, "ignore_eos": True}
+            bodies = [{"prompt": list(prompt), **fields} for prompt in prompts]
+            answers = [json.loads(post(f"{url}/generate", body, ANSWER_S)) for body in bodies]
+            return [answer_of(answer["token_ids"][0], answer["diffusion"]) for answer in answers]
+
+        def send(prompts: Sequence[Sequence[Sequence[int]]], cache: str) -> list[Answer]:
+            with ThreadPoolExecutor(len(prompts)) as clients:
+                done = [clients.submit(ask, of_client, cache) for of_client in prompts]
+                return [answer for client in done for answer in client.result()]
+
+        yield send
+
+
+@contextmanager
+def running_server(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """The URL of our HTTP server in a process of its own, stopped when the block ends.
 
     Raises:
         BenchmarkError: it ends, or is not ready in time.
@@ -321,18 +345,6 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., 
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     url = f"http://127.0.0.1:{port}"
 
-    def ask(prompts: Sequence[Sequence[int]], cache: str) -> list[Answer]:
-        """One client: one prompt after the other."""
-        fields = {**parameters_of(options, cache), "temperature": 0.0, "ignore_eos": True}
-        bodies = [{"prompt": list(prompt), **fields} for prompt in prompts]
-        answers = [json.loads(post(f"{url}/generate", body, ANSWER_S)) for body in bodies]
-        return [answer_of(answer["token_ids"][0], answer["diffusion"]) for answer in answers]
-
-    def send(prompts: Sequence[Sequence[Sequence[int]]], cache: str) -> list[Answer]:
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            done = [clients.submit(ask, of_client, cache) for of_client in prompts]
-            return [answer for client in done for answer in client.result()]
-
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with (
         (options.output_dir / "server.log").open("w+b") as log,
@@ -340,7 +352,7 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., 
     ):
         try:
             wait_until_ready(url, process, log)
-            yield send
+            yield url
         finally:
             process.terminate()
 
