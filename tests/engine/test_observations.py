@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.v1.engine import EngineCoreOutputs
@@ -13,7 +13,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, running, sampling_params
 from vllm.diffusion import metrics
-from vllm.diffusion.metrics import Observations, observations_in
+from vllm.diffusion.engine.messages import StepUsage
+from vllm.diffusion.metrics import Metric, Observations, observations_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,10 +78,8 @@ def test_upstreams_loggers_pass_them_by(checkpoint: Callable[[str], Path]) -> No
     assert not {name for name in names if name.startswith("vllm:lora")}
 
 
-def test_an_abort_after_some_steps_is_an_end(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens per forward are noted for every request that ran, however it ends."""
+def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Everything that is sent from now on."""
     seen: list[tuple[str, str, int]] = []
     put_into = Observations.put_into
 
@@ -89,6 +88,14 @@ def test_an_abort_after_some_steps_is_an_end(
         seen.extend((metric.name, value, times) for metric, value, times in observations_in(stats))
 
     monkeypatch.setattr(Observations, "put_into", noted)
+    return seen
+
+
+def test_an_abort_after_some_steps_is_an_end(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens per forward are noted for every request that ran, however it ends."""
+    seen = record(monkeypatch)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         upstream = engine.llm.llm_engine
         ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
@@ -102,3 +109,29 @@ def test_an_abort_after_some_steps_is_an_end(
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert counts == [1] * 5
     assert ("dllm:tokens_per_forward", "1", 1) in seen
+
+
+def test_what_a_step_takes_of_the_memory_is_passed_on(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budget and what is in use as they are, the peak of all steps so far."""
+    seen = record(monkeypatch)
+    usages = [StepUsage(1000, 10, peak, 5, planner_us=250.0) for peak in (30, 70, 20)]
+    with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        execute = engine.runner.execute
+
+        def told(message: Any) -> Any:
+            output = execute(message)
+            output.usage = usages.pop(0) if output.results else StepUsage(1000)
+            return output
+
+        monkeypatch.setattr(engine.runner, "execute", told)
+        engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True}))
+
+    def values(metric: Metric) -> list[str]:
+        return [value for name, value, _ in seen if name == metric.name]
+
+    assert values(metrics.POOL_PEAK)[:3] == ["30", "70", "70"]
+    assert values(metrics.POOL_BUDGET)[:3] == ["1000"] * 3
+    assert values(metrics.POOL_IN_USE)[:3] == ["10"] * 3
+    assert [float(value) for value in values(metrics.PLANNER_TIME)] == [250e-6] * 3

@@ -87,20 +87,18 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
 
 
 def _cached_positions(vllm_config: VllmConfig) -> int:
-    """Positions whose keys and values fit into the memory for caches, on each rank."""
+    """Positions whose keys and values fit into the memory for caches, on each rank.
+
+    That memory is VLLM_ACTIVATION_POOL_SIZE_BYTES, else half of what the engine may use.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    budget = envs.activation_pool_size_bytes()
+    if budget is None:
+        total = current_platform.get_device_total_memory()
+        budget = int(total * vllm_config.cache_config.gpu_memory_utilization / 2)
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
     position = per_layer * model.get_num_layers(parallel) * model.dtype.itemsize
-    return int(activation_budget_bytes(vllm_config) // position)
-
-
-def activation_budget_bytes(vllm_config: VllmConfig) -> int:
-    """VLLM_ACTIVATION_POOL_SIZE_BYTES, else half of what the engine may use, on each rank."""
-    budget = envs.activation_pool_size_bytes()
-    if budget is not None:
-        return budget
-    total = current_platform.get_device_total_memory()
-    return int(total * vllm_config.cache_config.gpu_memory_utilization / 2)
+    return int(budget // position)
 
 
 def decide(

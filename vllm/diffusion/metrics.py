@@ -110,13 +110,17 @@ TIME_TO_FIRST_COMMIT = Metric(
 POOL_BUDGET = Metric(
     "dllm:activation_pool_budget_bytes",
     "gauge",
-    "Bytes that activations, and keys and values kept between steps, may take on a rank.",
+    "Bytes that a step's activations, and keys and values kept between steps, may take on a rank.",
 )
 POOL_IN_USE = Metric(
-    "dllm:activation_pool_in_use_bytes", "gauge", "Bytes of them in use after the latest step."
+    "dllm:activation_pool_in_use_bytes",
+    "gauge",
+    "Bytes in use between two steps: keys and values that requests keep.",
 )
 POOL_PEAK = Metric(
-    "dllm:activation_pool_peak_bytes", "gauge", "The most bytes in use since the engine started."
+    "dllm:activation_pool_peak_bytes",
+    "gauge",
+    "The most bytes in use at any time of any step since the engine started.",
 )
 PLANNER_TIME = Metric(
     "dllm:planner_time_seconds",

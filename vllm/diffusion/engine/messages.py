@@ -42,20 +42,22 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """Memory of activations, and of keys and values kept between steps, on one rank.
+class StepUsage:
+    """Memory of a step on one rank; all in bytes but for the last.
 
     Attributes:
-        budget_bytes: what they may take.
-        in_use_bytes: what they take after the step.
-        peak_bytes: the most they have taken since the engine started.
-        planner_seconds: time that planning the step took.
+        budget_bytes: what buffers of steps and kept keys and values may take together.
+        in_use_bytes: what stays between steps: kept keys and values.
+        peak_bytes: the most in use at any time of the step; 0 when nothing ran.
+        average_bytes: weighted by time.
+        planner_us: microseconds that the plan took.
     """
 
     budget_bytes: int
-    in_use_bytes: int
-    peak_bytes: int
-    planner_seconds: float
+    in_use_bytes: int = 0
+    peak_bytes: int = 0
+    average_bytes: int = 0
+    planner_us: float = 0.0
 
 
 @dataclass
@@ -74,9 +76,9 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
-    `num_rows` is what the step computed; `memory` is None where no step ran.
+    `usage` says what the step took of the memory, and what there is; `num_rows` what it computed.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
+    usage: StepUsage | None = None
     num_rows: int = 0
-    memory: MemoryUse | None = None

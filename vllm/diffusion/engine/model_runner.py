@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,6 @@ from vllm.diffusion.engine.graphs import GraphRunner
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
-    MemoryUse,
     StepResult,
 )
 from vllm.diffusion.memory import BufferPool, CachePool, Planner
@@ -52,7 +50,6 @@ class DiffusionModelRunner:
             where other ranks run the same step and would wait for this one.
         graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
         max_model_len: the longest sequence.
-        memory_budget_bytes: what activations and caches may take; reported, not enforced here.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class DiffusionModelRunner:
         may_fail_alone: bool = True,
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
-        memory_budget_bytes: int = 0,
         noise: NoiseSource | None = None,
     ) -> None:
         self.model = model
@@ -80,7 +76,6 @@ class DiffusionModelRunner:
         if graph_memory is not None:
             self.graphs = GraphRunner(model, self.buffers, self.caches, graph_memory, max_model_len)
         self.canvases: dict[str, Canvas] = {}
-        self._memory = MemoryUse(memory_budget_bytes, 0, 0, 0.0)
         self._is_reporting = is_reporting
         self._may_fail_alone = may_fail_alone
         self._log_every_step = envs.log_diffusion_steps()
@@ -107,7 +102,6 @@ class DiffusionModelRunner:
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=results,
             num_rows=num_rows,
-            memory=self._memory if req_ids else None,
         )
 
     def step(self, req_ids: list[str]) -> tuple[StepBatch, dict[str, StepResult]]:
@@ -115,24 +109,12 @@ class DiffusionModelRunner:
         batch = build_batch(
             [self.canvases[req_id] for req_id in req_ids], self.model.family.logit_shift
         )
-        start = time.perf_counter()
         plan = self.planner.plan(batch.num_rows)
-        planner_seconds = time.perf_counter() - start
         hidden = self._forward(batch, plan)
         sampled = sample(self.model, hidden, self.noise)
         candidates = batch.candidates(sampled, self.noise)
-        self._note_memory(planner_seconds)
         parts = zip(batch.canvases, candidates, strict=True)
         return batch, {canvas.req_id: self._commit(canvas, found) for canvas, found in parts}
-
-    def _note_memory(self, planner_seconds: float) -> None:
-        in_use = self.buffers.num_bytes + self.caches.num_bytes
-        self._memory = replace(
-            self._memory,
-            in_use_bytes=in_use,
-            peak_bytes=max(in_use, self._memory.peak_bytes),
-            planner_seconds=planner_seconds,
-        )
 
     def run_alone(self, requests: Sequence[NewCanvas]) -> None:
         """One step of requests that are forgotten afterwards; errors are raised."""

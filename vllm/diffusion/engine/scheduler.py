@@ -101,6 +101,7 @@ class DiffusionScheduler(SchedulerInterface):
         self._log_stats = log_stats
         self._seen = metrics.Observations(enabled=log_stats)
         self._last_report = 0.0  # time.monotonic() of the newest results
+        self._peak_bytes = 0
         self._queues = _Queues()
         self._pause_state = PauseState.UNPAUSED
         self._finished_req_ids: set[str] = set()
@@ -229,20 +230,22 @@ class DiffusionScheduler(SchedulerInterface):
         return self._envelopes(outputs)
 
     def _observe_step(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
-        if not step.num_scheduled_tokens:
+        if done.usage is not None:
+            self._peak_bytes = max(self._peak_bytes, done.usage.peak_bytes)
+            self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)
+            self._seen.observe(metrics.POOL_IN_USE, done.usage.in_use_bytes)
+            self._seen.observe(metrics.POOL_PEAK, self._peak_bytes)
+        if not done.results:
             return
+        if done.usage is not None:
+            self._seen.observe(metrics.PLANNER_TIME, done.usage.planner_us / 1e6)
         now = time.monotonic()
         self._seen.count(metrics.DENOISE_STEPS)
-        self._seen.observe(metrics.STEP_BATCH_SIZE, len(step.num_scheduled_tokens))
+        self._seen.observe(metrics.STEP_BATCH_SIZE, len(done.results))
         self._seen.observe(metrics.STEP_ROWS, done.num_rows)
         # A step may be scheduled before the results of the one before it are known.
         self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
         self._last_report = now
-        if done.memory is not None:
-            self._seen.observe(metrics.POOL_BUDGET, done.memory.budget_bytes)
-            self._seen.observe(metrics.POOL_IN_USE, done.memory.in_use_bytes)
-            self._seen.observe(metrics.POOL_PEAK, done.memory.peak_bytes)
-            self._seen.observe(metrics.PLANNER_TIME, done.memory.planner_seconds)
 
     def _observe_progress(self, item: _Scheduled, result: StepResult) -> None:
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)

@@ -10,7 +10,7 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs
-from vllm.diffusion.config import activation_budget_bytes, row_budget, served_model
+from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.layers.attention_backends import can_be_captured
@@ -82,7 +82,6 @@ class DiffusionWorker(WorkerBase):
             may_fail_alone=get_tensor_model_parallel_world_size() == 1,
             graph_memory=self._graph_memory(model),
             max_model_len=self.model_config.max_model_len,
-            memory_budget_bytes=activation_budget_bytes(self.vllm_config),
         )
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         logger.info(
