@@ -1,7 +1,8 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Time the experts of LLaDA-MoE: routing, grouped products, the whole feed-forward stage.
 
-    python -m benchmarks.kernels.bench_experts [--rows 1 32 256 ...] [--json FILE]
+    benchmarks/kernels/bench_experts.py [--rows 1 32 256 ...] [--json FILE]
 
 All times are replays of CUDA graphs over the weights of several layers in turn, which no cache
 holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
@@ -13,6 +14,7 @@ longer.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu_timing import compare, copy_bandwidth, matmul_rate, write_record
-from gather_gemm import add_terms, gated_gemm, grouped_gemm, route, weighted_gemm
-from vllm_add_llada.cuda_kernels import fused_ops
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_timing import (  # noqa: E402
+    compare,
+    copy_bandwidth,
+    matmul_rate,
+    write_record,
+)
+from gather_gemm import add_terms, gated_gemm, grouped_gemm, route, weighted_gemm  # noqa: E402
+from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the table here")
     args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     table = []
     weights = [make_weights(args.width) for _ in range(NUM_LAYERS)]
     print(" | ".join(COLUMNS))

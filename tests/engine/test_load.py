@@ -110,7 +110,7 @@ def test_a_crowd_is_served_as_if_each_were_alone(
         assert engine.is_idle()
         stayed = [sent for sent in requests if sent.leaves is None]
         assert {sent.num_ends for sent in stayed} == {1}  # none lost, none answered twice
-        assert max(len(step) for step in steps) > 6  # else this compares each alone with itself
+        assert max(len(step) for step in steps) > 4  # else this compares each alone with itself
         for sent in requests:
             (alone,) = engine.ask(sent.ask)
             if sent.leaves is None:

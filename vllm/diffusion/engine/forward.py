@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 
 from vllm.diffusion import ops
 from vllm.diffusion.layers.attention import AttentionLayout, KeySource
@@ -20,11 +20,13 @@ from vllm.diffusion.memory import BufferPool, CachePool, Plan, chunks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    import torch
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import ReadPart, SpanGroup, StepBatch
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import RowGroup
 
 
@@ -187,7 +189,7 @@ def _sources(
     ]
 
 
-def _read_arrays(parts: Iterable[ReadPart]) -> list[Tensor]:
+def _read_arrays(parts: Iterable[ReadPart]) -> list[Array]:
     """The host arrays that `_read_inputs` wants on the device, in order."""
     return [
         array
@@ -204,7 +206,7 @@ def _read_inputs(parts: Iterable[ReadPart], found: Iterator[Tensor]) -> list[Rea
     ]
 
 
-def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Tensor]:
+def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Array]:
     """Query ends, key starts and key counts of every group."""
     arrays = []
     for group in groups:
@@ -212,7 +214,7 @@ def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Tensor]:
         _, query_ends, key_starts, key_ends = columns
         counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
         for values in ((0, *query_ends), (*key_starts, key_ends[-1]), counts):
-            arrays.append(torch.tensor(values, dtype=torch.int32))
+            arrays.append(np.array(values, dtype=np.int32))
     return arrays
 
 

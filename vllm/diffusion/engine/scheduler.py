@@ -294,20 +294,16 @@ class DiffusionScheduler(SchedulerInterface):
 
     @staticmethod
     def _accept(item: _Scheduled, tokens: list[int]) -> list[int]:
-        """The part of the new final tokens that belongs to the answer; sets the finish status.
-
-        A stop token ends the answer and is its last token; the length limit comes second.
-        """
+        """The part of the new final tokens that belongs to the answer; sets the finish status."""
         request, decided = item.request, item.params
-        room = decided.max_tokens - request.num_output_tokens
-        for index, token in enumerate(tokens[:room]):
-            if token in decided.stop_ids:
-                request.status = RequestStatus.FINISHED_STOPPED
-                request.stop_reason = token if token != decided.eos_id else None
-                return tokens[: index + 1]
-        if len(tokens) >= room:
-            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return tokens[:room]
+        end = decided.answer_end(tokens, request.num_output_tokens)
+        if end is None:
+            return tokens
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if end and tokens[end - 1] in decided.stop_ids:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = tokens[end - 1] if tokens[end - 1] != decided.eos_id else None
+        return tokens[:end]
 
     @staticmethod
     def _report(item: _Scheduled, result: StepResult) -> dict[str, Any]:

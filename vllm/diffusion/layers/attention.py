@@ -14,6 +14,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.layers.attention_backends import AttentionLayout, Span, attend
+from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +47,9 @@ class KeySource(NamedTuple):
 class SelfAttention:
     """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
 
-    `q_norm` and `k_norm`, where the model has them, map [R, heads, hd] to the same shape. `clip`
-    bounds the projections' elements, before the norms.
+    `q_norm` and `k_norm` are of one kind, and there both or not at all: `RMSNorm` for a model that
+    norms each head [hd], `AllHeadsRMSNorm` for one that norms all heads together. `clip` bounds the
+    projections' elements, before the norms.
     """
 
     norm: RMSNorm
@@ -71,11 +73,7 @@ class SelfAttention:
         columns = slice(self._width - out.shape[1], None)
         self._project(x, columns, out)
         q, k, _ = self.split(out)
-        if self.k_norm is not None:
-            self.k_norm(k, out=k)
-        if self.q_norm is not None and q is not None:
-            self.q_norm(q, out=q)
-        ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+        self._rotate(q, k, rotary)
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Queries [R, H, hd], if they are there, keys and values [R, KV, hd]; views of `product`.
@@ -112,10 +110,26 @@ class SelfAttention:
         num_heads, head_dim = self.qkv_proj.num_heads, self.qkv_proj.head_size
         product = self._project(x, slice(0, num_heads * head_dim))
         q = product.view(-1, num_heads, head_dim)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        ops.apply_rotary(q, None, rotary.cos, rotary.sin)
+        self._rotate(q, None, rotary)
         return q
+
+    def _rotate(self, q: Tensor | None, k: Tensor | None, rotary: Rotary) -> None:
+        """Norm queries and keys where the model does so, then rotate them, in place.
+
+        A norm of each head alone is one pass with the rotation; one over all heads needs its own.
+        """
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+        elif isinstance(q_norm, AllHeadsRMSNorm):
+            if q is not None:
+                q_norm(q, out=q)
+            if k is not None:
+                k_norm(k, out=k)
+            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+        else:
+            weights = (q_norm.weight, k_norm.weight)
+            ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin)
 
     def _project(self, x: Tensor, columns: slice, out: Tensor | None = None) -> Tensor:
         """Columns of the fused product of the normed rows, clipped where the model does so."""

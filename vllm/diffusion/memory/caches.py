@@ -77,6 +77,10 @@ class CachePool:
         self._ranges.pop(req_id, None)
 
     @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
+    @property
     def used_rows(self) -> int:
         return sum(taken.length for taken in self._ranges.values())
 
