@@ -294,7 +294,31 @@ def in_process_engine(
 
 @contextmanager
 def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., list[Answer]]]:
-    """Our HTTP server in a process of its own, stopped when the block ends.
+    """Our HTTP server, asked by one thread a client.
+
+    Raises:
+        BenchmarkError: it does not start.
+    """
+    with running_server(folder, options) as url:
+
+        def ask(prompts: Sequence[Sequence[int]], cache: str) -> list[Answer]:
+            """One client: one prompt after the other."""
+            fields = {**parameters_of(options, cache), "temperature": 0.0, "ignore_eos": True}
+            bodies = [{"prompt": list(prompt), **fields} for prompt in prompts]
+            answers = [json.loads(post(f"{url}/generate", body, ANSWER_S)) for body in bodies]
+            return [answer_of(answer["token_ids"][0], answer["diffusion"]) for answer in answers]
+
+        def send(prompts: Sequence[Sequence[Sequence[int]]], cache: str) -> list[Answer]:
+            with ThreadPoolExecutor(len(prompts)) as clients:
+                done = [clients.submit(ask, of_client, cache) for of_client in prompts]
+                return [answer for client in done for answer in client.result()]
+
+        yield send
+
+
+@contextmanager
+def running_server(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """The URL of our HTTP server in a process of its own, stopped when the block ends.
 
     Raises:
         ServerFailed: it ends, or is not ready in time.
@@ -315,23 +339,8 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., 
     with ServerProcess(
         command, log, port=port, variables={"PYTHONPATH": os.pathsep.join(paths)}
     ) as process:
-
-        def ask(prompts: Sequence[Sequence[int]], cache: str) -> list[Answer]:
-            """One client: one prompt after the other."""
-            fields = {**parameters_of(options, cache), "temperature": 0.0, "ignore_eos": True}
-            bodies = [{"prompt": list(prompt), **fields} for prompt in prompts]
-            answers = [
-                json.loads(post(f"{process.url}/generate", body, ANSWER_S)) for body in bodies
-            ]
-            return [answer_of(answer["token_ids"][0], answer["diffusion"]) for answer in answers]
-
-        def send(prompts: Sequence[Sequence[Sequence[int]]], cache: str) -> list[Answer]:
-            with ThreadPoolExecutor(len(prompts)) as clients:
-                done = [clients.submit(ask, of_client, cache) for of_client in prompts]
-                return [answer for client in done for answer in client.result()]
-
         process.wait_until_healthy(START_S)
-        yield send
+        yield process.url
 
 
 def answer_of(token_ids: list[int], report: dict[str, Any]) -> Answer:

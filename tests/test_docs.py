@@ -15,9 +15,11 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/decoding.md",
+    "docs/metrics.md",
     "docs/performance.md",
 )
 
+<<<<<<< HEAD
 # Made by running something, with what they hold: named in the documents, not in the repository.
 GENERATED = (".venv", "models", "results", "build")
 
@@ -68,3 +70,18 @@ def test_readme_documents_every_variable_of_the_server_scripts(family: str) -> N
     assert len(variables) >= 8
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not {name for name in variables if name not in readme}
+
+
+def test_one_table_has_every_variable_of_the_server() -> None:
+    """Ours are those of `vllm.diffusion.envs`; others with such names are upstream's."""
+    import vllm.envs
+
+    from vllm.diffusion import envs
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("## Environment variables")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    ours = {name for name in names if name.startswith(("VLLM_", "DLLM_"))}
+    assert set(envs.VARIABLES) <= ours
+    assert ours - set(envs.VARIABLES) <= set(vllm.envs.environment_variables)

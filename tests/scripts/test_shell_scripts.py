@@ -30,6 +30,7 @@ SERVERS = {
 }
 WITH_HELP = (
     "quickstart.sh",
+    "setup.sh",
     "test.sh",
     "check",
     "lint",

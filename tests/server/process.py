@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 
 from benchmarks.server_process import POLL_S, free_port, is_healthy
 
@@ -115,6 +116,12 @@ class ServerProcess:
                 return True
             time.sleep(POLL_S)
         return False
+
+    def kill_engine(self) -> None:
+        """SIGKILL to the engine's process, which upstream names."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        (engine,) = [child for child in children if "EngineCore" in "".join(child.cmdline())]
+        engine.kill()
 
     def kill(self) -> None:
         """End every process of the group, whatever state it is in."""

@@ -106,6 +106,7 @@ def test_a_client_that_goes_away_ends_its_request(
     """A canvas of 2048 tokens in as many steps would take minutes."""
     long = {"gen_length": 2048, "steps": 2048, "block_length": 2048, "ignore_eos": 1}
     finished = client.metric("vllm:generation_tokens_total")
+    aborted = client.metric("dllm:requests_aborted_total")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request(
@@ -119,6 +120,7 @@ def test_a_client_that_goes_away_ends_its_request(
         connection.close()
     client.wait_for_num_requests(0)
     assert client.metric("vllm:generation_tokens_total") - finished < 2048
+    assert client.metric("dllm:requests_aborted_total") == aborted + 1
     assert client.ask("What is 3 plus 4?")["text"] == ["3 plus 4 is 7."]
 
 

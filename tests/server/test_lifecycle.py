@@ -7,13 +7,13 @@ import re
 import shutil
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from tests.server.client import ANSWER, CHAT, GENERATE, PUZZLE, Client, body_for
+from tests.server.client import ANSWER, CHAT, GENERATE, PUZZLE, Client, body_for, refusal
 from tests.server.process import (
     MODEL_NAME,
     POLL_S,
@@ -56,6 +56,13 @@ def servers(
         "vllm serve": ServerProcess(
             [upstream, "serve", str(model_dir), "--served-model-name", MODEL_NAME],
             folder / "serve.log",
+            VLLM_API_KEY="secret",
+            DLLM_MAX_REQUEST_BYTES="10000",
+        ),
+        "to be killed": ServerProcess(
+            [*SERVER, str(model_dir), "--dtype", "float32"],
+            folder / "killed.log",
+            VLLM_SERVER_DEV_MODE="1",  # has routes that pause
         ),
     }
     try:
@@ -79,8 +86,11 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
         plain = pool.submit(client.generate, **body)
         streamed = pool.submit(client.events, GENERATE, body)
         client.wait_for_num_requests(2)
+        assert client.http.get("/ready").status_code == 200
         server.terminate()
-        wait_until_turned_away(server.url)
+        wait_until_turned_away(server)
+        assert client.http.get("/health").status_code == 200  # alive, and busy
+        assert client.http.get("/ready").json() == {"status": "draining"}
         assert not plain.done()
         answer = plain.result()
         assert len(answer["token_ids"][0]) == 384
@@ -89,36 +99,99 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
     assert server.wait() == 0, server.log()
     assert server.group_is_empty()
     assert len(re.findall(STEP_LINE, server.log())) >= 384
+    assert "Traceback" not in server.log()
 
 
-def wait_until_turned_away(url: str, timeout_s: float = 30.0) -> None:
-    """Until a new request at `url` finds nobody listening, or a server that is leaving."""
+def wait_until_turned_away(server: ServerProcess, timeout_s: float = 30.0) -> None:
+    """Until a new request hears that the server is leaving."""
     body = {"prompt": "hello", "gen_length": 1}
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            response = httpx.post(f"{url}{GENERATE}", json=body, timeout=30, trust_env=False)
-        except httpx.TransportError:
-            return
-        if response.status_code >= 500:
-            return
-        time.sleep(POLL_S)
-    raise AssertionError("new requests are still served")
+    with server.client() as http:
+        while (response := http.post(GENERATE, json=body)).status_code == 200:
+            assert time.monotonic() < deadline, "new requests are still served"
+            time.sleep(POLL_S)
+    assert "shutting down" in refusal(response, 503)["message"]
+    assert response.headers["retry-after"]
 
 
 def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) -> None:
     """Upstream's console script becomes ours through PYTHONPATH alone."""
     server = servers["vllm serve"]
     with server.client() as http:
+        for route in (GENERATE, "/invocations"):
+            assert "API key" in refusal(http.post(route, json={}), 401)["message"]
+        assert http.post(CHAT, json={}).status_code == 401
+        http.headers["Authorization"] = "Bearer secret"
         client = Client(http)
         assert client.ask()["text"] == [ANSWER]
         chat = client.answer(CHAT, body_for(CHAT, gen_length=32, steps=8))
         assert chat["choices"][0]["message"]["content"] == ANSWER
         assert http.post(GENERATE, json={"prompt": "hello", "stepz": 1}).status_code == 400
+        too_large = http.post(CHAT, json=body_for(CHAT) | {"padding": "x" * 10000})
+        assert "at most 10000 bytes" in refusal(too_large, 413)["message"]
+        named = http.post(CHAT, json=body_for(CHAT), headers={"X-Request-Id": "mine-7"})
+        assert named.headers["X-Request-Id"] == "mine-7"
+        assert named.json()["id"] == "chatcmpl-mine-7"
+    assert re.search(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7$', server.log(), re.MULTILINE)
     assert "Traceback" not in server.log()
     server.terminate()
     assert server.wait() == 0, server.log()
     assert server.group_is_empty()
+
+
+def test_a_paused_engine_is_not_ready(servers: dict[str, ServerProcess]) -> None:
+    with servers["to be killed"].client() as http:
+        assert http.get("/ready").json() == {"status": "ready"}
+        assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+        paused = http.get("/ready")
+        assert (paused.status_code, paused.json()) == (503, {"status": "paused"})
+        assert http.get("/health").status_code == 200
+        assert http.post("/resume").status_code == 200
+        assert http.get("/ready").status_code == 200
+        assert Client(http).ask()["text"] == [ANSWER]
+
+
+def test_a_dead_engine_ends_everything(servers: dict[str, ServerProcess]) -> None:
+    """Its process is killed: within 5 s nobody is told that all is well, and no request hangs."""
+    server = servers["to be killed"]
+    body = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 2048}
+    with server.client() as http, ThreadPoolExecutor(2) as pool:
+        client = Client(http)
+        plain = pool.submit(http.post, GENERATE, json=body)
+        streamed = pool.submit(last_event, http, body)
+        client.wait_for_num_requests(2)
+        server.kill_engine()
+        deadline = time.monotonic() + 5
+        while is_well(http):
+            assert time.monotonic() < deadline, "/health is still good"
+            time.sleep(POLL_S)
+        assert is_error(plain)
+        assert is_error(streamed)
+    assert server.wait() is not None
+    assert server.group_is_empty()
+
+
+def last_event(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
+    """A response that holds the last event of a stream before its end mark."""
+    with http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
+        found = [line for line in response.iter_lines() if line and "[DONE]" not in line]
+    text = found[-1].removeprefix("data: ") if found else "{}"
+    return httpx.Response(500 if "error" in text else 200, text=text)
+
+
+def is_error(future: Future[httpx.Response]) -> bool:
+    """An error answer, or a connection that was closed."""
+    try:
+        return future.result(timeout=30).status_code >= 500
+    except httpx.TransportError:
+        return True
+
+
+def is_well(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +203,7 @@ def failed_starts(
     commands = {
         "port in use": ["--model", str(model_dir), "--port", str(server.port)],
         "no model": ["--model", "/no/such/model", "--port", str(free_port())],
+        "no name": [],
         "unknown setting": [
             *("--model", str(model_dir), "--port", str(free_port())),
             *("--additional-config", '{"dllm": {"stepz": 8}}'),
@@ -150,16 +224,32 @@ def failed_starts(
 
 
 def test_a_port_in_use(failed_starts: dict[str, str], client: Client) -> None:
-    assert "Address already in use" in failed_starts["port in use"]
+    log = failed_starts["port in use"]
+    assert last_line(log) == f"error: port {client.http.base_url.port} of 127.0.0.1 is in use; " + (
+        "--port takes another"
+    )
+    assert "Traceback" not in log
     assert client.ask()["text"] == [ANSWER]  # the older server is not disturbed
 
 
+def last_line(log: str) -> str:
+    return log.splitlines()[-1]
+
+
 def test_a_missing_model_directory(failed_starts: dict[str, str]) -> None:
-    assert "/no/such/model" in failed_starts["no model"]
+    log = failed_starts["no model"]
+    assert last_line(log).startswith("error: model /no/such/model: no such folder")
+    assert "Traceback" not in log
+
+
+def test_no_model_at_all(failed_starts: dict[str, str]) -> None:
+    assert "error: wanted a checkpoint: --model FOLDER" in last_line(failed_starts["no name"])
 
 
 def test_a_setting_that_does_not_exist(failed_starts: dict[str, str]) -> None:
-    assert "stepz: given 8; unknown parameter" in failed_starts["unknown setting"]
+    log = failed_starts["unknown setting"]
+    assert "stepz: given 8; unknown parameter" in last_line(log)
+    assert "Traceback" not in log
 
 
 def test_the_script_names_the_variables_of_a_missing_model(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def vmm_chunk_size() -> int | None:
     return _positive_int("VLLM_VMM_CHUNK_SIZE")
 
 
+def max_request_bytes() -> int:
+    """DLLM_MAX_REQUEST_BYTES: the largest body of an HTTP request (default 32 MiB)."""
+    return _positive_int("DLLM_MAX_REQUEST_BYTES") or 32 << 20
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -77,6 +82,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
     "VLLM_USE_VMM": use_vmm,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
+    "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
 }
 
 

@@ -1,25 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m vllm.entrypoints.api_server`: upstream's OpenAI server plus the diffusion routes.
 
-It takes the arguments of `vllm serve`. Three defaults differ: the server listens on 127.0.0.1,
-running requests get 30 s to finish at shutdown, and access logs of `/health` are left out.
+It takes the arguments of `vllm serve`. Some defaults differ: the server listens on 127.0.0.1,
+running requests get 30 s to finish at shutdown, and probes and `/metrics` are not logged.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import uvloop
 
 from vllm.diffusion.api import cli
-from vllm.diffusion.errors import ServerConfigError
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
+from vllm.logger import configure_logging_from_args, init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+logger = init_logger("vllm.entrypoints.api_server")
 
 
 def main() -> None:
     cli_env_setup()
+    args = parse_arguments()
+    configure_logging_from_args(args)
+    try:
+        cli.fold_into_additional_config(args)
+        validate_parsed_serve_args(args)
+        uvloop.run(run_server(args))
+    except (OSError, TypeError, ValueError) as error:
+        # What a user can mend is one line; a failing engine has told its story in the log.
+        logger.debug("the server ended", exc_info=True)
+        raise SystemExit(f"error: {cli.one_line(error, args)}") from None
+
+
+def parse_arguments() -> Namespace:
+    """The command line, with our defaults; the model is given by `--model` or by position."""
     parser = make_arg_parser(
         FlexibleArgumentParser(
             prog="python -m vllm.entrypoints.api_server",
@@ -27,17 +47,17 @@ def main() -> None:
         )
     )
     parser.set_defaults(
-        host="127.0.0.1", shutdown_timeout=30, disable_access_log_for_endpoints="/health"
+        host="127.0.0.1",
+        shutdown_timeout=30,
+        disable_access_log_for_endpoints="/health,/ready,/metrics",
+        model=None,
     )
     cli.add_arguments(parser)
-    args = parser.parse_args()
-    try:
-        cli.fold_into_additional_config(args)
-    except ServerConfigError as error:
-        raise SystemExit(f"error: {error}") from None
-    configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    args: Namespace = parser.parse_args()
+    args.model = args.model_tag or args.model
+    if args.model is None:
+        parser.error("wanted a checkpoint: --model FOLDER, or a name on the Hugging Face Hub")
+    return args
 
 
 if __name__ == "__main__":

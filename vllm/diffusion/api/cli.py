@@ -6,10 +6,13 @@ They end in `--additional-config '{"dllm": {...}}'`, which `vllm serve` and `LLM
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from pydantic import ValidationError
 
 from vllm.diffusion import params
 from vllm.diffusion.config import server_settings
@@ -49,6 +52,19 @@ def fold_into_additional_config(args: Namespace) -> None:
     additional["dllm"] = server_settings(additional) | settings
     params.server_defaults(additional["dllm"])
     args.additional_config = additional
+
+
+def one_line(error: Exception, args: Namespace) -> str:
+    """What stopped the start, in one line."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port {args.port} of {args.host} is in use; --port takes another"
+    if isinstance(error, ValidationError):  # upstream's settings: the first fault tells most
+        fault = error.errors()[0]
+        return " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError)):
+        return f"model {args.model}: no such folder, and not found on the Hugging Face Hub: {text}"
+    return text
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from vllm import envs as upstream_envs
-from vllm.diffusion.api.door import current_door
-from vllm.diffusion.api.generate import GenerateHandler, new_request_id
+from vllm.diffusion.api import gate, metrics
+from vllm.diffusion.api.door import RequestRefused, current_door
+from vllm.diffusion.api.generate import GenerateHandler
+from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -49,7 +50,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     handler: GenerateHandler | None = raw_request.app.state.diffusion_generate
     if handler is None:
         raise NotImplementedError("the served model is not a diffusion language model")
-    request_id = raw_request.headers.get("X-Request-Id") or new_request_id()
+    request_id = raw_request.headers[gate.REQUEST_ID]
     body: GenerateBody = request
     if body.stream:
         choices = await handler.choices(body, request_id)
@@ -60,18 +61,22 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     return JSONResponse(answer.content())
 
 
-def _guards(app: FastAPI) -> list[Any]:
-    """The server's API keys hold for our routes too: upstream's middleware guards only its own."""
-    keys = [key for key in app.state.args.api_key or [upstream_envs.VLLM_API_KEY] if key]
-    if not keys:
-        return []
-    authentication = AuthenticationMiddleware(app, keys)
+@router.get(
+    "/ready",
+    responses={503: {"description": "draining, paused or dead; `status` says which"}},
+)
+async def ready(raw_request: Request) -> JSONResponse:
+    """Whether a new request would be worked on."""
+    lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
+    state = "ready" if lifecycle is None else await lifecycle.state()
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
-    def require_key(raw_request: Request) -> None:
-        if not authentication.verify_token(raw_request.headers):
-            raise HTTPException(401, "wanted an Authorization header with a valid API key")
 
-    return [Depends(require_key)]
+async def refused(raw_request: Request, error: Exception) -> Response:
+    """Upstream's answer to a refusal, which is counted."""
+    metrics.count_refusal(getattr(error, "parameter", None) or "other")
+    answer: Response = await exception_handler(raw_request, error)
+    return answer
 
 
 class DiffusionEndpoint:
@@ -81,15 +86,20 @@ class DiffusionEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(router, dependencies=_guards(app))
+        self._app = app
+        app.include_router(router)
+        app.add_exception_handler(RequestRefused, refused)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace
     ) -> None:
         door = current_door()
         if engine_client is None or door is None:
-            state.diffusion_generate = None
+            state.diffusion_generate = state.diffusion_lifecycle = None
             return
+        metrics.install(engine_client)
+        state.diffusion_lifecycle = Lifecycle(engine_client)
+        gate.install(self._app, state.diffusion_lifecycle, args)
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,

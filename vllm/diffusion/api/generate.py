@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ from vllm.diffusion.api.protocol import (
 )
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
-from vllm.exceptions import GenerationError, VLLMNotFoundError
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import GenerationError, VLLMError, VLLMNotFoundError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -122,9 +122,9 @@ class GenerateHandler:
             done = [output for output in finals if output is not None]
             response = self._response(request_id, choices, done)
             yield _event(json.dumps(response.content()))
-        except GenerationError as error:
+        except VLLMError as error:
             # The status line is gone: the error is an event, in the shape of an error answer.
-            yield _event(_error_json(str(error)))
+            yield _event(str(create_error_response(error).model_dump_json()))
         yield _event("[DONE]")
 
     async def _render(self, body: GenerateBody) -> list[Any]:
@@ -231,10 +231,6 @@ class _Cancelling:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def new_request_id() -> str:
-    return f"gen-{uuid.uuid4().hex}"
-
-
 def _answer_ids(completion: Any) -> list[int]:
     """The answer's token ids; the token that ended it is not part of it."""
     ids = list(completion.token_ids)
@@ -267,10 +263,3 @@ def _diffusion_report(reports: list[dict[str, Any]]) -> DiffusionReport:
 
 def _event(data: str) -> str:
     return f"data: {data}\n\n"
-
-
-def _error_json(message: str) -> str:
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-
-    error = create_error_response(GenerationError(message))
-    return str(error.model_dump_json())

@@ -41,19 +41,44 @@ class StepResult:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class StepUsage:
+    """Memory of a step on one rank; all in bytes but for the last.
+
+    Attributes:
+        budget_bytes: what buffers of steps and kept keys and values may take together.
+        in_use_bytes: what stays between steps: kept keys and values.
+        peak_bytes: the most in use at any time of the step; 0 when nothing ran.
+        average_bytes: weighted by time.
+        planner_us: microseconds that the plan took.
+    """
+
+    budget_bytes: int
+    in_use_bytes: int = 0
+    peak_bytes: int = 0
+    average_bytes: int = 0
+    planner_us: float = 0.0
+
+
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
     `num_scheduled_tokens` names the requests that take part in the step, with their rows;
-    `finished_req_ids` those whose canvas is no longer needed.
+    `finished_req_ids` those whose canvas is no longer needed; `scheduled_at` is `time.monotonic()`.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
+    scheduled_at: float = 0.0
 
 
 @dataclass
 class DiffusionRunnerOutput(ModelRunnerOutput):
-    """Upstream's message plus the result of every request that took part in the step."""
+    """Upstream's message plus the result of every request that took part in the step.
+
+    `usage` says what the step took of the memory, and what there is; `num_rows` what it computed.
+    """
 
     results: dict[str, StepResult] = field(default_factory=dict)
+    usage: StepUsage | None = None
+    num_rows: int = 0

@@ -100,6 +100,7 @@ class DiffusionModelRunner:
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
         self._ahead: _Step | _FailedStep | None = None
+        self._num_rows = 0  # of the newest step whose results were handed out
         self._is_reporting = is_reporting
         self._may_fail_alone = may_fail_alone
         self._log_every_step = envs.log_diffusion_steps()
@@ -120,6 +121,7 @@ class DiffusionModelRunner:
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=self._advance(req_ids) if req_ids else {},
+            num_rows=self._num_rows if req_ids else 0,
         )
 
     def run_alone(self, requests: Sequence[NewCanvas]) -> None:
@@ -171,6 +173,7 @@ class DiffusionModelRunner:
             return _FailedStep(req_ids, error)
 
     def _try_collect(self, step: _Step | _FailedStep) -> dict[str, StepResult]:
+        self._num_rows = 0 if isinstance(step, _FailedStep) else step.batch.num_rows
         try:
             if isinstance(step, _FailedStep):
                 raise step.error

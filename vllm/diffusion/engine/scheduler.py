@@ -2,8 +2,10 @@
 """Step-level continuous batching: every engine step is one denoise step of every running request.
 
 Requests wait in order of arrival. One is admitted when the planner says that its rows fit beside
-those that run; it stays until its answer is complete. The worker owns the canvas; the scheduler
-sees only the tokens that became final.
+those that run; it stays until its answer is complete. One that does not fit lets later ones that
+do pass, but only so many: then everybody waits until it has started. So small requests do not wait
+for room that only a large one needs, and no stream of small ones can keep a large one out. The
+worker owns the canvas; the scheduler sees only the tokens that became final.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import params
+from vllm.diffusion import metrics, params
 from vllm.diffusion.config import decide, row_budget, served_model
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
+MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
+
 
 @dataclass
 class _Scheduled:
@@ -50,6 +55,9 @@ class _Scheduled:
     request: Request
     params: DiffusionParams
     started: float = 0.0  # time.monotonic() of admission
+    num_overtaken: int = 0  # later requests that have started before it
+    num_forwards: int = 0
+    num_committed: int = 0
 
     @property
     def demand(self) -> Demand:
@@ -91,6 +99,9 @@ class DiffusionScheduler(SchedulerInterface):
             row_budget(vllm_config), self._model.vocab_size, self._model.cached_positions
         )
         self._log_stats = log_stats
+        self._seen = metrics.Observations(enabled=log_stats)
+        self._last_report = 0.0  # time.monotonic() of the newest results
+        self._peak_bytes = 0
         self._queues = _Queues()
         self._pause_state = PauseState.UNPAUSED
         self._finished_req_ids: set[str] = set()
@@ -134,8 +145,12 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         request.status = status
-        if self._queues.running.pop(request.request_id, None) is not None:
+        item = self._queues.running.pop(request.request_id, None)
+        if item is not None:
             self._finished_req_ids.add(request.request_id)
+            if item.num_forwards:
+                rate = item.num_committed / item.num_forwards
+                self._seen.observe(metrics.TOKENS_PER_FORWARD, rate)
         if self._finished_by_client is not None:
             self._finished_by_client[request.client_index].add(request.request_id)
 
@@ -157,20 +172,35 @@ class DiffusionScheduler(SchedulerInterface):
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
             admitted=admitted,
+            scheduled_at=time.monotonic(),
         )
 
     def _admit(self) -> list[NewCanvas]:
         admitted = []
-        while self._queues.waiting and self._may_start(self._queues.waiting[0]):
-            item = self._queues.waiting.popleft()
-            item.started = time.monotonic()
-            item.request.status = RequestStatus.RUNNING
-            if self._log_stats:
-                item.request.record_event(EngineCoreEventType.SCHEDULED)
-            self._queues.running[item.request.request_id] = item
-            prompt = list(item.request.prompt_token_ids or [])
-            admitted.append(NewCanvas(item.request.request_id, prompt, item.params))
+        passed: list[_Scheduled] = []  # came earlier, do not fit now; the first was passed most
+        for item in list(self._queues.waiting):
+            if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
+                break
+            if not self._may_start(item):
+                passed.append(item)
+                if len(passed) == MAX_PASSED:
+                    break
+                continue
+            for earlier in passed:
+                earlier.num_overtaken += 1
+            self._queues.waiting.remove(item)
+            admitted.append(self._start(item))
         return admitted
+
+    def _start(self, item: _Scheduled) -> NewCanvas:
+        item.started = time.monotonic()
+        item.request.status = RequestStatus.RUNNING
+        self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(item.request))
+        if self._log_stats:
+            item.request.record_event(EngineCoreEventType.SCHEDULED)
+        self._queues.running[item.request.request_id] = item
+        prompt = list(item.request.prompt_token_ids or [])
+        return NewCanvas(item.request.request_id, prompt, item.params)
 
     def _may_start(self, item: _Scheduled) -> bool:
         running = self._queues.running.values()
@@ -185,6 +215,7 @@ class DiffusionScheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._observe_step(scheduler_output, model_runner_output)
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request, message in self._queues.refused:
             outputs[request.client_index].append(self._refuse(request, message))
@@ -198,8 +229,35 @@ class DiffusionScheduler(SchedulerInterface):
                 outputs[item.request.client_index].append(output)
         return self._envelopes(outputs)
 
+    def _observe_step(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
+        if done.usage is not None:
+            self._peak_bytes = max(self._peak_bytes, done.usage.peak_bytes)
+            self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)
+            self._seen.observe(metrics.POOL_IN_USE, done.usage.in_use_bytes)
+            self._seen.observe(metrics.POOL_PEAK, self._peak_bytes)
+        if not done.results:
+            return
+        if done.usage is not None:
+            self._seen.observe(metrics.PLANNER_TIME, done.usage.planner_us / 1e6)
+        now = time.monotonic()
+        self._seen.count(metrics.DENOISE_STEPS)
+        self._seen.observe(metrics.STEP_BATCH_SIZE, len(done.results))
+        self._seen.observe(metrics.STEP_ROWS, done.num_rows)
+        # A step may be scheduled before the results of the one before it are known.
+        self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
+        self._last_report = now
+
+    def _observe_progress(self, item: _Scheduled, result: StepResult) -> None:
+        self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
+        self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
+        if result.num_committed and not item.num_committed:
+            waited = _seconds_since_arrival(item.request)
+            self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
+        item.num_forwards, item.num_committed = result.num_forwards, result.num_committed
+
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)
+        self._seen.count(metrics.REQUESTS_REFUSED, label="engine")
         self._end(request, RequestStatus.FINISHED_ERROR)
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -215,6 +273,7 @@ class DiffusionScheduler(SchedulerInterface):
         request = item.request
         if result.error is not None:
             return self._refuse(request, result.error)
+        self._observe_progress(item, result)
         new_token_ids = self._accept(item, result.new_token_ids)
         if not new_token_ids:
             return None
@@ -297,7 +356,9 @@ class DiffusionScheduler(SchedulerInterface):
         if not self._log_stats:
             return None
         running, waiting = self.get_request_counts()
-        return SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        self._seen.put_into(stats)
+        return stats
 
     @property
     def pause_state(self) -> PauseState:
@@ -329,3 +390,8 @@ class DiffusionScheduler(SchedulerInterface):
 
     def reset_encoder_cache(self) -> None:
         pass
+
+
+def _seconds_since_arrival(request: Request) -> float:
+    """The arrival was stamped by the server's process, so by the clock that they share."""
+    return float(max(time.time() - request.arrival_time, 0.0))

@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Chat with a diffusion language model in a terminal, and watch each answer take shape.
+
+With a server (see README.md), or with an engine inside this process:
+
+    python docs/examples/chat.py --server http://127.0.0.1:8901
+    PYTHONPATH=. python docs/examples/chat.py --model models/llada-tiny --local-leap
+
+Committed tokens are bright, proposals that may still change are dim, masked positions are dots.
+Ctrl-D ends the conversation. Questions may also be piped in, one a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Messages = list[dict[str, str]]
+
+
+class Frame(NamedTuple):
+    """How far an answer has come.
+
+    Attributes:
+        text: the part that is final.
+        canvas: text of every position and whether it is committed; empty where it is not known.
+    """
+
+    text: str
+    canvas: list[tuple[str, bool]]
+
+    def render(self) -> Text:
+        if not self.canvas:
+            return Text(self.text)
+        shown = Text()
+        for piece, is_committed in self.canvas:
+            if piece.startswith("<|") and piece.endswith("|>"):  # a special token, or still a mask
+                piece = "" if is_committed else "·"
+            shown.append(piece, "" if is_committed else "dim")
+        return shown
+
+
+class Model(Protocol):
+    def answer(self, messages: Messages) -> Iterator[Frame]:
+        """Frames of the answer; the last one is complete."""
+
+
+class Server:
+    """A running server, asked through `POST /generate`."""
+
+    def __init__(self, url: str, api_key: str | None, fields: dict[str, Any]) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=600)
+        self._fields = fields
+
+    def answer(self, messages: Messages) -> Iterator[Frame]:
+        body = {"messages": messages, "stream": True, **self._fields}
+        text = ""
+        with self._http.stream("POST", "/generate", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise SystemExit(f"error: {response.json()['error']['message']}")
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise SystemExit(f"error: {event['error']['message']}")
+                if event["object"] == "text_diffusion.canvas":
+                    canvas = event["canvas"]
+                    pieces = zip(canvas["text"], canvas["committed"], strict=True)
+                    yield Frame(text, list(pieces))
+                else:
+                    text = event["text"][0] if isinstance(event["text"], list) else event["text"]
+                    yield Frame(text, [])
+
+
+class Engine:
+    """vLLM inside this process."""
+
+    def __init__(self, model: str, fields: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm.sampling_params import RequestOutputKind
+
+        from vllm import LLM, SamplingParams
+
+        self._engine = LLM(model=model).llm_engine
+        self._tokenizer = self._engine.get_tokenizer()
+        self._sampling = SamplingParams(
+            temperature=fields.get("temperature", 0.0),
+            max_tokens=None,
+            extra_args=fields,
+            output_kind=RequestOutputKind.CUMULATIVE,
+        )
+        self._num_asked = 0
+
+    def answer(self, messages: Messages) -> Iterator[Frame]:
+        prompt = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        self._num_asked += 1
+        request = {"prompt_token_ids": token_ids}
+        self._engine.add_request(str(self._num_asked), request, self._sampling)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                told = (output.kv_transfer_params or {}).get("dllm", {})
+                canvas = [] if output.finished else self._unpack(told.get("canvas"))
+                yield Frame(output.outputs[0].text, canvas)
+
+    def _unpack(self, canvas: dict[str, Any] | None) -> list[tuple[str, bool]]:
+        """Token ids are int32, flags are bytes."""
+        if canvas is None:
+            return []
+        token_ids = memoryview(canvas["token_ids"]).cast("i").tolist()
+        committed = memoryview(canvas["committed"]).cast("?").tolist()
+        pieces = (self._tokenizer.decode([token_id]) for token_id in token_ids)
+        return list(zip(pieces, map(bool, committed), strict=True))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", metavar="URL", help="of a running server")
+    where.add_argument("--model", metavar="FOLDER", help="a checkpoint to load into this process")
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="of the server")
+    parser.add_argument("--gen-length", type=int, default=32, help="canvas length (default: 32)")
+    parser.add_argument("--steps", type=int, help="denoise steps (default: one per token)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    parser.add_argument(
+        "--local-leap", action="store_true", help="commit more around tokens that are certain"
+    )
+    parser.add_argument("--plain", action="store_true", help="show the final text only")
+    return parser.parse_args()
+
+
+def diffusion_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters of every request."""
+    fields: dict[str, Any] = {"gen_length": args.gen_length, "temperature": args.temperature}
+    if args.steps is not None:
+        fields["steps"] = args.steps
+    if args.local_leap:
+        fields["algorithm"] = "local_leap"
+    if not args.plain:
+        fields["stream_canvas"] = True
+    return fields
+
+
+def questions() -> Iterator[str]:
+    """Lines of the terminal or of a pipe, without empty ones."""
+    while True:
+        try:
+            line = input("you> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def show(frames: Iterator[Frame], console: Console) -> str:
+    """Draw frames over each other as they come, in a pipe only the last; returns the answer."""
+    frame = Frame("", [])
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for frame in frames:
+            if console.is_terminal:
+                live.update(frame.render(), refresh=True)
+    console.print(Text(frame.text))
+    return frame.text
+
+
+def main() -> None:
+    args = parse_arguments()
+    fields = diffusion_fields(args)
+    model: Model = (
+        Server(args.server, args.api_key, fields) if args.server else Engine(args.model, fields)
+    )
+    console = Console(highlight=False)
+    messages: Messages = []
+    for question in questions():
+        messages.append({"role": "user", "content": question})
+        answer = show(model.answer(messages), console)
+        messages.append({"role": "assistant", "content": answer})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server under many clients: what is counted, and one run with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import EOS_ID, EOT_ID, make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import serve_throughput  # noqa: E402
+from benchmarks.serve_throughput import Row, measure, stop_ids_of, up_to_stop  # noqa: E402
+
+
+def test_a_row_counts_tokens_and_requests_and_orders_latencies() -> None:
+    answers = [(10, 0.1 * i) for i in range(1, 101)]
+    row = Row.of("server", 4, answers, seconds=20.0)
+    assert (row.num_requests, row.num_tokens) == (100, 1000)
+    assert (row.requests_per_s, row.tokens_per_s) == (5.0, 50.0)
+    assert row.p50_s == pytest.approx(5.05)
+    assert row.p90_s == pytest.approx(9.01)
+    assert row.p99_s == pytest.approx(9.901)
+
+
+def test_every_prompt_is_sent_once_by_as_many_clients_as_asked_for() -> None:
+    sent: list[tuple[int, ...]] = []
+    together: list[int] = []
+    barrier = threading.Barrier(3)
+    open_now = 0
+    lock = threading.Lock()
+
+    def send(prompt: list[int]) -> list[int]:
+        nonlocal open_now
+        if prompt == [-1]:
+            return []
+        with lock:
+            open_now += 1
+            together.append(open_now)
+        barrier.wait(10)  # goes on when three clients wait for an answer
+        with lock:
+            open_now -= 1
+            sent.append(tuple(prompt))
+        return prompt
+
+    class Prompts(list):  # type: ignore[type-arg]
+        def __getitem__(self, key: object) -> list[list[int]]:
+            return [[-1]]  # of the warm-up
+
+    row = measure("server", 3, send, Prompts([[i] * i for i in range(9)]))
+    assert sorted(sent) == sorted(tuple([i] * i) for i in range(9))
+    assert (row.num_requests, row.num_tokens, row.num_clients) == (9, sum(range(9)), 3)
+    assert max(together) == 3
+
+
+def test_the_clock_of_a_row_starts_after_the_warm_up() -> None:
+    calls: list[float] = []
+
+    def send(prompt: list[int]) -> list[int]:
+        calls.append(time.perf_counter())
+        return prompt
+
+    before = time.perf_counter()
+    row = measure("plain loop", 1, send, [[1], [2], [3]])
+    assert len(calls) == serve_throughput.WARM_UP + 3
+    assert row.seconds < time.perf_counter() - before
+
+
+def test_an_answer_ends_before_its_first_stop_token() -> None:
+    assert up_to_stop([5, 6, 7, 8], {7, 6}) == [5]
+    assert up_to_stop([5, 6], {9}) == [5, 6]
+    assert up_to_stop([], {9}) == []
+
+
+def test_stop_tokens_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family="llada", seed=3)
+    config = json.loads((folder / "config.json").read_text())
+    assert stop_ids_of(folder, config) == {EOS_ID, EOT_ID}
+
+
+@pytest.mark.slow
+def test_loop_and_server_are_measured(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family="llada", seed=3)
+    arguments = ["--model", str(folder), "--dtype", "float32", "--clients", "1", "3"]
+    numbers = ["--requests", "6", "--plain-requests", "3", "--gen-length", "16", "--steps", "8"]
+    out = ["--block-length", "8", "--output-dir", str(tmp_path)]
+    assert serve_throughput.main([*arguments, *numbers, *out]) == 0
+    rows = json.loads((tmp_path / "serve_throughput.json").read_text())["rows"]
+    found = [(row["system"], row["num_clients"], row["num_requests"]) for row in rows]
+    assert found == [("plain loop", 1, 3), ("server", 1, 6), ("server", 3, 6)]
+    assert rows[1]["num_tokens"] == rows[2]["num_tokens"]  # the same answers
+    assert all(0 < row["p50_s"] <= row["p90_s"] <= row["p99_s"] for row in rows)
+    assert (tmp_path / "serve_throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for arguments in ([], ["--family", "llada", "--clients", "0"], ["--model", "x", "--family"]):
+        with pytest.raises(SystemExit) as caught:
+            serve_throughput.parse_arguments(arguments)
+        assert caught.value.code == 2

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who starts when there is not room for all: order of arrival, with a bounded right to pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, running, sampling_params
+from tests.engine.test_batching import record_steps
+from vllm.diffusion.engine import scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+BUDGET = 128  # rows
+SMALL = Ask(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})
+LARGE = Ask(random_prompt(96), {"gen_length": 16, "steps": 4, "ignore_eos": True})
+GIANT = Ask(random_prompt(200), {"gen_length": 16, "steps": 4, "ignore_eos": True})  # alone only
+
+
+@pytest.fixture(scope="module")
+def narrow(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(checkpoint("mha"), max_num_batched_tokens=BUDGET, max_num_seqs=64) as engine:
+        yield engine
+
+
+class Traffic:
+    """Requests that are sent by name, and the order in which they start."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine = engine.llm.llm_engine
+        self._steps = record_steps(engine, monkeypatch)
+        self._finished: set[str] = set()
+
+    def send(self, name: str, ask: Ask) -> None:
+        prompt: Any = {"prompt_token_ids": ask.prompt}
+        self._engine.add_request(name, prompt, sampling_params(ask))
+
+    def step(self) -> None:
+        outputs = self._engine.step()
+        self._finished |= {o.request_id for o in outputs if o.finished}
+
+    def is_finished(self, name: str) -> bool:
+        return name in self._finished
+
+    def finish(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self.step()
+
+    @property
+    def started(self) -> list[str]:
+        """Names in the order of their first step; the engine appends a suffix to them."""
+        internal = dict.fromkeys(req_id for step in self._steps for req_id in step)
+        return [req_id.rsplit("-", 1)[0] for req_id in internal]
+
+
+@pytest.fixture
+def traffic(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    return Traffic(narrow, monkeypatch)
+
+
+def test_small_requests_do_not_wait_for_room_that_only_a_large_one_needs(traffic: Traffic) -> None:
+    for name, ask in (("first", LARGE), ("second", LARGE), ("small", SMALL)):
+        traffic.send(name, ask)
+    traffic.finish()
+    assert traffic.started == ["first", "small", "second"]
+
+
+@pytest.mark.parametrize("kept_out", [LARGE, GIANT], ids=["large", "giant"])
+def test_a_stream_of_small_requests_cannot_keep_a_large_one_out(
+    traffic: Traffic, kept_out: Ask
+) -> None:
+    """Two small ones arrive with every step, for ever, so that the engine is never idle."""
+    for i in range(4):
+        traffic.send(f"before {i}", SMALL)
+    traffic.step()
+    traffic.send("large", kept_out)
+    for i in range(100):
+        traffic.send(f"even {i}", SMALL)
+        traffic.send(f"odd {i}", SMALL)
+        traffic.step()
+        if traffic.is_finished("large"):
+            break
+    assert traffic.is_finished("large")
+    traffic.finish()
+    overtook = traffic.started.index("large") - 4
+    assert 0 < overtook <= scheduler.MAX_OVERTAKEN
+
+
+def test_large_requests_cannot_keep_a_small_one_out(traffic: Traffic) -> None:
+    """Each of a stream of giants runs alone; the small one starts after at most one of them."""
+    traffic.send("giant 0", GIANT)
+    traffic.step()
+    traffic.send("giant 1", GIANT)
+    traffic.send("small", SMALL)
+    for i in range(2, 100):
+        traffic.send(f"giant {i}", GIANT)
+        traffic.step()
+        if traffic.is_finished("small"):
+            break
+    assert traffic.started.index("small") <= 2
+    traffic.finish()
+
+
+def test_equals_start_in_order_of_arrival(traffic: Traffic) -> None:
+    names = [str(i) for i in range(40)]
+    for name in names:
+        traffic.send(name, SMALL)
+    traffic.finish()
+    assert traffic.started == names
+
+
+def test_a_lone_request_by_its_own_wish_is_not_kept_out_either(traffic: Traffic) -> None:
+    alone = Ask(SMALL.prompt, {**SMALL.extra, "force_single_batch": True})
+    traffic.send("before", SMALL)
+    traffic.step()
+    traffic.send("alone", alone)
+    for i in range(60):
+        traffic.send(str(i), SMALL)
+        traffic.step()
+    assert traffic.is_finished("alone")
+    traffic.finish()

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many mixed requests at once, too many for one step: each gets the answer that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, running, sampling_params
+from tests.engine.test_batching import record_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
+KINDS: tuple[dict[str, Any], ...] = (
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 8},
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cfg_scale": 1.0},
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 4, "temperature": 1.0},
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "remasking": "random"},
+    {"gen_length": 64, "block_length": 32, "threshold": 0.5, "cache": "dual"},
+    {**BLOCKS, "threshold": 0.6, "cache": "prefix"},
+    {**BLOCKS, "algorithm": "factor", "cache": "dual"},
+    {**BLOCKS, "algorithm": "local_leap"},
+    {**BLOCKS, "algorithm": "entropy_threshold", "threshold": 1.0},
+    {**BLOCKS, "algorithm": "hierarchy"},
+    {**BLOCKS, "algorithm": "multi_block", "cache": "delayed"},
+    {"gen_length": 24, "algorithm": "dream", "steps": 6},
+    {"gen_length": 8, "algorithm": "semi_ar", "steps": 2, "force_single_batch": True},
+)
+LONG = 180  # prompt tokens of one request in eight; with its canvas it hardly fits beside others
+ROOM: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 12}
+
+
+@dataclass
+class Sent:
+    """A request of the crowd.
+
+    Attributes:
+        step: the engine's step at which it is sent.
+        streams: its outputs are deltas; else one output with everything.
+        leaves: steps after which its client goes away, if it does.
+    """
+
+    ask: Ask
+    step: int
+    streams: bool
+    leaves: int | None
+    token_ids: list[int] = field(default_factory=list)
+    num_ends: int = 0
+
+
+def crowd(num_requests: int) -> list[Sent]:
+    """The same requests every time; one in ten leaves."""
+    draw = random.Random(7)
+    found = []
+    for i in range(num_requests):
+        length = LONG if i % 8 == 3 else draw.randint(1, 60)
+        asked = {**KINDS[i % len(KINDS)], "seed": i, "ignore_eos": draw.random() < 0.7}
+        ask = Ask(random_prompt(length, seed=i), asked)
+        leaves = draw.randint(0, 20) if draw.random() < 0.1 else None
+        found.append(Sent(ask, draw.randint(0, 30), draw.random() < 0.5, leaves))
+    return found
+
+
+def serve(engine: Engine, requests: list[Sent]) -> None:
+    """Send everything, step until nothing is left, and take in every output."""
+    from vllm.sampling_params import RequestOutputKind
+
+    upstream = engine.llm.llm_engine
+    internal: dict[int, str] = {}
+    step = 0
+    while upstream.has_unfinished_requests() or len(internal) < len(requests):
+        for i, sent in enumerate(requests):
+            if sent.step == step:
+                sampling = sampling_params(sent.ask)
+                streamed = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+                sampling.output_kind = streamed[0 if sent.streams else 1]
+                prompt: Any = {"prompt_token_ids": sent.ask.prompt}
+                internal[i] = upstream.add_request(str(i), prompt, sampling)
+            if sent.leaves is not None and step == sent.step + sent.leaves:
+                upstream.abort_request([internal[i]], internal=True)
+        for output in upstream.step():
+            sent = requests[int(output.request_id)]
+            sent.token_ids += output.outputs[0].token_ids
+            sent.num_ends += output.finished
+        step += 1
+        assert step < 5000, "some requests never end"
+
+
+@pytest.mark.parametrize(("case", "num_requests"), [("mha", 200), ("dream", 20), ("moe", 20)])
+def test_a_crowd_is_served_as_if_each_were_alone(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    num_requests: int,
+) -> None:
+    requests = crowd(num_requests)
+    with running(checkpoint(case), **ROOM) as engine:
+        with monkeypatch.context() as patch:
+            steps = record_steps(engine, patch)
+            serve(engine, requests)
+        assert engine.is_idle()
+        stayed = [sent for sent in requests if sent.leaves is None]
+        assert {sent.num_ends for sent in stayed} == {1}  # none lost, none answered twice
+        assert max(len(step) for step in steps) > 4  # else this compares each alone with itself
+        for sent in requests:
+            (alone,) = engine.ask(sent.ask)
+            if sent.leaves is None:
+                assert sent.token_ids == alone.token_ids, sent
+            else:
+                assert sent.token_ids == alone.token_ids[: len(sent.token_ids)], sent

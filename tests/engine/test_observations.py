@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's observations: what crosses to the server's process, and that it harms nobody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import BLOCKS, Ask, running, sampling_params
+from vllm.diffusion import metrics
+from vllm.diffusion.engine.messages import StepUsage
+from vllm.diffusion.metrics import Metric, Observations, observations_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def sent(observations: Observations) -> list[tuple[str, str, int]]:
+    """What arrives after upstream's encoding, in which types matter."""
+    stats = SchedulerStats()
+    observations.put_into(stats)
+    encoded = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    decoded = MsgpackDecoder(EngineCoreOutputs).decode(encoded).scheduler_stats
+    return [(metric.name, value, times) for metric, value, times in observations_in(decoded)]
+
+
+def test_observations_arrive_as_they_were_made() -> None:
+    seen = Observations(enabled=True)
+    seen.count(metrics.FORWARDS, 3)
+    seen.count(metrics.FORWARDS, 4)
+    seen.count(metrics.DENOISE_STEPS, 0)
+    seen.count(metrics.REQUESTS_REFUSED, label="engine")
+    seen.observe(metrics.STEP_ROWS, 64)
+    seen.observe(metrics.STEP_ROWS, 64)
+    seen.observe(metrics.STEP_TIME, 0.1)
+    seen.observe(metrics.POOL_BUDGET, 2**37 + 1)
+    assert sent(seen) == [
+        ("dllm:forwards", "", 7),
+        ("dllm:requests_refused", "engine", 1),
+        ("dllm:step_rows", "64", 2),
+        ("dllm:step_time_seconds", "0.10000000000000001", 1),
+        ("dllm:activation_pool_budget_bytes", str(2**37 + 1), 1),
+    ]
+    assert sent(seen) == []  # taken once
+
+
+def test_nothing_is_kept_that_nobody_takes() -> None:
+    seen = Observations(enabled=False)
+    seen.count(metrics.FORWARDS)
+    seen.observe(metrics.STEP_TIME, 1.0)
+    assert sent(seen) == []
+
+
+@pytest.mark.parametrize("metric", metrics.METRICS, ids=lambda metric: metric.name)
+def test_every_metric_is_well_formed(metric: metrics.Metric) -> None:
+    assert metric.name.startswith("dllm:")
+    assert metric.doc.endswith(".")
+    assert "|" not in metric.doc  # it goes into a table
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert not metric.name.endswith("_total")
+
+
+def test_upstreams_loggers_pass_them_by(checkpoint: Callable[[str], Path]) -> None:
+    """An offline engine with statistics has upstream's loggers and not ours."""
+    with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        (answer,) = engine.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
+        assert len(answer.token_ids) == 32
+        engine.llm.llm_engine.do_log_stats()
+        names = {metric.name for metric in engine.llm.get_metrics()}
+    assert "vllm:generation_tokens" in names
+    assert not {name for name in names if name.startswith("vllm:lora")}
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Everything that is sent from now on."""
+    seen: list[tuple[str, str, int]] = []
+    put_into = Observations.put_into
+
+    def noted(self: Observations, stats: SchedulerStats) -> None:
+        put_into(self, stats)
+        seen.extend((metric.name, value, times) for metric, value, times in observations_in(stats))
+
+    monkeypatch.setattr(Observations, "put_into", noted)
+    return seen
+
+
+def test_an_abort_after_some_steps_is_an_end(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens per forward are noted for every request that ran, however it ends."""
+    seen = record(monkeypatch)
+    with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        upstream = engine.llm.llm_engine
+        ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
+        req_id = upstream.add_request(
+            "leaves", {"prompt_token_ids": ask.prompt}, sampling_params(ask)
+        )
+        for _ in range(5):
+            upstream.step()
+        upstream.abort_request([req_id], internal=True)
+        assert engine.is_idle()
+    counts = [times for name, _, times in seen if name == "dllm:forwards"]
+    assert counts == [1] * 5
+    assert ("dllm:tokens_per_forward", "1", 1) in seen
+
+
+def test_what_a_step_takes_of_the_memory_is_passed_on(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budget and what is in use as they are, the peak of all steps so far."""
+    seen = record(monkeypatch)
+    usages = [StepUsage(1000, 10, peak, 5, planner_us=250.0) for peak in (30, 70, 20)]
+    with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        execute = engine.runner.execute
+
+        def told(message: Any) -> Any:
+            output = execute(message)
+            output.usage = usages.pop(0) if output.results else StepUsage(1000)
+            return output
+
+        monkeypatch.setattr(engine.runner, "execute", told)
+        engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True}))
+
+    def values(metric: Metric) -> list[str]:
+        return [value for name, value, _ in seen if name == metric.name]
+
+    assert values(metrics.POOL_PEAK)[:3] == ["30", "70", "70"]
+    assert values(metrics.POOL_BUDGET)[:3] == ["1000"] * 3
+    assert values(metrics.POOL_IN_USE)[:3] == ["10"] * 3
+    assert [float(value) for value in values(metrics.PLANNER_TIME)] == [250e-6] * 3

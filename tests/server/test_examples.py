@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples and the README's curl lines, run as they stand against the tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.server.client import ANSWER, QUESTION
+from tests.server.process import ROOT, environment
+from vllm.diffusion import params
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+CHAT = ROOT / "docs" / "examples" / "chat.py"
+CURL = re.compile(r"^curl .*?(?=\n\n|\n\Z|\n[a-z])", re.MULTILINE | re.DOTALL)
+README_URL = "http://127.0.0.1:8901"
+TIMEOUT_S = 120
+DIM = b"\x1b[2m"
+
+needs_canvases = pytest.mark.skipif(
+    "stream_canvas" not in {field.name for field in params.FIELDS},
+    reason="the server does not stream canvases",
+)
+
+
+def run(*command: str | Path, questions: str = "") -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run(
+        list(map(str, command)),
+        input=questions,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(NO_PROXY="127.0.0.1", HF_HUB_OFFLINE="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_openai_client(client: Client, server: ServerProcess) -> None:
+    script = ROOT / "docs" / "examples" / "openai_client.py"
+    found = run(sys.executable, script, "--server", server.url)
+    assert found.splitlines() == [ANSWER, "3 plus 4 is 7."]
+
+
+@pytest.mark.parametrize("option", ["--plain", "--local-leap"])
+def test_chat_with_a_server(client: Client, server: ServerProcess, option: str) -> None:
+    arguments = ["--server", server.url, "--plain", *({option} - {"--plain"})]
+    found = run(sys.executable, CHAT, *arguments, questions=f"\n{QUESTION}\n")
+    assert found == f"{ANSWER}\n"
+
+
+def test_chat_with_an_engine_of_its_own(model_dir: Path) -> None:
+    """The second question goes with the first and its answer, which the model has not learnt."""
+    arguments = ["--model", str(model_dir), "--local-leap", "--plain"]
+    found = run(sys.executable, CHAT, *arguments, questions=f"{QUESTION}\nAnd of Japan?\n")
+    assert found.splitlines()[0] == ANSWER
+    assert found.count("\n") >= 2
+
+
+def test_chat_passes_a_refusal_on(client: Client, server: ServerProcess) -> None:
+    done = subprocess.run(
+        [sys.executable, str(CHAT), "--server", server.url, "--plain", "--gen-length", "99999"],
+        input=QUESTION,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(NO_PROXY="127.0.0.1"),
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: gen_length: given 99999")
+    assert done.stderr.count("\n") == 1
+
+
+@needs_canvases
+def test_chat_shows_the_canvas_in_a_terminal(client: Client, server: ServerProcess) -> None:
+    shown = in_a_terminal([sys.executable, str(CHAT), "--server", server.url], QUESTION)
+    assert DIM in shown
+    assert "·".encode() in shown
+    assert shown.rstrip().endswith(b"you>")
+    assert ANSWER.encode() in shown
+
+
+def in_a_terminal(command: list[str], question: str) -> bytes:
+    """What a program shows from its first prompt to its second, between which it is asked."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(command[0], command, environment(TERM="xterm", COLUMNS="200", NO_PROXY="*"))
+    try:
+        until_prompt(terminal)
+        os.write(terminal, f"{question}\n".encode())
+        return until_prompt(terminal)
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(terminal, b"\x04")
+        os.close(terminal)
+        os.waitpid(child, 0)
+
+
+def until_prompt(terminal: int) -> bytes:
+    shown = b""
+    deadline = time.monotonic() + TIMEOUT_S
+    while b"you> " not in shown:
+        assert time.monotonic() < deadline, shown
+        if select.select([terminal], [], [], 1.0)[0]:
+            shown += os.read(terminal, 65536)
+    return shown
+
+
+def curl_lines() -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in CURL.findall(block)]
+
+
+@pytest.mark.parametrize("line", curl_lines(), ids=lambda line: line.split()[2].split("8901")[-1])
+def test_a_curl_line_of_the_readme(client: Client, server: ServerProcess, line: str) -> None:
+    assert README_URL in line
+    found = run("bash", "-c", line.replace(README_URL, server.url))
+    if '"stream": true' in line:
+        events = [event for event in found.split("\n\n") if event]
+        assert events[-1] == "data: [DONE]"
+        found = events[-2].removeprefix("data: ")
+    answer = json.loads(found)
+    assert "error" not in answer
+    assert "capital of France" in found or "3 plus 4 is 7." in found
+
+
+def test_the_readme_asks_every_kind_of_route() -> None:
+    lines = curl_lines()
+    assert len(lines) >= 3
+    assert any("/v1/chat/completions" in line for line in lines)
+    assert any('"stream": true' in line for line in lines)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gate, log and drain around a small application: no engine, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import GracefulHTTPError
+
+from tests.server.client import refusal
+from vllm.diffusion.api import gate
+from vllm.diffusion.api.lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+WORK = "/generate"
+
+
+class Engine:
+    """What `Lifecycle` uses of upstream's client."""
+
+    def __init__(self) -> None:
+        self.errored = self.paused = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.stopped: list[float | None] = []
+        self.aborted: list[str] = []
+        self.errors: list[Exception] = []
+        self.request_states = {"left": object()}
+        self.output_processor = self
+        self.output_handler = asyncio.ensure_future(asyncio.sleep(60))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.stopped.append(timeout)
+
+    async def is_paused(self) -> bool:
+        await self.answers.wait()
+        return self.paused
+
+    def propagate_error(self, error: Exception) -> None:
+        self.errors.append(error)
+
+    async def abort(self, request_ids: list[str], internal: bool) -> None:
+        self.aborted += request_ids
+
+
+class Site:
+    """An application behind the gate: `work` answers with the size of the body it was sent."""
+
+    def __init__(self, **args: Any) -> None:
+        self.engine = Engine()
+        self.lifecycle = Lifecycle(self.engine)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.app = FastAPI()
+        self.app.add_api_route(WORK, self.work, methods=["POST"])
+        for path in ("/health", "/v1/models"):
+            self.app.add_api_route(path, lambda: "fine")
+        init_exception_handler(self.app)
+        self.args = Namespace(
+            **{
+                "api_key": [],
+                "disable_access_log_for_endpoints": "/health",
+                "disable_uvicorn_access_log": False,
+                "log_error_stack": False,
+                **args,
+            }
+        )
+        self.app.state.args = self.args
+        gate.install(self.app, self.lifecycle, self.args)
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://site")
+
+    async def work(self, request: Request) -> int:
+        size = len(await request.body())
+        await self.may_answer.wait()
+        if self.engine.errors:
+            raise self.engine.errors[0]
+        return size
+
+
+def on_site(**args: Any) -> Callable[[Callable[[Site], Awaitable[None]]], Callable[[], None]]:
+    """Run a test inside an event loop with a fresh site."""
+
+    def decorated(test: Callable[[Site], Awaitable[None]]) -> Callable[[], None]:
+        async def run() -> None:
+            await test(Site(**args))
+
+        def wrapper() -> None:
+            asyncio.run(run())
+
+        wrapper.__name__, wrapper.__doc__ = test.__name__, test.__doc__
+        return wrapper
+
+    return decorated
+
+
+# ---- API keys ----------------------------------------------------------------------------------
+
+
+@on_site(api_key=["first", "second"])
+async def test_every_route_but_probes_wants_a_key(site: Site) -> None:
+    for method, path in (("POST", WORK), ("GET", "/v1/models"), ("POST", "/invocations")):
+        for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}):
+            response = await site.http.request(method, path, headers=headers)
+            assert "API key" in refusal(response, 401)["message"]
+        keyed = await site.http.request(method, path, headers={"Authorization": "Bearer second"})
+        assert keyed.status_code == (404 if path == "/invocations" else 200)
+    assert (await site.http.get("/health")).status_code == 200
+    assert (await site.http.options(WORK)).status_code == 405  # the application's own answer
+
+
+@on_site()
+async def test_without_keys_none_is_asked_for(site: Site) -> None:
+    assert (await site.http.post(WORK)).json() == 0
+
+
+# ---- size of bodies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["length", "chunked"])
+def test_a_body_above_the_limit_is_refused(
+    announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLLM_MAX_REQUEST_BYTES", "1000")
+
+    async def pieces(size: int) -> AsyncIterator[bytes]:
+        for start in range(0, size, 300):
+            yield b" " * min(300, size - start)
+
+    async def run() -> None:
+        site = Site()
+        for size, status in ((999, 200), (1000, 200), (1001, 413), (5000, 413)):
+            body = b" " * size if announced else pieces(size)
+            response = await site.http.post(WORK, content=body)
+            assert response.status_code == status, size
+            if status == 200:
+                assert response.json() == size
+            else:
+                message = refusal(response, 413)["message"]
+                assert "at most 1000 bytes" in message
+                assert "DLLM_MAX_REQUEST_BYTES" in message
+
+    asyncio.run(run())
+
+
+# ---- ids and the log ---------------------------------------------------------------------------
+
+
+@on_site()
+async def test_every_answer_carries_an_id(site: Site) -> None:
+    kept = await site.http.post(WORK, headers={"X-Request-Id": "mine-1"})
+    assert kept.headers["x-request-id"] == "mine-1"
+    given = {(await site.http.get("/nowhere")).headers["x-request-id"] for _ in range(3)}
+    assert len(given) == 3
+    too_long = await site.http.post(WORK, headers={"X-Request-Id": "x" * 200})
+    assert len(too_long.headers["x-request-id"]) == 32
+
+
+def test_the_log_names_request_status_and_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(gate.logger, "isEnabledFor", lambda level: level == logging.INFO)
+    monkeypatch.setattr(gate.logger, "info", lambda text, *values: lines.append(text % values))
+
+    async def run(**args: Any) -> None:
+        site = Site(**args)
+        assert site.args.disable_uvicorn_access_log  # ours takes its place
+        await site.http.post(f"{WORK}?key=secret", headers={"X-Request-Id": "mine-2"})
+        await site.http.get("/forged%0aline")
+        await site.http.get("/health")
+
+    asyncio.run(run())
+    assert len(lines) == 2, lines  # /health is left out
+    assert '"POST /generate" 200 ' in lines[0]
+    assert lines[0].endswith("id=mine-2")
+    assert '"GET /forged%0aline" 404 ' in lines[1]
+    asyncio.run(run(disable_uvicorn_access_log=True))
+    assert len(lines) == 2
+
+
+# ---- /ready and the end ------------------------------------------------------------------------
+
+
+@on_site()
+async def test_states(site: Site) -> None:
+    assert await site.lifecycle.state() == "ready"
+    site.engine.paused = True
+    assert await site.lifecycle.state() == "paused"
+    site.engine.paused = False
+    assert await site.lifecycle.state() == "ready"
+    site.engine.errored = True
+    assert await site.lifecycle.state() == "dead"
+    site.lifecycle._is_draining = True
+    assert await site.lifecycle.state() == "draining"
+
+
+def test_an_engine_inside_a_long_step_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.diffusion.api.lifecycle._ANSWER_S", 0.01)
+
+    async def run() -> None:
+        site = Site()
+        site.engine.paused = True
+        assert await site.lifecycle.state() == "paused"
+        site.engine.paused = False
+        site.engine.answers.clear()
+        assert await site.lifecycle.state() == "paused"
+        site.engine.answers.set()
+        assert await site.lifecycle.state() == "ready"
+
+    asyncio.run(run())
+
+
+def stop(site: Site, timeout: float) -> asyncio.Task[None]:
+    """As upstream does it when a signal arrives: in a thread, while the loop goes on."""
+    return asyncio.ensure_future(asyncio.to_thread(site.engine.shutdown, timeout=timeout))
+
+
+@on_site()
+async def test_a_drain_waits_for_open_requests_and_takes_no_new_ones(site: Site) -> None:
+    site.may_answer.clear()
+    working = asyncio.ensure_future(site.http.post(WORK, content=b"12345"))
+    while not site.lifecycle._num_open:
+        await asyncio.sleep(0)
+    stopping = stop(site, timeout=60)
+    while not site.lifecycle.is_draining:
+        await asyncio.sleep(0.001)
+    refused = await site.http.post(WORK)
+    assert "shutting down" in refusal(refused, 503)["message"]
+    assert refused.headers["retry-after"]
+    assert (await site.http.get("/health")).status_code == 200
+    assert not site.engine.stopped
+    site.may_answer.set()
+    assert (await working).json() == 5
+    await stopping
+    assert site.engine.stopped == [60]
+    assert not site.engine.aborted
+    assert site.engine.output_handler.cancelled()
+    site.engine.shutdown(timeout=60)  # upstream's second call, on the loop itself
+    assert len(site.engine.stopped) == 2
+
+
+@on_site()
+async def test_a_drain_ends_what_takes_too_long(site: Site) -> None:
+    site.may_answer.clear()
+    working = asyncio.ensure_future(site.http.post(WORK))
+    while not site.lifecycle._num_open:
+        await asyncio.sleep(0)
+    stopping = stop(site, timeout=0.01)
+    while not site.engine.errors:
+        await asyncio.sleep(0.001)
+    site.may_answer.set()
+    assert isinstance(site.engine.errors[0], GracefulHTTPError)
+    assert "shutting down" in refusal(await working, 503)["message"]
+    await stopping
+    assert site.engine.aborted == ["left"]
+    assert site.engine.stopped == [0.01]
+
+
+@on_site()
+async def test_an_engine_that_dies_stops_without_a_drain(site: Site) -> None:
+    site.engine.shutdown(timeout=5)
+    assert site.engine.stopped == [5]

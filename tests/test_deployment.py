@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images, compose file, Prometheus and Grafana: they name only what exists, and fit together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm.diffusion.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKER = ROOT / "docs" / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+DASHBOARD = ROOT / "docs" / "grafana" / "mosaic.json"
+METRIC_NAME = re.compile(r"\b(?:dllm|vllm):[a-z0-9_]+")
+# Upstream's metrics that the dashboard shows; tests/server/test_metrics.py finds them served.
+UPSTREAMS = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:generation_tokens_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+}
+
+
+def load(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """Keyword and the rest of every instruction, continued lines joined."""
+    text = file.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    return [
+        (word, rest.strip())
+        for word, _, rest in (line.partition(" ") for line in lines if line and line[0] != "#")
+    ]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+class TestDockerfile:
+    def test_it_starts_from_a_pinned_image_and_leaves_root(self, file: Path) -> None:
+        found = instructions(file)
+        assert found[0][0] == "FROM"
+        tag = found[0][1].rpartition(":")[2]
+        assert tag not in ("", "latest")
+        words = [word for word, _ in found]
+        assert words.count("USER") == 1
+        assert words.index("USER") < words.index("ENTRYPOINT")
+        assert dict(found)["STOPSIGNAL"] == "SIGTERM"
+
+    def test_what_it_copies_and_runs_exists(self, file: Path) -> None:
+        ran: set[str] = set()
+        for word, rest in instructions(file):
+            if word == "COPY":
+                *sources, _ = rest.split()
+                assert all((ROOT / source).exists() for source in sources), rest
+            if word in ("RUN", "ENTRYPOINT"):
+                words = json.loads(rest) if rest[0] == "[" else shlex.split(rest)
+                ran |= {w for w in words if w.startswith("scripts/")}
+        assert "scripts/setup.sh" in ran  # as CI does
+        assert "scripts/setup.sh" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+        for script in ran:
+            assert (ROOT / script).is_file(), script
+            assert script.endswith(".py") or os.access(ROOT / script, os.X_OK), script
+
+    def test_its_variables_are_documented(self, file: Path) -> None:
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        names = {
+            name
+            for word, rest in instructions(file)
+            if word == "ENV"
+            for name in re.findall(r"(\w+)=", rest)
+        }
+        assert {"MOSAIC_DEVICE", "MODEL_DIR", "HOST", "PORT"} <= names
+        assert not {name for name in names if f"`{name}`" not in readme}
+
+
+def test_there_is_an_image_for_each_kind_of_machine() -> None:
+    assert [file.name for file in DOCKERFILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
+
+
+def test_the_image_takes_nothing_that_is_built_or_downloaded() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {".venv", "models", ".git", "**/*.so"} <= set(ignored)
+
+
+def test_the_services_fit_together() -> None:
+    services = load(DOCKER / "compose.yaml")["services"]
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (DOCKER / source).exists(), source
+        for wanted in service.get("depends_on", []):
+            assert wanted in services
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        if "build" not in service:
+            assert re.search(r":v?\d+\.\d+", service["image"]), "pin the image"
+    build = services["server"]["build"]
+    assert (DOCKER / build["context"]).resolve() == ROOT
+    for image in ("cpu", "cuda"):
+        dockerfile = build["dockerfile"].replace("${MOSAIC_IMAGE:-cpu}", image)
+        assert (ROOT / dockerfile).is_file(), dockerfile
+    assert load(DOCKER / "gpu.yaml")["services"].keys() <= services.keys()
+
+    (job,) = load(DOCKER / "prometheus.yaml")["scrape_configs"]
+    ((target,),) = [part["targets"] for part in job["static_configs"]]
+    host, port = target.split(":")
+    assert f"{port}:{port}" in services[host]["ports"][0]
+    assert job["metrics_path"] == "/metrics"
+
+    (source,) = load(DOCKER / "grafana" / "datasources.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = load(DOCKER / "grafana" / "dashboards.yaml")["providers"]
+    folder = provider["options"]["path"]
+    assert f"../grafana:{folder}:ro" in services["grafana"]["volumes"]
+
+
+# ---- the dashboard -----------------------------------------------------------------------------
+
+
+def queries() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    found = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", [])]
+    return found + [v["definition"] for v in dashboard["templating"]["list"] if "definition" in v]
+
+
+def test_the_dashboard_has_what_grafana_asks_for() -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    assert dashboard["schemaVersion"] >= 39
+    assert dashboard["title"]
+    assert dashboard["uid"]
+    panels = dashboard["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(set(ids)) == len(ids)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        covered = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not covered & cells, panel["title"]
+        cells |= covered
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}"
+
+
+def test_every_query_uses_metrics_that_are_served_and_every_metric_is_shown() -> None:
+    served = {sample for metric in METRICS for sample in metric.samples} | UPSTREAMS
+    asked = {name for query in queries() for name in METRIC_NAME.findall(query)}
+    assert asked <= served
+    for metric in METRICS:
+        assert asked & set(metric.samples), f"{metric.name} is not on the dashboard"
+    for query in queries():
+        assert query.count("(") == query.count(")"), query
+        assert query.count("{") == query.count("}"), query

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of `vllm.diffusion.metrics` in Prometheus' registry, which `/metrics` serves."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from vllm.diffusion import params
+from vllm.diffusion.metrics import METRICS, REQUESTS_ABORTED, REQUESTS_REFUSED, observations_in
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.diffusion.metrics import Metric
+    from vllm.engine.protocol import EngineClient
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_FIELDS = frozenset(name for field in params.FIELDS for name in (field.name, *field.aliases))
+_REASONS = frozenset({"api_key", "body_size", "draining", "engine", "prompt", "messages", "n"})
+_installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion engine
+
+
+@cache
+def _collector(metric: Metric) -> Any:
+    """The metric's one collector of this process."""
+    if metric.kind == "histogram":
+        return Histogram(metric.name, metric.doc, metric.labels, buckets=metric.buckets)
+    if metric.kind == "gauge":
+        # Several server processes may hear from one engine: the latest word counts.
+        return Gauge(metric.name, metric.doc, metric.labels, multiprocess_mode="mostrecent")
+    return Counter(metric.name, metric.doc, metric.labels)
+
+
+class DiffusionStatLogger(AggregateStatLoggerBase):
+    """Takes the scheduler's observations out of upstream's statistics of a step."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        self._model_name = str(vllm_config.model_config.served_model_name)
+        for metric in METRICS:
+            if metric.label is None:  # served from the start, at zero
+                for engine in engine_indexes:
+                    self._of(metric, engine)
+        self.refused("engine", 0)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        for metric, value, times in observations_in(scheduler_stats):
+            if metric.kind == "counter":
+                self._of(metric, engine_idx, value).inc(times)
+            elif metric.kind == "gauge":
+                self._of(metric, engine_idx).set(float(value))
+            else:
+                for _ in range(times):
+                    self._of(metric, engine_idx).observe(float(value))
+
+    def aborted(self) -> None:
+        """Count a request whose client went away."""
+        self._of(REQUESTS_ABORTED, 0).inc()
+
+    def refused(self, reason: str, amount: int = 1) -> None:
+        """Count requests that the server itself turned away."""
+        self._of(REQUESTS_REFUSED, 0, reason).inc(amount)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+    def _of(self, metric: Metric, engine: int, label: str = "") -> Any:
+        values = {"model_name": self._model_name, "engine": str(engine), metric.label: label}
+        return _collector(metric).labels(*(values[name] for name in metric.labels))
+
+
+def install(engine: EngineClient) -> None:
+    """Let the engine's client record our metrics too, unless its statistics are switched off."""
+    manager = getattr(engine, "logger_manager", None)
+    _installed.clear()
+    if manager is not None:
+        ours = DiffusionStatLogger(engine.vllm_config, manager.engine_indexes)
+        manager.stat_loggers.append(ours)
+        _installed.append(ours)
+        _count_aborts(engine, ours)
+
+
+def _count_aborts(engine: Any, ours: DiffusionStatLogger) -> None:
+    """Upstream's client is asked to abort when a client leaves.
+
+    The engine cannot count: it is told in the same way where a stop string has ended an answer.
+    """
+    abort = engine.abort
+
+    async def counted(request_id: Any, *args: Any, **kwargs: Any) -> None:
+        ours.aborted()
+        await abort(request_id, *args, **kwargs)
+
+    engine.abort = counted
+
+
+def count_refusal(reason: str) -> None:
+    """Count a request that was turned away for `reason`: a field's name, or what it ran into.
+
+    Names that a client made up count as `other`, so that no client can fill the registry.
+    """
+    for logger in _installed:
+        logger.refused(reason if reason in _FIELDS | _REASONS else "other")

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server measures, and how the scheduler's observations travel to it.
+
+The table `METRICS` is served at `/metrics` beside upstream's and documented in `docs/metrics.md`.
+
+The scheduler runs in the engine's process, the server in another. What crosses between them is
+typed, and one field is free: `SchedulerStats.waiting_lora_adapters`, a dict from strings to whole
+numbers that nobody reads where LoRA is off, as it always is here. `Observations` are put into it
+as `"name value"` -> how often, which is harmless wherever no one takes them out: in the offline
+`LLM`, or under loggers of upstream's alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_POWERS_OF_2 = tuple(float(1 << i) for i in range(9))
+_ROWS = tuple(float(1 << i) for i in range(5, 21))
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LONG_SECONDS = (*_SECONDS[3:], 60.0, 120.0, 300.0, 600.0, 1800.0)
+_MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of the table.
+
+    Attributes:
+        name: as in `/metrics`; a counter's samples end in `_total` there.
+        doc: the meaning, with the unit.
+        buckets: upper bounds of a histogram's buckets.
+        label: name of the label beside `model_name` and `engine`, if any.
+        per_engine: has the label `engine`; False where the server itself counts.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    doc: str
+    buckets: tuple[float, ...] = ()
+    label: str | None = None
+    per_engine: bool = True
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        own = () if self.label is None else (self.label,)
+        return ("model_name", "engine", *own) if self.per_engine else ("model_name", *own)
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The names that Prometheus knows."""
+        if self.kind == "histogram":
+            return tuple(self.name + ending for ending in ("_bucket", "_sum", "_count"))
+        return (f"{self.name}_total" if self.kind == "counter" else self.name,)
+
+
+STEP_BATCH_SIZE = Metric(
+    "dllm:step_batch_size",
+    "histogram",
+    "Requests that shared a denoise step.",
+    _POWERS_OF_2,
+)
+STEP_ROWS = Metric(
+    "dllm:step_rows",
+    "histogram",
+    "Rows that a denoise step computed; guidance counts a sequence twice.",
+    _ROWS,
+)
+STEP_TIME = Metric(
+    "dllm:step_time_seconds",
+    "histogram",
+    "Seconds from the start of a denoise step, or from the end of the one before it where they "
+    "overlap, until its results are known.",
+    _SECONDS,
+)
+DENOISE_STEPS = Metric(
+    "dllm:denoise_steps", "counter", "Denoise steps of the engine; requests share them."
+)
+FORWARDS = Metric(
+    "dllm:forwards", "counter", "Forwards of requests: a step counts once for each of its requests."
+)
+COMMITTED_TOKENS = Metric(
+    "dllm:committed_tokens", "counter", "Canvas positions that were committed."
+)
+TOKENS_PER_FORWARD = Metric(
+    "dllm:tokens_per_forward",
+    "histogram",
+    "Canvas positions committed per forward, of each request that has ended.",
+    (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0),
+)
+QUEUE_TIME = Metric(
+    "dllm:queue_time_seconds",
+    "histogram",
+    "Seconds from the arrival of a request until it is admitted.",
+    _LONG_SECONDS,
+)
+TIME_TO_FIRST_COMMIT = Metric(
+    "dllm:time_to_first_committed_token_seconds",
+    "histogram",
+    "Seconds from the arrival of a request until a token of its canvas is committed, wherever "
+    "that is; the first token of the answer may be final later.",
+    _LONG_SECONDS,
+)
+POOL_BUDGET = Metric(
+    "dllm:activation_pool_budget_bytes",
+    "gauge",
+    "Bytes that a step's activations, and keys and values kept between steps, may take on a rank.",
+)
+POOL_IN_USE = Metric(
+    "dllm:activation_pool_in_use_bytes",
+    "gauge",
+    "Bytes in use between two steps: keys and values that requests keep.",
+)
+POOL_PEAK = Metric(
+    "dllm:activation_pool_peak_bytes",
+    "gauge",
+    "The most bytes in use at any time of any step since the engine started.",
+)
+PLANNER_TIME = Metric(
+    "dllm:planner_time_seconds",
+    "histogram",
+    "Seconds that planning a denoise step took.",
+    _MICROSECONDS,
+)
+REQUESTS_REFUSED = Metric(
+    "dllm:requests_refused",
+    "counter",
+    "Requests that were not served; `reason` is the field at fault, `other` for a field that does "
+    "not exist, or one of `api_key`, `body_size`, `draining`, `engine`.",
+    label="reason",
+    per_engine=False,
+)
+REQUESTS_ABORTED = Metric(
+    "dllm:requests_aborted",
+    "counter",
+    "Requests that were ended before their answer, because the client went away.",
+    per_engine=False,
+)
+
+METRICS: tuple[Metric, ...] = (
+    STEP_BATCH_SIZE,
+    STEP_ROWS,
+    STEP_TIME,
+    DENOISE_STEPS,
+    FORWARDS,
+    COMMITTED_TOKENS,
+    TOKENS_PER_FORWARD,
+    QUEUE_TIME,
+    TIME_TO_FIRST_COMMIT,
+    POOL_BUDGET,
+    POOL_IN_USE,
+    POOL_PEAK,
+    PLANNER_TIME,
+    REQUESTS_REFUSED,
+    REQUESTS_ABORTED,
+)
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+class Observations:
+    """What was seen since it was last taken.
+
+    Args:
+        enabled: False: nothing is kept, as nobody will take it.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._found: Counter[str] = Counter()
+
+    def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
+        """A counter rises; `label` is the value of its own label, if it has one."""
+        if self._enabled and amount:
+            self._found[f"{metric.name} {label}"] += amount
+
+    def observe(self, metric: Metric, value: float) -> None:
+        """A histogram gets another value, a gauge its new one."""
+        if self._enabled:
+            self._found[f"{metric.name} {value:.17g}"] += 1
+
+    def put_into(self, stats: SchedulerStats) -> None:
+        """Send everything with upstream's statistics of the step, and start anew."""
+        stats.waiting_lora_adapters.update(self._found)
+        self._found.clear()
+
+
+def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
+    """Metric, value or label, and how often or by how much, of everything that was put in."""
+    sent: Mapping[str, int] = stats.waiting_lora_adapters
+    for key, times in sent.items():
+        name, _, value = key.partition(" ")
+        yield _BY_NAME[name], value, times
