@@ -53,8 +53,8 @@ class SplitConfig:
     num_stages: int
 
 
-# Of tiles of 32 to 128 rows and 32 or 64 keys the fastest on an H200, or within 10 % of it: with one
-# sequence and with many, with grouped heads and without (bench_attention.py --tiles).
+# Of tiles of 32 to 128 rows and 32 or 64 keys the fastest on an H200, or within 10 % of it: with
+# one sequence and with many, with grouped heads and without (bench_attention.py --tiles).
 CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
 
 
