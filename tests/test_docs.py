@@ -19,7 +19,6 @@ DOCUMENTS = (
     "docs/performance.md",
 )
 
-<<<<<<< HEAD
 # Made by running something, with what they hold: named in the documents, not in the repository.
 GENERATED = (".venv", "models", "results", "build")
 
