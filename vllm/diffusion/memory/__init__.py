@@ -2,6 +2,7 @@
 """Memory of a step: admission, chunk plans, buffers and caches."""
 
 from vllm.diffusion.memory.caches import CachePool, CacheRange
+from vllm.diffusion.memory.footprint import Experts, ModelShape, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
 from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
 from vllm.diffusion.memory.pool import BufferPool
@@ -11,8 +12,11 @@ __all__ = [
     "CachePool",
     "CacheRange",
     "Demand",
+    "Experts",
     "GraphMemory",
+    "ModelShape",
     "Plan",
     "Planner",
+    "StepShape",
     "chunks",
 ]
