@@ -23,7 +23,8 @@ IDLE_ROWS = 128  # of a product: part of a tile, on average
 IDLE_QUERIES = 131_072  # of all heads of a chunk
 
 LAUNCHES_KEYS_VALUES = 4
-LAUNCHES_ATTEND = 6
+LAUNCHES_ATTEND = 3
+LAUNCHES_QUERIES = 4
 LAUNCHES_FEED_FORWARD = 4
 
 
@@ -64,7 +65,8 @@ class Costs:
         weights = self._query_weights * (1 + with_queries)
         queries = work.rows * shape.num_heads / groups + IDLE_QUERIES * work.num_chunks
         attention = 4.0 * keys * shape.head_dim * queries / ATTENTION_FLOPS
-        return groups * (attention + self._product(work, weights // groups, LAUNCHES_ATTEND))
+        num_launches = LAUNCHES_ATTEND + with_queries * LAUNCHES_QUERIES
+        return groups * (attention + self._product(work, weights // groups, num_launches))
 
     def feed_forward(self, work: Work) -> float:
         """The widest MLP for all rows."""

@@ -218,9 +218,8 @@ class Planner:
         may_be_whole = step.rows <= WHOLE_STEP_ROWS
         if may_be_whole and whole.whole_bytes <= available:
             return self._finish(whole, available, kept_bytes)
-        drafts = [self._draft(layout, step) for layout in self._layouts]
-        if may_be_whole:
-            drafts.append(whole)
+        drafts = [whole] if may_be_whole else []
+        drafts += [self._draft(layout, step) for layout in self._layouts]
         fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
         if not fitting:
             raise self._refusal(step, kept_bytes, min(d.smallest_bytes for d in drafts))
