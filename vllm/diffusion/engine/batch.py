@@ -14,6 +14,7 @@ import torch
 
 from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.layers.attention import Span
+from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 
 if TYPE_CHECKING:
@@ -109,6 +110,17 @@ class StepBatch:
     def num_whole(self) -> int:
         """Rows of whole sequences, which come first and keep nothing."""
         return self.num_rows - self.slots.numel()
+
+    @property
+    def shape(self) -> StepShape:
+        """What a plan depends on."""
+        twins = sum(read.rows.numel() for read in self.reads if read.twin_rows is not None)
+        return StepShape(
+            rows=self.num_rows,
+            read_rows=self.num_sampled + twins,
+            longest=max(sequence.keys.stop - sequence.keys.start for sequence in self.sequences),
+            num_sequences=len(self.sequences),
+        )
 
     @property
     def num_sampled(self) -> int:

@@ -47,6 +47,7 @@ class Canvas:
         # The same memory as an array, whose operations cost a tenth of a tensor's.
         self._canvas = self.tokens.numpy()[self.prompt_length :]
         self._num_reported = 0
+        self._work: Work | None = None  # begun and not committed
         self.num_forwards = 0
 
     @property
@@ -58,7 +59,15 @@ class Canvas:
         return self.tokens.masked_fill(self._known, self.params.mask_id)
 
     def begin(self) -> Work:
-        """What the next forward is for; fills what the rule wants filled before it."""
+        """What the next forward is for; fills what the rule wants filled before it.
+
+        The same again until it is committed: a forward that failed may be repeated.
+        """
+        if self._work is None:
+            self._work = self._prepare()
+        return self._work
+
+    def _prepare(self) -> Work:
         work = self.rule.prepare(self.tokens)
         if work is None:
             nothing = torch.empty(0, dtype=torch.int64)
@@ -79,6 +88,7 @@ class Canvas:
 
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
+        self._work = None
         chosen = self.rule.select(candidates)
         replacement = self.rule.replacement(candidates)
         self.tokens[candidates.positions[chosen]] = replacement[chosen]

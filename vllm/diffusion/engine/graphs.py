@@ -15,12 +15,13 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
 from vllm.diffusion.layers.attention import AttentionLayout, Span
+from vllm.diffusion.layers.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import StepBatch
-    from vllm.diffusion.memory import BufferPool, CachePool, GraphMemory, Plan
+    from vllm.diffusion.memory import ActivationPool, CachePool, GraphMemory, Plan
     from vllm.diffusion.models.base import DiffusionModel
 
 # Beyond the last, launching hides behind computing (docs/performance.md).
@@ -59,7 +60,9 @@ class GraphRunner:
 
     Args:
         model: the loaded model, 16-bit, on a GPU of its own.
-        buffers, caches: what the layers compute in.
+        pool: where the layers' results lie: outside all scopes, as graphs hold addresses. What
+            is needed in between is the graphs' own.
+        caches: kept keys and values.
         memory: what the graphs may take; batches run without one when it is used up.
         max_keys: the longest sequence.
     """
@@ -67,13 +70,14 @@ class GraphRunner:
     def __init__(
         self,
         model: DiffusionModel,
-        buffers: BufferPool,
+        pool: ActivationPool,
         caches: CachePool,
         memory: GraphMemory,
         max_keys: int,
     ) -> None:
         self._model = model
-        self._buffers = buffers
+        self._pool = pool
+        self._scratch = FreshBuffers(torch.device("cuda"))
         self._caches = caches
         self._memory = memory
         self._max_keys = max_keys
@@ -109,10 +113,11 @@ class GraphRunner:
         inputs = self._body_inputs(bucket, ops.copy_packed(arrays, packed))
         plan = plan.resized(bucket.rows)
         # Libraries choose kernels and allocate workspaces in a first run, outside of the capture.
-        run_body(self._model, inputs, plan, self._buffers, self._caches)
+        where = (self._pool, self._scratch, self._caches)
+        run_body(self._model, inputs, plan, *where)
         graph = torch.cuda.CUDAGraph()
         with self._memory.capture(graph):
-            outputs = run_body(self._model, inputs, plan, self._buffers, self._caches)
+            outputs = run_body(self._model, inputs, plan, *where)
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, packed, outputs, generation)
         return self._captured[bucket]

@@ -41,6 +41,25 @@ class StepResult:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class StepUsage:
+    """Memory of a step on one rank; all in bytes but for the last.
+
+    Attributes:
+        budget_bytes: what buffers of steps and kept keys and values may take together.
+        in_use_bytes: what stays between steps: kept keys and values.
+        peak_bytes: the most in use at any time of the step; 0 when nothing ran.
+        average_bytes: weighted by time.
+        planner_us: microseconds that the plan took.
+    """
+
+    budget_bytes: int
+    in_use_bytes: int = 0
+    peak_bytes: int = 0
+    average_bytes: int = 0
+    planner_us: float = 0.0
+
+
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
@@ -54,6 +73,10 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 @dataclass
 class DiffusionRunnerOutput(ModelRunnerOutput):
-    """Upstream's message plus the result of every request that took part in the step."""
+    """Upstream's message plus the result of every request that took part in the step.
+
+    `usage` says what the step took of the memory, and what there is.
+    """
 
     results: dict[str, StepResult] = field(default_factory=dict)
+    usage: StepUsage | None = None

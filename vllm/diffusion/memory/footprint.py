@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 STATISTICS_BYTES = 4  # log-sum-exp that attention kernels store for each query and head, fp32
-ANGLE_BYTES = 4  # of a position and a pair of channels, fp32
 INPUT_BYTES = 3 * 8  # token, position and slot of a row, int64
 READ_INPUT_BYTES = 2 * 8  # row and position of a row that is read, int64
 RESULT_BYTES = 3 * 8  # what sampling finds for a row, float64
@@ -49,6 +48,7 @@ class ModelShape:
         is_plain: projections are unquantised matrices, which can be sliced.
         can_group_heads: they are, and no norm spans all heads.
         adds_in_place: the output projection of attention adds to the residual stream itself.
+        num_ranks: tensor-parallel ranks, whose products are summed.
     """
 
     num_layers: int
@@ -64,6 +64,7 @@ class ModelShape:
     is_plain: bool = True
     can_group_heads: bool = True
     adds_in_place: bool = True
+    num_ranks: int = 1
 
     @property
     def row_bytes(self) -> int:
@@ -167,6 +168,11 @@ class Footprint:
             layout: of the step.
             is_packed: a chunk may hold rows of several sequences, whose results are collected.
         """
+        terms = self._visiting(layout, num_streams=2 if layout.head_groups > 1 else 1)
+        terms |= self._rotary(layout)
+        return terms | self._attending(layout, is_packed, has_queries=layout.keep_queries)
+
+    def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Terms:
         shape, groups = self.shape, layout.head_groups
         attending = {
             "attention": shape.query_bytes // groups,
@@ -176,18 +182,18 @@ class Footprint:
             attending["collected attention"] = shape.query_bytes // groups
         if not shape.adds_in_place:
             attending["projected"] = shape.row_bytes
-        terms = self._visiting(layout, num_streams=2 if groups > 1 else 1)
-        if layout.keep_queries:
-            return terms | attending
+        attending |= self._summed()
+        if has_queries:
+            return attending
         projecting = {"normed": shape.row_bytes}
         if not shape.is_plain:
             projecting["unsliced projection"] = shape.query_bytes + shape.key_value_bytes
-        terms |= {"queries": shape.query_bytes // groups} | self._rotary(layout)
-        return terms | max((attending, projecting), key=total)
+        queries = {"queries": shape.query_bytes // groups}
+        return queries | max((attending, projecting), key=total)
 
     def feed_forward(self, layout: Layout) -> Terms:
         """The widest MLP of the model; the output projection takes the place of the norm."""
-        terms = {"normed": self.shape.row_bytes, **self._widest_mlp()}
+        terms = {"normed": self.shape.row_bytes} | self._widest_mlp() | self._summed()
         return terms | self._visiting(layout)
 
     def read(self, layout: Layout, *, is_packed: bool) -> Terms:
@@ -199,20 +205,22 @@ class Footprint:
         logits = {"normed": shape.row_bytes, "logits": shape.num_columns * shape.element_bytes}
         if is_streamed(layout):
             return {"read rows": shape.row_bytes} | logits
-        alone = Layout(keep_queries=False)
-        attending = self.attend(alone, is_packed=is_packed)
-        largest = max((attending, self.feed_forward(alone), logits), key=total)
+        attending = self._attending(layout, is_packed, has_queries=False)
+        largest = max((attending, self.feed_forward(layout), logits), key=total)
         return {"read rows": shape.row_bytes + shape.rotary_bytes} | largest
 
     def read_results(self) -> Terms:
         """Bytes that a row that is read takes for the rest of the step."""
         return {"read inputs": READ_INPUT_BYTES, "results": RESULT_BYTES}
 
+    def _summed(self) -> Terms:
+        """What the ranks' products are summed in."""
+        return {"summed over ranks": self.shape.row_bytes} if self.shape.num_ranks > 1 else {}
+
     def _rotary(self, layout: Layout) -> Terms:
         if layout.keep_queries:
             return {}
-        angles = ANGLE_BYTES * self.shape.head_dim // 2
-        return {"rotary tables": self.shape.rotary_bytes, "angles": angles}
+        return {"rotary tables": self.shape.rotary_bytes}
 
     def _visiting(self, layout: Layout, num_streams: int = 1) -> Terms:
         """Rows that come from the host, the next ones on their way while these are worked on."""

@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm.diffusion.memory.activation_pool import ActivationPool
+
 GRAPH_MEMORY_SHARE = 0.02  # of the device's memory
 
 
@@ -21,12 +23,15 @@ class GraphMemory:
 
     Args:
         device: a CUDA device.
+        pool: whose memory the graphs take, where it has some of its own for them.
         budget_bytes: what the graphs may take; by default a share of the device's memory.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, pool: ActivationPool, budget_bytes: int | None = None
+    ) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool.graph_pool() or torch.cuda.graph_pool_handle()
         total = torch.cuda.mem_get_info(device)[1]
         self.budget_bytes = (
             int(total * GRAPH_MEMORY_SHARE) if budget_bytes is None else budget_bytes

@@ -183,14 +183,18 @@ class Planner:
         return True
 
     def check(self, new: Demand, kept_bytes: int = 0) -> None:
-        """Refuse a request that would not fit alone.
+        """Refuse a request that would not fit alone, nor its kept keys and values.
 
         Raises:
             ActivationBudgetError: with the bytes it would take, those there are, and the longest
                 request of its kind that fits.
         """
-        kept_bytes += new.cached_positions * self.shape.cache_bytes
-        self.plan(_step_of([new]), kept_bytes)
+        cached_bytes = new.cached_positions * self.shape.cache_bytes
+        if new.cached_positions > self.cached_positions:
+            raise ActivationBudgetError(
+                new.length, 2 * cached_bytes, self.budget_bytes, self.cached_positions
+            )
+        self.plan(_step_of([new]), kept_bytes + cached_bytes)
 
     # ---- plans ----
 

@@ -13,6 +13,7 @@ from vllm.diffusion.ops.fused import (
 from vllm.diffusion.ops.head import most_likely_by_head
 from vllm.diffusion.ops.linear import (
     add_linear,
+    adds_in_place,
     gated_linear,
     is_plain,
     linear,
@@ -33,6 +34,7 @@ __all__ = [
     "Score",
     "add_experts",
     "add_linear",
+    "adds_in_place",
     "apply_rotary",
     "candidates",
     "copy_packed",
