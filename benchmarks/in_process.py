@@ -62,9 +62,10 @@ class StepLog:
     @contextmanager
     def attached(self, runner: Any) -> Iterator[StepLog]:
         """Time every step of `runner` until the block ends."""
-        plain, on_cuda = runner._timed_step, runner.device.type == "cuda"
+        launch, collect, on_cuda = runner.launch, runner.collect, runner.device.type == "cuda"
+        launched: dict[float, tuple[float, tuple[Any, Any] | None]] = {}
 
-        def timed(req_ids: list[str]) -> Any:
+        def timed_launch(req_ids: list[str]) -> Any:
             events = None
             if on_cuda:
                 events = (
@@ -73,18 +74,25 @@ class StepLog:
                 )
                 events[0].record()
             started = time.perf_counter()
-            results = plain(req_ids)
-            ended = time.perf_counter()
+            step = launch(req_ids)
             if events:
                 events[1].record()
-            self._raw.append((len(req_ids), started, 1000 * (ended - started), events))
+            launched[step.started] = started, events
+            return step
+
+        def timed_collect(step: Any) -> Any:
+            results = collect(step)
+            ended = time.perf_counter()
+            if step.started in launched:
+                started, events = launched.pop(step.started)
+                self._raw.append((len(step.req_ids), started, 1000 * (ended - started), events))
             return results
 
-        runner._timed_step = timed
+        runner.launch, runner.collect = timed_launch, timed_collect
         try:
             yield self
         finally:
-            del runner._timed_step
+            del runner.launch, runner.collect
 
     def steps(self) -> list[Step]:
         """What was collected; waits for the device."""

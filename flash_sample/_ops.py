@@ -29,6 +29,8 @@ _KERNEL_DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 
+TEAM = (4, 8, 3, True)
+
 # An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
 # sums over a vocabulary are good to, the kernel leaves it out: it costs two more transcendental
 # functions a column.
@@ -326,7 +328,12 @@ def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Candidat
     if not _has_kernel(logits):
         return reference.candidates(logits, rows, score)
     found = _empty_candidates(len(logits), logits.device)
-    _launch(logits, rows, score, found=found)
+    if score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1]):
+        whole = logits.new_empty(len(logits), RECORD_FIELDS, dtype=torch.float64)
+        _launch(logits, rows, score, record=whole, found=found)
+        _launch(logits, rows, score, whole=whole, share=found.score)
+    else:
+        _launch(logits, rows, score, found=found)
     return found
 
 
@@ -342,10 +349,10 @@ def _launch(
     score: Score,
     *,
     first_column: int = 0,
-    found: Candidates | None = None,
-    record: Tensor | None = None,
     whole: Tensor | None = None,
     share: Tensor | None = None,
+    record: Tensor | None = None,
+    found: Candidates | None = None,
 ) -> None:
     assert _native is not None
     with torch.cuda.device(logits.device):
@@ -360,13 +367,13 @@ def _launch(
             first_column=first_column,
             score=getattr(_native.Score, score.upper()),
             has_noise=rows.has_noise and whole is None,
-            has_epsilon=_epsilon_counts(rows.epsilon, logits.shape[1]),
             whole=_address(whole),
-            record=_address(record),
             share=_address(share),
+            record=_address(record),
             token=0 if found is None else found.token.data_ptr(),
             value=0 if found is None else found.score.data_ptr(),
             greedy=0 if found is None else found.greedy.data_ptr(),
+            team=TEAM,
             **_place(),
         )
 

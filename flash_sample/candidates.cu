@@ -2,14 +2,17 @@
 //
 // From rows of logits to candidates, reading the logits once: best column, its softmax probability
 // or the entropy of the row or the difference of the two largest probabilities, and, with
-// Gumbel noise, a column drawn at a temperature.
+// Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with its
+// epsilon, which depends on the sum over the row.
 //
 // A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
-// has clusters. A warp keeps a segment of 4 KiB in shared memory, so its maximum is known before the
-// first exp(); further segments (of very wide rows) rescale what was summed. The warps' results meet
-// in the shared memory of the team's first block. What depends on the sum over the row (the entropy
-// with its epsilon) is then taken from there again. The cut of a row into segments and the
-// team depend on the width of the row alone, so the bits of a row do not depend on its neighbours.
+// has clusters. The card holds as many teams as fit; each goes through rows of its own. A
+// warp keeps some segments of 4 KiB in shared memory: while it reduces one, others are on their way, of
+// the next rows too. The maximum of a segment is known before the first exp(); further segments of
+// a row rescale what was summed. What the warps found of a row meets in the shared memory of the
+// team's last block, whose last warp (which has the fewest segments) joins it while the others are at
+// the next row. The cut of a row into segments and the team depend on the width of the row alone,
+// so the bits of a row do not depend on its neighbours.
 //
 // Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
 // makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and otherwise
@@ -32,66 +35,77 @@ namespace flash_sample {
 namespace {
 
 constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
-constexpr int kMaxWarps = 10;  // of a block
+constexpr int kMaxWarps = 16;  // of a block
 constexpr int kMaxBlocks = 8;  // of a cluster: what every card with clusters can do
+constexpr int kMaxMembers = kMaxBlocks * kMaxWarps;
 
-// ---- The blocks that share a row -----------------------------------------------------------------
+// ---- The warps that share a row ------------------------------------------------------------------
 
-__device__ int team_size() {
+struct Team {
+  int num_blocks;
+  int num_warps;   // of each block
+  int num_stages;  // segments that a warp keeps
+};
+
+// This warp's place.
+struct Member {
+  int index;
+  int count;  // of the team
+  int64_t team;
+  int64_t num_teams;
+  unsigned last_block;  // of the team
+
+  __device__ Member() {
+    const int warp = threadIdx.x / kWarpSize;
+    const int num_warps = blockDim.x / kWarpSize;
 #if __CUDA_ARCH__ >= 900
-  unsigned size;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
-  return static_cast<int>(size);
+    unsigned rank, size, cluster, num_clusters;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
+    asm("mov.u32 %0, %%nclusterid.x;" : "=r"(num_clusters));
 #else
-  return 1;
+    const unsigned rank = 0, size = 1, cluster = blockIdx.x, num_clusters = gridDim.x;
 #endif
-}
+    index = static_cast<int>(rank) * num_warps + warp;
+    count = static_cast<int>(size) * num_warps;
+    team = cluster;
+    num_teams = num_clusters;
+    last_block = size - 1;
+  }
 
-__device__ int team_rank() {
-#if __CUDA_ARCH__ >= 900
-  unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
-  return 0;
-#endif
-}
+  __device__ bool joins() const { return index == count - 1; }
 
-__device__ int64_t team_index() {
+  // The last block's copy of a variable in shared memory.
+  template <typename T>
+  __device__ T* of_last_block(T* mine) const {
 #if __CUDA_ARCH__ >= 900
-  unsigned index;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-  return index;
+    uint64_t address;
+    asm("mapa.u64 %0, %1, %2;"
+        : "=l"(address)
+        : "l"(reinterpret_cast<uint64_t>(mine)), "r"(last_block));
+    return reinterpret_cast<T*>(address);
 #else
-  return blockIdx.x;
+    return mine;
 #endif
-}
+  }
+};
 
 // A barrier of all threads of the team in two halves; what was written before the first is seen
 // after the second.
 __device__ void team_arrive() {
+  __syncwarp();
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
 __device__ void team_wait() {
+  __syncwarp();
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
-#endif
-}
-
-// The first block's copy of a variable in shared memory.
-template <typename T>
-__device__ T* of_first_block(T* mine) {
-#if __CUDA_ARCH__ >= 900
-  uint64_t address;
-  asm("mapa.u64 %0, %1, 0;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(mine)));
-  return reinterpret_cast<T*>(address);
-#else
-  return mine;
 #endif
 }
 
@@ -165,7 +179,20 @@ __device__ void copy_async(uint4* target, const void* source) {
                : "memory");
 }
 
-__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `num_pending` of the newest groups of copies are under way.
+__device__ void wait_for_copies(int num_pending) {
+  if (num_pending >= 3) {
+    asm volatile("cp.async.wait_group 3;" ::: "memory");
+  } else if (num_pending == 2) {
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  } else if (num_pending == 1) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  } else {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  }
+}
 
 // A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing but
 // their own, so no barrier is needed. The share of a lane is the same whether the row is aligned or
@@ -174,9 +201,9 @@ template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kColumns = kVectors * kWarpSize * kWidth;
-  uint4* const mine;  // in shared memory: this lane's vectors, 32 apart
-  const int lane;
-  int first = 0;  // column of the row that the segment starts with
+  uint4* mine;  // in shared memory: this lane's vectors, 32 apart
+  int lane;
+  int first;  // column of the row that the segment starts with
 
   __device__ Vector<T> operator[](int v) const { return {mine[v * kWarpSize]}; }
   __device__ int offset(int v) const { return (v * kWarpSize + lane) * kWidth; }
@@ -189,9 +216,8 @@ struct Segment {
     return vector.raw;
   }
 
-  // Columns beyond the row read as -inf.
-  __device__ void load(const T* row, int num_columns, int first_of_segment) {
-    first = first_of_segment;
+  // Starts to copy the columns of a row; those beyond it read as -inf.
+  __device__ void load(const T* row, int num_columns) {
     const T* source = row + first;
     const int count = num_columns - first;
     const bool is_aligned = reinterpret_cast<uintptr_t>(source) % 16 == 0;
@@ -204,7 +230,6 @@ struct Segment {
           mine[v * kWarpSize] = lowest_vector();
         }
       }
-      wait_for_copies();
       return;
     }
 #pragma unroll 2
@@ -233,6 +258,67 @@ struct Segment {
   }
 };
 
+// The segments of one warp, of its team's rows one after another: `num_stages` of them are in shared
+// memory or on their way there.
+template <typename T>
+class Feed {
+  using S = Segment<T>;
+
+ public:
+  __device__ Feed(const LogitsParams& params, const Member& member, int num_segments, uint4* vectors,
+                  int num_stages)
+      : params_(params),
+        member_(member),
+        num_segments_(num_segments),
+        num_stages_(num_stages),
+        lane_(threadIdx.x % kWarpSize),
+        vectors_(vectors + threadIdx.x / kWarpSize * num_stages * kVectors * kWarpSize + lane_),
+        row_(member.index < num_segments ? member.team : params.num_rows),
+        index_(member.index) {
+    for (int stage = 0; stage < num_stages; ++stage) load(stage);
+  }
+
+  // The next segment.
+  __device__ S take(int index) {
+    wait_for_copies(num_stages_ - 1);
+    return at(stage_, index);
+  }
+
+  // What was taken is no longer needed: another one takes its place.
+  __device__ void release() {
+    load(stage_);
+    stage_ = stage_ + 1 == num_stages_ ? 0 : stage_ + 1;
+  }
+
+ private:
+  __device__ S at(int stage, int index) const {
+    return {vectors_ + stage * kVectors * kWarpSize, lane_, index * S::kColumns};
+  }
+
+  __device__ void load(int stage) {
+    if (row_ < params_.num_rows) {
+      const T* logits = static_cast<const T*>(params_.logits) + row_ * params_.row_stride;
+      at(stage, index_).load(logits, params_.num_columns);
+      index_ += member_.count;
+      if (index_ >= num_segments_) {
+        index_ = member_.index;
+        row_ += member_.num_teams;
+      }
+    }
+    commit_copies();
+  }
+
+  const LogitsParams& params_;
+  const Member& member_;
+  const int num_segments_;
+  const int num_stages_;
+  const int lane_;
+  uint4* const vectors_;
+  int64_t row_;  // of the segment to load next
+  int index_;
+  int stage_ = 0;  // of the segment to take next
+};
+
 // What one warp found; columns count from the first of `logits` here.
 struct Partial {
   float maximum;
@@ -254,13 +340,15 @@ __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
   return draw;
 }
 
+// A warp's part of a row's record.
 template <typename T, Score kScore, bool kHasNoise>
 struct Reducer {
   using S = Segment<T>;
+  using Found = Partial;
   static constexpr int kWidth = S::kWidth;
 
   const LogitsParams& params;
-  const Row& row;
+  const Row row;
   const int lane;
   float maximum = negative_infinity();  // of the warp
   int column = INT_MAX;                 // of the warp
@@ -270,7 +358,11 @@ struct Reducer {
   float second = negative_infinity();
   Draw draw = Draw::none();
 
+  __device__ Reducer(const LogitsParams& params, int64_t row_index)
+      : params(params), row(params.rows, row_index), lane(threadIdx.x % kWarpSize) {}
+
   __device__ void add(S& segment) {
+    segment.remove(params, row.forbidden);
     const float segment_max = find_best(segment);
     if constexpr (kHasNoise) {
       if (row.has_noise) draw_column(segment, segment_max);
@@ -420,6 +512,9 @@ struct Reducer {
     }
     return {maximum, column, warp_sum(sum), warp_sum(weighted), two, draw};
   }
+
+  __device__ static void finish(const LogitsParams& params, int64_t row_index,
+                                const Partial* partials, int count);
 };
 
 // Joins what the warps of a team found.
@@ -471,180 +566,182 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   return whole;
 }
 
-// This lane's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
-template <typename T>
-__device__ float entropy_share(const Segment<T>& segment, const Row& row, float maximum, float sum,
-                               float epsilon) {
-  const float shift = exp_shift(maximum);
-  const float inverse = 1.0f / sum;
-  float shares[4] = {};
-#pragma unroll 2
-  for (int v = 0; v < kVectors; ++v) {
-    const Vector<T> vector = segment[v];
-#pragma unroll
-    for (int k = 0; k < Vector<T>::kWidth; ++k) {
-      const float t = (vector[k] - shift) * row.scale;
-      const float p = exp2_approx(t) * inverse;
-      shares[k % 4] -= p * log2_approx(p + epsilon);
-    }
-  }
-  return kLn2 * ((shares[0] + shares[1]) + (shares[2] + shares[3]));
-}
-
-__device__ void write_found(const LogitsParams& params, const Row& row, int64_t row_index,
-                            const Summary& whole, Score score, bool has_score) {
-  if (params.record != nullptr) {
-    write_record(params.record + row_index * kRecordFields, whole);
-    return;
-  }
-  params.token[row_index] = whole.token;
-  if (params.greedy != nullptr) params.greedy[row_index] = whole.column;
-  if (has_score) params.value[row_index] = score_of(whole, row, params.rows, score);
-}
-
-struct Shared {
-  Partial partials[kMaxBlocks * kMaxWarps];
-  float shares[kMaxBlocks * kMaxWarps];
-  float maximum;
-  float sum;
-};
-
 template <typename T, Score kScore, bool kHasNoise>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kHasNoise ? 3 : 4)
-    reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
-  using S = Segment<T>;
-  __shared__ Shared shared;
-  extern __shared__ uint4 vectors[];  // kVectors * 32 of each warp
-  team_arrive();  // shared memory of the first block may be written once all blocks have started
+__device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params, int64_t row_index,
+                                                      const Partial* partials, int count) {
   const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x / kWarpSize;
-  const int num_warps = blockDim.x / kWarpSize;
-  const int num_members = team_size() * num_warps;
-  const int member = team_rank() * num_warps + warp;
-  const int64_t row_index = team_index();
   const Row row(params.rows, row_index);
-  const T* logits = static_cast<const T*>(params.logits) + row_index * params.row_stride;
-  Shared* const first_block = of_first_block(&shared);
-  S segment{vectors + warp * kVectors * kWarpSize + lane, lane};
+  const Summary whole =
+      join<kHasNoise>(partials, count, row, params.first_column, params.num_columns, lane);
+  if (lane != 0) return;
+  if (params.record != nullptr) write_record(params.record + row_index * kRecordFields, whole);
+  if (params.token != nullptr) params.token[row_index] = whole.token;
+  if (params.greedy != nullptr) params.greedy[row_index] = whole.column;
+  if (params.value != nullptr) params.value[row_index] = score_of(whole, row, params.rows, kScore);
+}
 
-  if (params.whole == nullptr) {
-    Reducer<T, kScore, kHasNoise> reducer{params, row, lane};
-    for (int index = member; index < num_segments; index += num_members) {
-      segment.load(logits, params.num_columns, index * S::kColumns);
-      segment.remove(params, row.forbidden);
-      reducer.add(segment);
-    }
-    const Partial partial = reducer.result();
-    const bool needs_share =
-        kScore == Score::kEntropy && params.has_epsilon && params.record == nullptr;
-    team_wait();
-    if (lane == 0) first_block->partials[member] = partial;
-    team_arrive();
-    if (!needs_share && team_rank() != 0) return;
-    team_wait();
-    if (member == 0) {
-      const Summary whole = join<kHasNoise>(shared.partials, num_members, row, params.first_column,
-                                            params.num_columns, lane);
-      if (lane == 0) {
-        shared.maximum = whole.maximum;
-        shared.sum = whole.sum;
-        write_found(params, row, row_index, whole, kScore, !needs_share);
+// A warp's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
+template <typename T>
+struct Share {
+  using Found = float;
+
+  const LogitsParams& params;
+  const Row row;
+  const float shift;
+  const float inverse;
+  const float epsilon;
+  float shares[4] = {};  // of the lane
+
+  __device__ static const double* record(const LogitsParams& params, int64_t row_index) {
+    return params.whole + row_index * kRecordFields;
+  }
+
+  __device__ Share(const LogitsParams& params, int64_t row_index)
+      : params(params),
+        row(params.rows, row_index),
+        shift(exp_shift(static_cast<float>(record(params, row_index)[kMaximum]))),
+        inverse(1.0f / static_cast<float>(record(params, row_index)[kSumExp])),
+        epsilon(params.rows.epsilon[row_index]) {}
+
+  __device__ void add(Segment<T>& segment) {
+    segment.remove(params, row.forbidden | row.excluded);
+#pragma unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> vector = segment[v];
+#pragma unroll
+      for (int k = 0; k < Vector<T>::kWidth; ++k) {
+        const float t = (vector[k] - shift) * row.scale;
+        const float p = exp2_approx(t) * inverse;
+        shares[k % 4] -= p * log2_approx(p + epsilon);
       }
     }
-    if (!needs_share) return;
-    team_arrive();
-    team_wait();
-  } else {
-    team_wait();
-    if (member == 0 && lane == 0) {
-      const double* record = params.whole + row_index * kRecordFields;
-      shared.maximum = static_cast<float>(record[kMaximum]);
-      shared.sum = static_cast<float>(record[kSumExp]);
-    }
-    team_arrive();
-    team_wait();
   }
-  if constexpr (kScore != Score::kEntropy) return;
 
-  const float maximum = first_block->maximum, sum = first_block->sum;
-  const float epsilon = params.rows.epsilon[row_index];
-  float share = 0.0f;
-  // The segment of the last round, which comes first, is still there.
-  const int num_rounds = (num_segments - member + num_members - 1) / num_members;
-#pragma unroll 1
-  for (int round = num_rounds - 1; round >= 0; --round) {
-    if (round < num_rounds - 1 || params.whole != nullptr) {
-      const int index = member + round * num_members;
-      segment.load(logits, params.num_columns, index * S::kColumns);
-      segment.remove(params, row.forbidden | row.excluded);
-    }
-    share += entropy_share(segment, row, maximum, sum, epsilon);
+  __device__ float result() const {
+    return kLn2 * warp_sum((shares[0] + shares[1]) + (shares[2] + shares[3]));
   }
-  share = warp_sum(share);
-  if (lane == 0) first_block->shares[member] = share;
-  team_arrive();
-  if (team_rank() != 0) return;
+
+  __device__ static void finish(const LogitsParams& params, int64_t row_index, const float* found,
+                                int count) {
+    const int lane = threadIdx.x % kWarpSize;
+    float total = 0.0f;
+    for (int i = lane; i < count; i += kWarpSize) total += found[i];
+    total = warp_sum(total);
+    if (lane != 0) return;
+    const double* whole = record(params, row_index);
+    const bool is_empty = whole[kMaximum] == negative_infinity() || whole[kSumExp] == 0.0;
+    params.share[row_index] = is_empty ? -negative_infinity() : total;
+  }
+};
+
+template <typename T, typename Work>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, 1)
+    reduce_rows(const __grid_constant__ LogitsParams params, int num_segments, int num_stages) {
+  using Found = typename Work::Found;
+  __shared__ Found found[2][kMaxMembers];  // of a row and of the one before, in the last block
+  extern __shared__ uint4 vectors[];       // num_stages * kVectors * 32 of each warp
+#if __CUDA_ARCH__ >= 900
+  // The logits may be the work of the kernel before, which this one need not wait for to start.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  const Member member;
+  team_arrive();  // shared memory of the last block may be written once all blocks have started
+  Feed<T> feed(params, member, num_segments, vectors, num_stages);
+  auto* const gathered = member.of_last_block(&found);
+  const auto finish = [&](int64_t row, int half) {
+    if (member.joins()) Work::finish(params, row, found[half], member.count);
+  };
+
+  int half = 0;
+  int64_t row = member.team;
+  for (; row < params.num_rows; row += member.num_teams) {
+    Work work(params, row);
+    for (int index = member.index; index < num_segments; index += member.count) {
+      Segment<T> segment = feed.take(index);
+      work.add(segment);
+      feed.release();
+    }
+    const Found mine = work.result();
+    team_wait();  // all have arrived with what they found of the row before
+    if (row != member.team) finish(row - member.num_teams, half ^ 1);
+    if (threadIdx.x % kWarpSize == 0) (*gathered)[half][member.index] = mine;
+    team_arrive();
+    half ^= 1;
+  }
   team_wait();
-  if (member != 0) return;
-  float total = 0.0f;
-  for (int i = lane; i < num_members; i += kWarpSize) total += shared.shares[i];
-  total = warp_sum(total);
-  if (lane != 0) return;
-  if (maximum == negative_infinity() || sum == 0.0f) total = -negative_infinity();
-  (params.share != nullptr ? params.share : params.value)[row_index] = total;
+  finish(row - member.num_teams, half ^ 1);
 }
 
 // ---- Launch --------------------------------------------------------------------------------------
 
-struct Team {
-  int num_blocks;
-  int num_warps;  // of each block
-};
-
-// Depends on the width of a row (and the card) alone. Four segments fill a block well enough; a
-// cluster has a power of two of them.
-Team choose_team(int num_segments, bool has_clusters) {
+// Depends on the width of a row (and the card) alone; a cluster has a power of two of blocks.
+Team choose_team(int num_segments, bool has_clusters, Team most) {
   int num_blocks = 1;
-  while (has_clusters && num_blocks < kMaxBlocks && num_segments > 4 * num_blocks) num_blocks *= 2;
+  while (has_clusters && num_blocks < most.num_blocks && num_segments > 4 * num_blocks) {
+    num_blocks *= 2;
+  }
   const int num_warps = (num_segments + num_blocks - 1) / num_blocks;
-  return {num_blocks, std::min(num_warps, kMaxWarps)};
+  return {num_blocks, std::min(num_warps, most.num_warps), most.num_stages};
 }
 
-template <typename T, Score kScore, bool kHasNoise>
+template <typename T, typename Work>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
+  const auto kernel = reduce_rows<T, Work>;
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   const int num_segments = (params.num_columns - 1) / Segment<T>::kColumns + 1;
-  const Team team = choose_team(num_segments, major >= 9);
-  const int64_t num_blocks = params.num_rows * team.num_blocks;
-  if (num_blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  const Team team = choose_team(
+      num_segments, major >= 9, {params.num_blocks, params.num_warps, params.num_stages});
 
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(team.num_blocks);
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = static_cast<unsigned>(team.num_blocks);
+  attributes[0].val.clusterDim.y = 1;
+  attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
+  config.gridDim = dim3(static_cast<unsigned>(team.num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(team.num_warps * kWarpSize));
-  config.dynamicSmemBytes = team.num_warps * kVectors * kWarpSize * sizeof(uint4);
+  config.dynamicSmemBytes =
+      team.num_warps * team.num_stages * kVectors * kWarpSize * sizeof(uint4);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = team.num_blocks > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, reduce_rows<T, kScore, kHasNoise>, params, num_segments);
+  config.attrs = attributes;
+  config.numAttrs = major < 9 ? 0 : 1;
+
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(config.dynamicSmemBytes));
+  if (error != cudaSuccess) return error;
+  int num_teams = 0;
+  if (major >= 9) {
+    error = cudaOccupancyMaxActiveClusters(&num_teams, kernel, &config);
+  } else {
+    int per_processor = 0, num_processors = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &per_processor, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
+    num_teams = per_processor * num_processors;
+  }
+  if (error != cudaSuccess) return error;
+  const int64_t count = std::min<int64_t>(params.num_rows, std::max(num_teams, 1));
+  config.gridDim.x = static_cast<unsigned>(count * team.num_blocks);
+  if (params.overlaps && major >= 9) config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, params, num_segments, team.num_stages);
 }
 
 template <typename T, Score kScore>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
-  return params.has_noise ? launch<T, kScore, true>(params, stream)
-                          : launch<T, kScore, false>(params, stream);
+  return params.has_noise ? launch<T, Reducer<T, kScore, true>>(params, stream)
+                          : launch<T, Reducer<T, kScore, false>>(params, stream);
 }
 
 template <typename T>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
+  if (params.whole != nullptr) return launch<T, Share<T>>(params, stream);
   switch (params.score) {
     case Score::kConfidence:
       return launch<T, Score::kConfidence>(params, stream);

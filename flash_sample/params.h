@@ -59,12 +59,13 @@ struct LogitsParams {
   RowParams rows;
   Score score;
   bool has_noise;     // a row's temperature may not be 0
-  bool has_epsilon;   // the entropy is summed with its epsilon
   const double* whole;  // records of the whole rows: only their entropy's share is summed
+  int num_blocks, num_warps, num_stages;
+  bool overlaps;
 
-  // Results: record, else share (with whole), else the others; greedy may be null.
-  double* record;
+  // Results: share with whole, else those of the others that are not null.
   float* share;     // [num_rows]
+  double* record;   // [num_rows, kRecordFields]
   int64_t* token;   // [num_rows]
   float* value;     // [num_rows], the score
   int64_t* greedy;  // [num_rows]

@@ -127,8 +127,9 @@ struct Row {
                     static_cast<uint32_t>(params.position[row])};
     // Bounded, as an infinite scale would make NaN of a difference of 0.
     scale = params.is_tempered && has_noise ? fminf(kLog2E / noise.tau, 1e30f) : kLog2E;
-    forbidden = params.forbidden[row];
-    excluded = params.excluded[row];
+    const int known = (1 << params.num_columns) - 1;  // other bits name no column
+    forbidden = params.forbidden[row] & known;
+    excluded = params.excluded[row] & known;
   }
 };
 

@@ -115,13 +115,19 @@ def test_log_hands_results_on_and_lets_the_runner_go() -> None:
     class Runner:
         device = SimpleNamespace(type="cpu")
 
-        def _timed_step(self, req_ids: list[str]) -> dict[str, Any]:
-            return dict.fromkeys(req_ids, "result")
+        def launch(self, req_ids: list[str]) -> Any:
+            return SimpleNamespace(started=len(req_ids), req_ids=req_ids)
+
+        def collect(self, step: Any) -> dict[str, Any]:
+            return dict.fromkeys(step.req_ids, "result")
 
     runner = Runner()
+    before = runner.launch(["a", "b", "c"])
     with StepLog().attached(runner) as log:
-        assert runner._timed_step(["a", "b"]) == {"a": "result", "b": "result"}
-    runner._timed_step(["c"])
+        runner.collect(before)  # launched by nobody who looked at the clock
+        step = runner.launch(["a", "b"])
+        assert runner.collect(step) == {"a": "result", "b": "result"}
+    runner.collect(runner.launch(["c"]))
     assert [step.num_requests for step in log.steps()] == [2]
 
 

@@ -39,3 +39,12 @@ def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def model(checkpoint: Callable[[str], Path]) -> LLaDAReference:
     return load_reference(checkpoint("mha"))
+
+
+@pytest.fixture(params=[False, True], ids=["step by step", "ahead"])
+def runs_ahead(
+    request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Whether a step is launched before the results of the one before are handed out."""
+    monkeypatch.setattr(engine.runner, "runs_ahead", request.param)
+    return bool(request.param)

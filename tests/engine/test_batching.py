@@ -56,13 +56,13 @@ def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Decoded]) -> None
 def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The requests of every step from now on."""
     steps: list[list[str]] = []
-    step = engine.runner.step
+    launch = engine.runner.launch
 
     def recorded(req_ids: list[str]) -> Any:
         steps.append(list(req_ids))
-        return step(req_ids)
+        return launch(req_ids)
 
-    monkeypatch.setattr(engine.runner, "step", recorded)
+    monkeypatch.setattr(engine.runner, "launch", recorded)
     return steps
 
 
@@ -86,6 +86,7 @@ def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> li
 def test_a_mixed_batch_equals_each_alone(
     engine: Engine,
     mixed: tuple[list[Ask], list[Decoded]],
+    runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asks, wanted = mixed
@@ -101,6 +102,7 @@ def test_a_mixed_batch_equals_each_alone(
 def test_requests_join_and_leave_at_any_step(
     engine: Engine,
     mixed: tuple[list[Ask], list[Decoded]],
+    runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asks, wanted = mixed
@@ -113,6 +115,7 @@ def test_requests_join_and_leave_at_any_step(
 def test_force_single_batch_shares_no_step(
     engine: Engine,
     mixed: tuple[list[Ask], list[Decoded]],
+    runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asks, wanted = mixed
@@ -179,7 +182,7 @@ def test_chunked_steps_give_the_same_tokens(
         feed_forward_rows=3,
         logits_rows=2,
     )
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda num_rows: plan)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     asks, wanted = mixed
     asks, wanted = asks[:5], wanted[:5]
     assert_decoded(engine.ask(*asks), wanted)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,16 @@ from vllm.diffusion import params
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.forward import run_body, upload
-from vllm.diffusion.engine.graphs import ROW_BUCKETS, Bucket, find_bucket, padded_inputs
+from vllm.diffusion.engine.graphs import (
+    ROW_BUCKETS,
+    Bucket,
+    bucket_inputs,
+    find_bucket,
+    write_inputs,
+)
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.families import LLADA
+from vllm.diffusion.layers.buffers import FreshBuffers
 from vllm.diffusion.memory import CacheRange
 from vllm.diffusion.params import ServedModel, SpecialIds
 
@@ -77,6 +85,14 @@ def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
     assert find_bucket(batch_of(canvas(40), canvas(40, CacheRange(0, 40)))) is None
 
 
+def padded_inputs(batch: StepBatch, bucket: Bucket) -> list[Any]:
+    inputs = bucket_inputs(bucket)
+    for array in inputs:
+        array[...] = 99  # what an earlier batch left
+    write_inputs(batch, bucket, inputs)
+    return inputs
+
+
 @pytest.mark.parametrize("lengths", [[33], [64], [20, 13, 40]])
 def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
     batch = batch_of(*map(canvas, lengths))
@@ -84,12 +100,12 @@ def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
     assert bucket is not None
     ids, positions, slots, query_ends, key_starts, key_counts = padded_inputs(batch, bucket)
     total = sum(lengths)
-    assert torch.equal(ids[:total], batch.token_ids)
-    assert torch.equal(positions[:total], batch.positions)
-    assert (ids.numel(), positions.numel(), slots.numel()) == (bucket.rows, bucket.rows, 0)
+    assert ids.tolist() == [*batch.token_ids, *[0] * (bucket.rows - total)]
+    assert positions.tolist() == [*batch.positions, *[0] * (bucket.rows - total)]
+    assert slots.size == 0
     sizes = [*lengths, bucket.rows - total]
     sizes += [0] * (bucket.sequences + 1 - len(sizes))
-    assert query_ends.diff().tolist() == key_counts.tolist() == sizes
+    assert np.diff(query_ends).tolist() == key_counts.tolist() == sizes
     assert key_starts[: len(lengths) + 1].tolist() == query_ends[: len(lengths) + 1].tolist()
 
 
@@ -127,9 +143,10 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
         runner.caches.allocate(str(i), n) if is_cached else None for i, n in enumerate(lengths)
     ]
     batch = batch_of(*(canvas(n, r) for n, r in zip(lengths, ranges, strict=True)))
-    plan = runner.planner.plan(batch.num_rows)
+    plan = runner.planner.plan(batch.shape)
     inputs, _ = upload(batch, plan, [], runner.device)
-    eager = run_body(runner.model, inputs, plan, runner.buffers, runner.caches)
+    fresh = FreshBuffers(runner.device)
+    eager = run_body(runner.model, inputs, plan, fresh, fresh, runner.caches)
     wanted = [eager.x.clone(), eager.k.clone(), eager.v.clone()]
     for layer in range(len(runner.model.layers)):  # a replay must write what it reads
         runner.caches.keys(layer).fill_(torch.nan)
@@ -162,3 +179,28 @@ def test_graphs_can_be_turned_off(
         assert engine.runner.graphs is None
         (answer,) = engine.ask(Ask([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8}))
         assert answer.finish_reason in ("length", "stop")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [True, False])
+@pytest.mark.parametrize("family", ["llada", "dream", "moe"])
+def test_a_step_waits_for_nothing_but_its_result(
+    family: str, use_graphs: bool, tmp_path: Path
+) -> None:
+    """In this mode torch raises at whatever would synchronise host and GPU; events may."""
+    folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
+    blocks = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
+    asks = [
+        Ask([3 + i, 4, 5], {**blocks, **asked}, {"temperature": temperature})
+        for temperature in (0.0, 0.7)
+        for i, asked in enumerate(({}, {"cache": "dual"}, {"cfg_scale": 1.5}))
+    ]
+    with running(folder, dtype="bfloat16", enforce_eager=not use_graphs) as engine:
+        engine.ask(*asks)  # the first use of a kernel may synchronise
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            answers = engine.ask(*asks)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.runner.runs_ahead
+    assert [answer.report.get("error") for answer in answers] == [None] * len(asks)

@@ -17,16 +17,18 @@ from vllm.diffusion import params
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.memory import (
-    BufferPool,
+    ActivationPool,
     CachePool,
     CacheRange,
     Demand,
     Experts,
+    HostBuffers,
     ModelShape,
     Planner,
     StepShape,
     chunks,
 )
+from vllm.diffusion.memory.activation_pool import TorchBacking
 from vllm.diffusion.memory.footprint import Footprint, Layout, total
 from vllm.diffusion.params import ServedModel, SpecialIds
 
@@ -351,8 +353,8 @@ def test_chunks_cover_all_rows_once(num_rows: int, size: int) -> None:
     assert all(part.stop - part.start <= size for part in parts)
 
 
-def test_buffers_are_reused_and_grow() -> None:
-    pool = BufferPool(CPU)
+def test_host_buffers_are_reused_and_grow() -> None:
+    pool = HostBuffers(is_pinned=False)
     small = pool.take("x", (4, 8), torch.float32)
     large = pool.take("x", (8, 8), torch.float32)
     again = pool.take("x", (2, 3), torch.float32)
@@ -363,7 +365,8 @@ def test_buffers_are_reused_and_grow() -> None:
 
 
 def pool_of(num_layers: int = 3) -> CachePool:
-    return CachePool(num_layers, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, device=CPU)
+    pool = ActivationPool(1 << 20, TorchBacking(CPU))
+    return CachePool(num_layers, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, pool=pool)
 
 
 def mark(pool: CachePool, taken: CacheRange, value: float) -> None:

@@ -167,6 +167,21 @@ class DiffusionParams:
         """The last one may be shorter than the others (full_attn_multi_block)."""
         return -(-self.gen_length // self.block_length)
 
+    def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
+        """How many of the newest final tokens belong to the answer; None while it goes on.
+
+        A stop token ends the answer and is its last token; the length limit comes second.
+
+        Args:
+            tokens: that became final.
+            num_before: tokens of the answer before them.
+        """
+        room = self.max_tokens - num_before
+        for index, token in enumerate(tokens[:room]):
+            if token in self.stop_ids:
+                return index + 1
+        return room if len(tokens) >= room else None
+
     def with_seed(self, seed: int) -> DiffusionParams:
         return dataclasses.replace(self, seed=seed % 2**SEED_BITS)
 

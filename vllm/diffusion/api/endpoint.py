@@ -90,6 +90,8 @@ class DiffusionEndpoint:
         if engine_client is None or door is None:
             state.diffusion_generate = None
             return
+        budgets = await engine_client.collective_rpc("activation_budget_bytes")
+        door.learn_budget(min(budgets))
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,

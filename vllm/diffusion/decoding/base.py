@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.diffusion.scoring import Scoring
@@ -50,7 +51,7 @@ class Candidates(NamedTuple):
 
 def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
     """Order of `scores` [R], descending, ties by ascending index; NaN counts as the least."""
-    return torch.sort(torch.nan_to_num(scores, nan=-torch.inf), descending=True, stable=True)[1]
+    return torch.from_numpy(np.argsort(-scores.numpy(), kind="stable"))  # puts NaN last
 
 
 class DecodingRule(ABC):

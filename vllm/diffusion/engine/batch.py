@@ -8,9 +8,10 @@ prompt-masked one. The windows of requests that keep keys and values follow.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 
 from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.layers.attention import Span
@@ -20,8 +21,11 @@ from vllm.diffusion.sampling import RowGroup
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.memory import CacheRange
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
 
 
@@ -57,10 +61,10 @@ class _Read(NamedTuple):
     """Rows that predict some positions of one request."""
 
     request: int  # its number in the batch
-    positions: torch.Tensor  # [R] int64, on the canvas
-    rows: torch.Tensor  # [R] int64, of the batch
+    positions: Array  # [R] int64, on the canvas
+    rows: Array  # [R] int64, of the batch
     sequence: PackedSequence  # to which they belong
-    twin_rows: torch.Tensor | None = None  # the same positions in the prompt-masked sequence
+    twin_rows: Array | None = None  # the same positions in the prompt-masked sequence
     twin_sequence: PackedSequence | None = None
 
 
@@ -74,8 +78,8 @@ class ReadPart(NamedTuple):
         pieces: per request: its number, and the places of its rows and of their twins in `rows`.
     """
 
-    rows: torch.Tensor
-    positions: torch.Tensor
+    rows: Array
+    positions: Array
     span_groups: tuple[SpanGroup, ...]
     pieces: tuple[tuple[int, slice, slice | None], ...]
 
@@ -94,9 +98,9 @@ class StepBatch:
         reads: per request, the rows to sample.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+    token_ids: Array
+    positions: Array
+    slots: Array
     sequences: tuple[PackedSequence, ...]
     canvases: tuple[Canvas, ...]
     works: tuple[Work, ...]
@@ -104,17 +108,17 @@ class StepBatch:
 
     @property
     def num_rows(self) -> int:
-        return self.token_ids.numel()
+        return self.token_ids.size
 
     @property
     def num_whole(self) -> int:
         """Rows of whole sequences, which come first and keep nothing."""
-        return self.num_rows - self.slots.numel()
+        return self.num_rows - self.slots.size
 
-    @property
+    @cached_property
     def shape(self) -> StepShape:
         """What a plan depends on."""
-        twins = sum(read.rows.numel() for read in self.reads if read.twin_rows is not None)
+        twins = sum(read.rows.size for read in self.reads if read.twin_rows is not None)
         return StepShape(
             rows=self.num_rows,
             read_rows=self.num_sampled + twins,
@@ -140,13 +144,13 @@ class StepBatch:
         part = _PartBuilder()
         for read in self.reads:
             done, weight = 0, 1 if read.twin_rows is None else 2
-            while done < read.rows.numel():
+            while done < read.rows.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
                     yield part.finish()
                     part = _PartBuilder()
                     continue
-                piece = slice(done, min(done + max(room, 1), read.rows.numel()))
+                piece = slice(done, min(done + max(room, 1), read.rows.size))
                 part.add(read, piece)
                 done = piece.stop
         if part.num_rows:
@@ -181,14 +185,15 @@ class StepBatch:
             sampled: [3, R] float64 on the host, as `sample` returns it.
             noise: source of the numbers that some rules want for each candidate.
         """
-        parts = sampled.split([work.eligible.numel() for work in self.works], dim=1)
-        found = []
-        for canvas, work, (tokens, scores, greedy) in zip(
-            self.canvases, self.works, parts, strict=True
-        ):
-            draws = canvas.draws(work.eligible, noise)
-            found.append(Candidates(work.eligible, tokens.long(), scores, greedy.long(), draws))
-        return found
+        counts = [work.eligible.numel() for work in self.works]
+        tokens, greedy = sampled[0].long().split(counts), sampled[2].long().split(counts)
+        parts = zip(
+            self.canvases, self.works, tokens, sampled[1].split(counts), greedy, strict=True
+        )
+        return [
+            Candidates(work.eligible, token, score, best, canvas.draws(work.eligible, noise))
+            for canvas, work, token, score, best in parts
+        ]
 
 
 def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
@@ -206,9 +211,9 @@ def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
         for number, (canvas, work) in enumerate(zip(ordered, works, strict=True))
     )
     return StepBatch(
-        token_ids=torch.cat(packing.token_ids),
-        positions=torch.cat(packing.positions),
-        slots=torch.cat([torch.empty(0, dtype=torch.int64), *packing.slots]),
+        token_ids=np.concatenate(packing.token_ids),
+        positions=np.concatenate(packing.positions),
+        slots=np.concatenate([_NO_SLOTS, *packing.slots]),
         sequences=tuple(packing.sequences),
         canvases=tuple(ordered),
         works=works,
@@ -216,35 +221,39 @@ def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
     )
 
 
+_NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
 class _Packing:
     """Rows as they are put one after the other."""
 
     def __init__(self) -> None:
-        self.token_ids: list[torch.Tensor] = []
-        self.positions: list[torch.Tensor] = []
-        self.slots: list[torch.Tensor] = []
+        self.token_ids: list[Array] = []
+        self.positions: list[Array] = []
+        self.slots: list[Array] = []
         self.sequences: list[PackedSequence] = []
         self._num_rows = 0
 
     def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Read:
-        predicting = (work.eligible - logit_shift).clamp(min=0)
+        eligible = work.eligible.numpy()
+        predicting = np.maximum(eligible - logit_shift, 0) if logit_shift else eligible
         start, twin_rows, twin = self._num_rows, None, None
         if canvas.cache is None:
             whole = slice(0, canvas.length)
-            own = self._append(canvas, canvas.tokens, whole)
+            own = self._append(canvas, canvas.tokens.numpy(), whole)
             if canvas.params.cfg_scale > 0:
                 twin_rows = predicting + self._num_rows
-                twin = self._append(canvas, canvas.unconditional_tokens(), whole)
+                twin = self._append(canvas, canvas.unconditional_tokens().numpy(), whole)
         else:
             # The window starts early enough for the row that predicts its first position.
             window = slice(max(work.rows[0] - logit_shift, 0), work.rows[1])
-            own = self._append(canvas, canvas.tokens, window, canvas.cache)
+            own = self._append(canvas, canvas.tokens.numpy(), window, canvas.cache)
             start -= window.start
-        on_canvas = work.eligible - canvas.prompt_length
+        on_canvas = eligible - canvas.prompt_length
         return _Read(number, on_canvas, predicting + start, own, twin_rows, twin)
 
     def _append(
-        self, canvas: Canvas, tokens: torch.Tensor, window: slice, cache: CacheRange | None = None
+        self, canvas: Canvas, tokens: Array, window: slice, cache: CacheRange | None = None
     ) -> PackedSequence:
         rows = slice(self._num_rows, self._num_rows + window.stop - window.start)
         positions = canvas.positions[window]
@@ -264,8 +273,8 @@ class _PartBuilder:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._rows: list[torch.Tensor] = []
-        self._positions: list[torch.Tensor] = []
+        self._rows: list[Array] = []
+        self._positions: list[Array] = []
         self._counted: list[tuple[int, PackedSequence]] = []
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
@@ -276,20 +285,18 @@ class _PartBuilder:
             twins = self._append(read.twin_rows[piece], read.positions[piece], read.twin_sequence)
         self._pieces.append((read.request, own, twins))
 
-    def _append(
-        self, rows: torch.Tensor, positions: torch.Tensor, sequence: PackedSequence
-    ) -> slice:
-        place = slice(self.num_rows, self.num_rows + rows.numel())
+    def _append(self, rows: Array, positions: Array, sequence: PackedSequence) -> slice:
+        place = slice(self.num_rows, self.num_rows + rows.size)
         self._rows.append(rows)
         self._positions.append(positions)
-        self._counted.append((rows.numel(), sequence))
+        self._counted.append((rows.size, sequence))
         self.num_rows = place.stop
         return place
 
     def finish(self) -> ReadPart:
         return ReadPart(
-            torch.cat(self._rows),
-            torch.cat(self._positions),
+            np.concatenate(self._rows),
+            np.concatenate(self._positions),
             _group_spans(self._counted),
             tuple(self._pieces),
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import CachePool, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import RowGroup
 
 _ALL = slice(None)
@@ -225,7 +227,7 @@ def sources_of(
     ]
 
 
-def _read_arrays(parts: Iterable[ReadPart]) -> list[Tensor]:
+def _read_arrays(parts: Iterable[ReadPart]) -> list[Array]:
     """The host arrays that `_read_inputs` wants on the device, in order."""
     return [
         array
@@ -242,7 +244,7 @@ def _read_inputs(parts: Iterable[ReadPart], found: Iterator[Tensor]) -> list[Rea
     ]
 
 
-def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Tensor]:
+def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Array]:
     """Query ends, key starts and key counts of every group."""
     arrays = []
     for group in groups:
@@ -250,7 +252,7 @@ def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Tensor]:
         _, query_ends, key_starts, key_ends = columns
         counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
         for values in ((0, *query_ends), (*key_starts, key_ends[-1]), counts):
-            arrays.append(torch.tensor(values, dtype=torch.int32))
+            arrays.append(np.array(values, dtype=np.int32))
     return arrays
 
 

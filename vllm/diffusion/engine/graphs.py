@@ -10,19 +10,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
-from vllm.diffusion.layers.attention import AttentionLayout, Span
+from vllm.diffusion.layers.attention import AttentionLayout
 from vllm.diffusion.layers.buffers import FreshBuffers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.memory import ActivationPool, CachePool, GraphMemory, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
 
 # Beyond the last, launching hides behind computing (docs/performance.md).
 ROW_BUCKETS = (
@@ -50,7 +54,7 @@ class Bucket(NamedTuple):
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    packed: Tensor  # [bytes] uint8, where the inputs are read
+    inputs: ops.Staging
     outputs: BodyOutputs
     generation: int  # of the cache pool whose addresses the graph holds
 
@@ -100,7 +104,8 @@ class GraphRunner:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
-        ops.copy_packed(padded_inputs(batch, bucket), captured.packed)
+        write_inputs(batch, bucket, captured.inputs.arrays)
+        captured.inputs.upload()
         captured.graph.replay()
         return captured.outputs
 
@@ -108,9 +113,10 @@ class GraphRunner:
         stale = self._captured.pop(bucket, None)
         if stale is None and not self._memory.has_room:
             return None
-        arrays = padded_inputs(batch, bucket)
-        packed = torch.empty(ops.packed_bytes(arrays), dtype=torch.uint8, device="cuda")
-        inputs = self._body_inputs(bucket, ops.copy_packed(arrays, packed))
+        staging = ops.Staging(bucket_inputs(bucket), self._caches.device)
+        write_inputs(batch, bucket, staging.arrays)
+        staging.upload()
+        inputs = self._body_inputs(bucket, staging.tensors)
         plan = plan.resized(bucket.rows)
         # Libraries choose kernels and allocate workspaces in a first run, outside of the capture.
         where = (self._pool, self._scratch, self._caches)
@@ -119,7 +125,7 @@ class GraphRunner:
         with self._memory.capture(graph):
             outputs = run_body(self._model, inputs, plan, *where)
         generation = self._caches.generation * bucket.is_cached
-        self._captured[bucket] = _Captured(graph, packed, outputs, generation)
+        self._captured[bucket] = _Captured(graph, staging, outputs, generation)
         return self._captured[bucket]
 
     def _body_inputs(self, bucket: Bucket, arrays: list[Tensor]) -> BodyInputs:
@@ -150,28 +156,36 @@ def find_bucket(batch: StepBatch) -> Bucket | None:
     return None
 
 
-def padded_inputs(batch: StepBatch, bucket: Bucket) -> list[Tensor]:
-    """Token ids, positions, slots and the layout's three arrays, as long as the bucket's."""
-    num_rows = batch.num_rows
-    (group,) = batch.span_groups(slice(0, num_rows))
-    # The padding attends to itself, so that no row holds what is no number; with kept keys there
-    # are none for it, and attention to nothing is zero.
-    own = Span(num_rows, bucket.rows, num_rows, num_rows if bucket.is_cached else bucket.rows)
-    empty = Span(bucket.rows, bucket.rows, 0, 0)
-    spans = [*group.spans, own]
-    spans += [empty] * (bucket.sequences + 1 - len(spans))
-    layout = (
-        [0, *(span.q_end for span in spans)],
-        [*(span.kv_start for span in spans), 0],
-        [span.kv_end - span.kv_start for span in spans],
-    )
+def bucket_inputs(bucket: Bucket) -> list[Array]:
+    """Token ids, positions, slots and the layout's three arrays, of the bucket's sizes."""
+    num_sequences = bucket.sequences + 1
     return [
-        _padded(batch.token_ids, bucket.rows, 0),
-        _padded(batch.positions, bucket.rows, 0),
-        _padded(batch.slots, bucket.rows if bucket.is_cached else 0, -1),
-        *(torch.tensor(values, dtype=torch.int32) for values in layout),
+        np.zeros(bucket.rows, dtype=np.int64),
+        np.zeros(bucket.rows, dtype=np.int64),
+        np.zeros(bucket.rows if bucket.is_cached else 0, dtype=np.int64),
+        np.zeros(num_sequences + 1, dtype=np.int32),
+        np.zeros(num_sequences + 1, dtype=np.int32),
+        np.zeros(num_sequences, dtype=np.int32),
     ]
 
 
-def _padded(values: Tensor, size: int, fill: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, size - values.numel()), value=fill)
+def write_inputs(batch: StepBatch, bucket: Bucket, inputs: Sequence[Array]) -> None:
+    """Write a batch and its padding into arrays as `bucket_inputs` makes them."""
+    token_ids, positions, slots, query_ends, key_starts, key_counts = inputs
+    _fill(token_ids, batch.token_ids, 0)
+    _fill(positions, batch.positions, 0)
+    _fill(slots, batch.slots, -1)
+    num_rows = batch.num_rows
+    rows = [sequence.rows for sequence in batch.sequences]
+    keys = [sequence.keys for sequence in batch.sequences]
+    # The padding attends to itself, so that no row holds what is no number; with kept keys there
+    # are none for it, and attention to nothing is zero.
+    num_padding_keys = 0 if bucket.is_cached else bucket.rows - num_rows
+    _fill(query_ends, [0, *(r.stop for r in rows), bucket.rows], bucket.rows)
+    _fill(key_starts, [*(k.start for k in keys), num_rows], 0)
+    _fill(key_counts, [*(k.stop - k.start for k in keys), num_padding_keys], 0)
+
+
+def _fill(array: Array, values: Array | list[int], rest: int) -> None:
+    array[: len(values)] = values
+    array[len(values) :] = rest

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-level continuous batching: every engine step is one denoise step of every running request.
 
-Requests wait in order of arrival. One is admitted when the planner says that its rows fit beside
-those that run; it stays until its answer is complete. The worker owns the canvas; the scheduler
-sees only the tokens that became final.
+Requests wait in order of arrival. One is admitted when the planner says that its steps fit beside
+those that run, and refused when they would not fit alone; it stays until its answer is complete.
+The worker owns the canvas; the scheduler sees only the tokens that became final. What memory there
+is it learns from the worker's first answer, so the first step of all is empty.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from vllm.diffusion.engine.messages import (
     DiffusionSchedulerOutput,
     NewCanvas,
     StepResult,
+    StepUsage,
 )
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.engine.sizes import demand_of, model_shape
+from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.memory import Demand, Planner
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
@@ -49,16 +52,16 @@ class _Scheduled:
 
     request: Request
     params: DiffusionParams
+    demand: Demand
     started: float = 0.0  # time.monotonic() of admission
+    largest: StepUsage | None = None  # of its steps, the one with the highest peak
 
-    @property
-    def demand(self) -> Demand:
-        """What it takes while it runs; guidance runs the sequence twice."""
-        length = self.request.num_prompt_tokens + self.params.gen_length
-        return Demand(
-            rows=2 * length if self.params.cfg_scale > 0 else length,
-            cached_positions=0 if self.params.cache == "none" else length,
-        )
+    def take_part(self, usage: StepUsage | None) -> None:
+        """It took part in a step that used so much memory."""
+        if usage is not None and (
+            self.largest is None or usage.peak_bytes > self.largest.peak_bytes
+        ):
+            self.largest = usage
 
 
 @dataclass
@@ -87,9 +90,9 @@ class DiffusionScheduler(SchedulerInterface):
     ) -> None:
         self._model = served_model(vllm_config)
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
-        self._planner = Planner(
-            row_budget(vllm_config), self._model.vocab_size, self._model.cached_positions
-        )
+        self._shape, self._row_budget = model_shape(vllm_config), row_budget(vllm_config)
+        self._planner: Planner | None = None  # until the worker has said what memory there is
+        self.last_usage: StepUsage | None = None
         self._log_stats = log_stats
         self._queues = _Queues()
         self._pause_state = PauseState.UNPAUSED
@@ -111,7 +114,8 @@ class DiffusionScheduler(SchedulerInterface):
             return
         if decided.seed is None:
             decided = decided.with_seed(secrets.randbits(params.SEED_BITS))
-        self._queues.waiting.append(_Scheduled(request, decided))
+        demand = demand_of(decided, request.num_prompt_tokens)
+        self._queues.waiting.append(_Scheduled(request, decided, demand))
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -160,8 +164,12 @@ class DiffusionScheduler(SchedulerInterface):
         )
 
     def _admit(self) -> list[NewCanvas]:
-        admitted = []
-        while self._queues.waiting and self._may_start(self._queues.waiting[0]):
+        admitted: list[NewCanvas] = []
+        planner = self._planner
+        if planner is None:
+            return admitted
+        self._refuse_what_never_fits(planner)
+        while self._queues.waiting and self._may_start(self._queues.waiting[0], planner):
             item = self._queues.waiting.popleft()
             item.started = time.monotonic()
             item.request.status = RequestStatus.RUNNING
@@ -172,7 +180,19 @@ class DiffusionScheduler(SchedulerInterface):
             admitted.append(NewCanvas(item.request.request_id, prompt, item.params))
         return admitted
 
-    def _may_start(self, item: _Scheduled) -> bool:
+    def _refuse_what_never_fits(self, planner: Planner) -> None:
+        """Of the requests at the head of the queue."""
+        while self._queues.waiting:
+            item = self._queues.waiting[0]
+            try:
+                planner.check(item.demand)
+            except ActivationBudgetError as error:
+                self._queues.refused.append((item.request, str(error)))
+                self._queues.waiting.popleft()
+            else:
+                return
+
+    def _may_start(self, item: _Scheduled, planner: Planner) -> bool:
         running = self._queues.running.values()
         if not running:
             return True
@@ -180,12 +200,13 @@ class DiffusionScheduler(SchedulerInterface):
             return False
         if len(running) >= self._max_running:
             return False
-        return self._planner.admits([r.demand for r in running], item.demand)
+        return planner.admits([r.demand for r in running], item.demand)
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        self._learn(model_runner_output.usage)
         for request, message in self._queues.refused:
             outputs[request.client_index].append(self._refuse(request, message))
         self._queues.refused = []
@@ -193,10 +214,19 @@ class DiffusionScheduler(SchedulerInterface):
             item = self._queues.running.get(req_id)
             if item is None:
                 continue  # aborted while the step ran
+            item.take_part(model_runner_output.usage)
             output = self._advance(item, result)
             if output is not None:
                 outputs[item.request.client_index].append(output)
         return self._envelopes(outputs)
+
+    def _learn(self, usage: StepUsage | None) -> None:
+        """Take in what memory there is, and what the step took of it."""
+        if usage is None:
+            return
+        self.last_usage = usage
+        if self._planner is None or self._planner.budget_bytes != usage.budget_bytes:
+            self._planner = Planner(self._shape, usage.budget_bytes, self._row_budget)
 
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)
@@ -235,20 +265,16 @@ class DiffusionScheduler(SchedulerInterface):
 
     @staticmethod
     def _accept(item: _Scheduled, tokens: list[int]) -> list[int]:
-        """The part of the new final tokens that belongs to the answer; sets the finish status.
-
-        A stop token ends the answer and is its last token; the length limit comes second.
-        """
+        """The part of the new final tokens that belongs to the answer; sets the finish status."""
         request, decided = item.request, item.params
-        room = decided.max_tokens - request.num_output_tokens
-        for index, token in enumerate(tokens[:room]):
-            if token in decided.stop_ids:
-                request.status = RequestStatus.FINISHED_STOPPED
-                request.stop_reason = token if token != decided.eos_id else None
-                return tokens[: index + 1]
-        if len(tokens) >= room:
-            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return tokens[:room]
+        end = decided.answer_end(tokens, request.num_output_tokens)
+        if end is None:
+            return tokens
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if end and tokens[end - 1] in decided.stop_ids:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = tokens[end - 1] if tokens[end - 1] != decided.eos_id else None
+        return tokens[:end]
 
     @staticmethod
     def _report(item: _Scheduled, result: StepResult) -> dict[str, Any]:
@@ -261,6 +287,7 @@ class DiffusionScheduler(SchedulerInterface):
             "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
             "denoise_ms": round(1000 * ran, 3),
             "seed": item.params.seed,
+            **(item.largest.report() if item.largest is not None else {}),
             **({"infilled": result.infilled} if result.infilled else {}),
         }
 

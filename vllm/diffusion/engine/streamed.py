@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 
 from vllm.diffusion.engine.forward import keep, sources_of
 from vllm.diffusion.layers.attention import HeadGroup
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import ReadPart, StepBatch
     from vllm.diffusion.engine.forward import Attending, BodyInputs, ReadInputs
     from vllm.diffusion.layers.attention import SelfAttention
-    from vllm.diffusion.memory import ActivationPool, HostBuffers, CachePool, Plan, Rows
+    from vllm.diffusion.memory import ActivationPool, CachePool, HostBuffers, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import RowGroup
 
 
@@ -36,8 +37,8 @@ class _Chunks(NamedTuple):
     attend: list[tuple[slice, tuple[Attending, ...]]]
     feed_forward: list[slice]
 
-    def only(self, rows: Tensor) -> _Chunks:
-        """The chunks that hold some of the rows [R] int64, on the host."""
+    def only(self, rows: Array) -> _Chunks:
+        """The chunks that hold some of the rows [R] int64."""
 
         def has_some(chunk: slice) -> bool:
             return bool(((rows >= chunk.start) & (rows < chunk.stop)).any())
@@ -97,16 +98,16 @@ class StreamedForward:
         """All layers, then the rows that are read, part by part: [r, D], and how to sample them."""
         self._run([part for part, *_ in reads])
         model, pool = self._model, self._pool
-        for part, _, positions, _ in reads:
+        for part, rows, positions, _ in reads:
             with pool.scope("read"):
                 x = pool.take("read rows", (len(part.rows), model.hidden_size), model.dtype)
-                self._x.select(part.rows, x)
+                self._x.select(rows, part.rows, x)
                 yield x, batch.row_groups(part, positions)
 
     def _run(self, parts: Iterable[ReadPart]) -> None:
         self._embed()
         last = len(self._model.layers) - 1
-        read = torch.cat([torch.empty(0, dtype=torch.int64), *(part.rows for part in parts)])
+        read = np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)])
         for index in range(last + 1):
             work = self._chunks if index < last else self._chunks.only(read)
             for group in self._groups:

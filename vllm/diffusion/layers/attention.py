@@ -44,7 +44,8 @@ class KeySource(NamedTuple):
     layout: AttentionLayout
 
 
-class HeadGroup(NamedTuple):
+@dataclass(frozen=True)
+class HeadGroup:
     """One of several equal groups of key/value heads, with the query heads that read them."""
 
     index: int
@@ -61,8 +62,9 @@ class SelfAttention:
     """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
 
     Both exist for all heads at once, where projections lie side by side in one product, and for
-    one group of heads at a time. `q_norm` and `k_norm`, where the model has them, map
-    [R, heads, hd] to the same shape. `clip` bounds the projections' elements, before the norms.
+    one group of heads at a time. `q_norm` and `k_norm` are of one kind, and there both or not at
+    all: `RMSNorm` for a model that norms each head [hd], `AllHeadsRMSNorm` for one that norms all
+    heads together. `clip` bounds the projections' elements, before the norms.
     """
 
     norm: RMSNorm
@@ -93,11 +95,7 @@ class SelfAttention:
         with buffers.scope("keys-values"):
             self._project(self._normed(x, buffers), slice(-out.shape[1], None), out, buffers)
             q, k, _ = self.split(out)
-            if self.k_norm is not None:
-                self.k_norm(k, out=k)
-            if self.q_norm is not None and q is not None:
-                self.q_norm(q, out=q)
-            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+            self._rotate(q, k, rotary)
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Queries [R, H, hd], if they are there, keys and values [R, KV, hd]; views of `product`.
@@ -156,9 +154,7 @@ class SelfAttention:
                 start = first + number * width
                 columns = slice(start + columns.start, start + columns.stop)
                 self._project(normed, columns, heads.flatten(1), buffers)
-            if self.k_norm is not None:
-                self.k_norm(k, out=k)
-            ops.apply_rotary(None, k, rotary.cos, rotary.sin)
+            self._rotate(None, k, rotary)
 
     def attend_of(
         self,
@@ -191,10 +187,26 @@ class SelfAttention:
         with buffers.scope("attend"):
             self._project(self._normed(x, buffers), columns, out, buffers)
         q = out.view(x.shape[0], -1, head_dim)
-        if self.q_norm is not None:
-            self.q_norm(q, out=q)
-        ops.apply_rotary(q, None, rotary.cos, rotary.sin)
+        self._rotate(q, None, rotary)
         return q
+
+    def _rotate(self, q: Tensor | None, k: Tensor | None, rotary: Rotary) -> None:
+        """Norm queries and keys where the model does so, then rotate them, in place.
+
+        A norm of each head alone is one pass with the rotation; one over all heads needs its own.
+        """
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+        elif isinstance(q_norm, AllHeadsRMSNorm):
+            if q is not None:
+                q_norm(q, out=q)
+            if k is not None:
+                k_norm(k, out=k)
+            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+        else:
+            weights = (q_norm.weight, k_norm.weight)
+            ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin)
 
     def _add(
         self,

@@ -8,6 +8,7 @@ heads of this rank, hd head width.
 from __future__ import annotations
 
 import enum
+import functools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +16,10 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vllm.diffusion.layers.split_attention import can_split, split_attention
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -97,12 +100,29 @@ def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
 class Backend(enum.Enum):
     """A way to compute attention; `choose_backend` says which serves what."""
 
-    SDPA = "torch's scaled_dot_product_attention, a call a sequence"
+    SDPA = "torch's scaled_dot_product_attention, a call a sequence; cuDNN where it is there"
     FLASH = "torch's variable-length flash kernel, one launch for all sequences"
+    FLASH3 = "upstream's FlashAttention 3, of one sequence"
+    SPLIT = "our kernel that splits the keys, for few queries"
+
+
+# The choices below are those of docs/performance.md, section Attention.
+
+# Queries of a sequence, on average, up to which reading its keys is what takes the time.
+_FEW_QUERIES = 64
+# Scores (queries x keys x heads) of one sequence from which cuDNN is worth the plan that it makes
+# for every new shape: 4,096 queries, 4,096 keys and 32 heads.
+_MANY_SCORES = 2**29
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    out: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(hd)) v of every sequence, no mask; softmax statistics in fp32.
 
@@ -112,6 +132,7 @@ def attend(
             h // (H / KV).
         layout: the sequences.
         out: [R, H, hd] contiguous, written.
+        backend: one that `can_serve`, instead of the fastest.
 
     Returns:
         [R, H, hd] contiguous, the dtype of q; `out` where given.
@@ -122,38 +143,73 @@ def attend(
     """
     if q.shape[0] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if choose_backend(q, k, layout) is Backend.FLASH:
-        return _attend_packed(q, k, v, layout, out)
-    if layout.spans is None:
-        raise ValueError(
-            f"layout.spans: wanted the host's spans, for {q.dtype} heads of width {q.shape[2]} on"
-            f" {q.device} are served a sequence at a time, given None"
-        )
-    return _attend_each(q, k, v, layout.spans, out)
+    backend = backend or choose_backend(q, k, layout)
+    return _ATTEND[backend](q, k, v, layout, out)
 
 
 def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether `attend` needs no host spans for such tensors, so that a graph can hold it."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    ampere_or_later = torch.cuda.get_device_capability(device) >= (8, 0)
-    return ampere_or_later and head_dim % 8 == 0 and head_dim <= 256
+    return _capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
+
+
+def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
+    """Whether a backend computes attention of these tensors at all."""
+    if backend is Backend.SDPA:
+        return layout.spans is not None
+    if not can_be_captured(q.dtype, q.shape[2], q.device):
+        return False
+    if backend is Backend.FLASH3:
+        is_lone = layout.spans is not None and len(layout.spans) == 1
+        return is_lone and _flash3(q.device) is not None
+    return backend is Backend.FLASH or can_split(q.dtype, q.shape[2], q.device)
 
 
 def choose_backend(q: Tensor, k: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
-    is_lone = layout.spans is not None and len(layout.spans) == 1 and q.shape[0] >= 1024
-    return Backend.SDPA if is_lone else Backend.FLASH
+    num_rows, num_heads, _ = q.shape
+    has_few_queries = num_rows <= _FEW_QUERIES * len(layout.key_counts)
+    if has_few_queries and can_serve(Backend.SPLIT, q, layout):
+        return Backend.SPLIT
+    is_lone = layout.spans is not None and len(layout.spans) == 1
+    if is_lone and num_rows * layout.max_keys * num_heads >= _MANY_SCORES:
+        return Backend.FLASH3 if can_serve(Backend.FLASH3, q, layout) else Backend.SDPA
+    return Backend.FLASH
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
+    """Upstream's FlashAttention, of version 3; None without its binary or a Hopper GPU."""
+    if _capability(device)[0] != 9:
+        return None
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    if not is_fa_version_supported(3):
+        return None
+    return functools.partial(flash_attn_varlen_func, fa_version=3)
 
 
 def _attend_each(
-    q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], out: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
 ) -> Tensor:
     """Attention, a sequence at a time."""
-    check_tiling(spans, q.shape[0])
-    spans = tuple(span for span in spans if span.q_end > span.q_start)
+    if layout.spans is None:
+        raise ValueError(
+            f"layout.spans: wanted the host's spans, for {q.dtype} heads of width {q.shape[2]} on"
+            f" {q.device} are served a sequence at a time, given None"
+        )
+    check_tiling(layout.spans, q.shape[0])
+    spans = tuple(span for span in layout.spans if span.q_end > span.q_start)
     if len(spans) == 1 and out is None:
         return _attend_span(q, k, v, spans[0]).contiguous()
     if out is None:
@@ -197,3 +253,43 @@ def _attend_packed(
     )[0]
     assert isinstance(given, torch.Tensor)
     return given.contiguous() if out is None else out.copy_(given)
+
+
+def _attend_flash3(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
+) -> Tensor:
+    """Attention of one sequence by upstream's kernel, which wants its keys from row 0 on."""
+    attention = _flash3(q.device)
+    assert attention is not None and layout.spans is not None
+    check_tiling(layout.spans, q.shape[0])
+    (span,) = layout.spans
+    keys = slice(span.kv_start, span.kv_end)
+    return attention(
+        *(q, k[keys], v[keys]),
+        max_seqlen_q=layout.max_queries,
+        cu_seqlens_q=layout.query_ends,
+        max_seqlen_k=layout.max_keys,
+        cu_seqlens_k=functional.pad(layout.key_counts, (1, 0)),
+        out=out,
+    )
+
+
+def _attend_split(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
+) -> Tensor:
+    """Attention of all sequences, their keys split among programs."""
+    return split_attention(
+        *(q, k, v),
+        *(layout.query_ends, layout.key_starts, layout.key_counts),
+        max_queries=layout.max_queries,
+        max_keys=layout.max_keys,
+        out=out,
+    )
+
+
+_ATTEND = {
+    Backend.SDPA: _attend_each,
+    Backend.FLASH: _attend_packed,
+    Backend.FLASH3: _attend_flash3,
+    Backend.SPLIT: _attend_split,
+}

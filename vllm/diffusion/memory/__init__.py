@@ -9,20 +9,20 @@ from vllm.diffusion.memory.activation_pool import (
 from vllm.diffusion.memory.caches import CachePool, CacheRange
 from vllm.diffusion.memory.footprint import Experts, ModelShape, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
-from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
 from vllm.diffusion.memory.host import HostBuffers
+from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
 from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
 
 __all__ = [
     "ActivationPool",
-    "HostBuffers",
     "CachePool",
     "CacheRange",
     "Demand",
     "DeviceRows",
     "Experts",
     "GraphMemory",
+    "HostBuffers",
     "HostRows",
     "ModelShape",
     "Plan",

@@ -443,6 +443,11 @@ class ActivationPool:
         self._high_water = self.used_bytes
 
     @property
+    def sees_graphs(self) -> bool:
+        """`used_bytes` holds the memory of graphs."""
+        return self._backing.sees_temporaries
+
+    @property
     def outermost_bytes(self) -> int:
         """Bytes of what was taken outside all scopes, which stays."""
         return self._scopes[1].start if len(self._scopes) > 1 else self._end

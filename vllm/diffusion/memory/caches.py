@@ -94,6 +94,10 @@ class CachePool:
             self._move_to(self.used_rows)
 
     @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
+    @property
     def used_rows(self) -> int:
         return sum(taken.length for taken in self._ranges.values())
 

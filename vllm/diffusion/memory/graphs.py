@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,8 @@ class GraphMemory:
         self, device: torch.device, pool: ActivationPool, budget_bytes: int | None = None
     ) -> None:
         self._device = device
-        self._pool = pool.graph_pool() or torch.cuda.graph_pool_handle()
+        own = pool.graph_pool()
+        self._pool: Any = torch.cuda.graph_pool_handle() if own is None else own
         total = torch.cuda.mem_get_info(device)[1]
         self.budget_bytes = (
             int(total * GRAPH_MEMORY_SHARE) if budget_bytes is None else budget_bytes

@@ -160,6 +160,7 @@ class Planner:
         ]
         self._row_bytes: dict[tuple[Layout, bool], _RowBytes] = {}
         self._known: dict[tuple[StepShape, int], Plan] = {}
+        self.num_found = 0  # plans that were not known
 
     @property
     def cached_positions(self) -> int:
@@ -214,7 +215,16 @@ class Planner:
             if len(self._known) >= MAX_KNOWN_PLANS:
                 self._known.clear()
             plan = self._known[key] = self._find(step, kept_bytes)
+            self.num_found += 1
         return plan
+
+    def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
+        """Whether a step of so many rows, whatever is read of them, needs no chunks."""
+        step = StepShape(num_rows, num_rows, num_rows)
+        try:
+            return self.plan(step, kept_bytes).is_whole(num_rows)
+        except ActivationBudgetError:
+            return False
 
     def _find(self, step: StepShape, kept_bytes: int) -> Plan:
         available = self.budget_bytes - kept_bytes

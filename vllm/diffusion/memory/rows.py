@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
+    from vllm.diffusion.ops import Array
 
     Chunks = Sequence[slice]
 
@@ -34,8 +35,8 @@ class Rows(Protocol):
             writes: what is written into a chunk stays.
         """
 
-    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy single rows [R] int64, on the host, to `out` [R, D] on the device."""
+    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
+        """Copy single rows [R] int64, given on the device and on the host, to `out` [R, D]."""
 
 
 class DeviceRows:
@@ -50,8 +51,8 @@ class DeviceRows:
         for rows in chunks:
             yield self._x[rows]
 
-    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        torch.index_select(self._x, 0, rows.to(out.device, non_blocking=True), out=out)
+    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
+        torch.index_select(self._x, 0, rows, out=out)
 
 
 class HostRows:
@@ -111,9 +112,9 @@ class HostRows:
                 copies.release(index % number)
         copies.end()
 
-    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
         self._copies.finish_stores()
-        out.copy_(self._x.index_select(0, rows))
+        out.copy_(self._x.index_select(0, torch.from_numpy(host_rows)))
 
 
 class CopyStreams:

@@ -10,7 +10,6 @@ from vllm.diffusion.ops.fused import (
     silu_mul,
     store_keys_values,
 )
-from vllm.diffusion.ops.head import most_likely_by_head
 from vllm.diffusion.ops.linear import (
     add_linear,
     adds_in_place,
@@ -26,27 +25,27 @@ from vllm.diffusion.ops.sampling import (
     negative_entropy,
     philox_uniform,
 )
-from vllm.diffusion.ops.transfer import copy_packed, packed_bytes, to_device
+from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
 
 __all__ = [
+    "Array",
+    "HostCopy",
     "Routing",
     "Rows",
     "Score",
+    "Staging",
     "add_experts",
     "add_linear",
     "adds_in_place",
     "apply_rotary",
     "candidates",
-    "copy_packed",
     "gated_linear",
     "gather_columns",
     "is_plain",
     "linear",
     "most_likely",
-    "most_likely_by_head",
     "negative_entropy",
     "norm_rotary",
-    "packed_bytes",
     "philox_uniform",
     "plain_weight",
     "rms_norm",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
@@ -125,18 +126,18 @@ def _parameters(
     needs_seed = [a or b for a, b in zip(is_random, is_noisy, strict=True)]
     found = _spread(
         {
-            "temperature": ([g.params.temperature for g in groups], torch.float64),
+            "temperature": ([g.params.temperature for g in groups], np.float64),
             "seed": (
                 [_signed(g.seed) if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
-                torch.int64,
+                np.int64,
             ),
             "step": (
                 [g.step if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
-                torch.int64,
+                np.int64,
             ),
-            "forbidden": ([_bits(g.forbidden, columns) for g in groups], torch.int32),
-            "excluded": ([_bits(g.excluded, columns) for g in groups], torch.int32),
-            "is_random": (is_random, torch.bool),
+            "forbidden": ([_bits(g.forbidden, columns) for g in groups], np.int32),
+            "excluded": ([_bits(g.excluded, columns) for g in groups], np.int32),
+            "is_random": (is_random, np.bool_),
         },
         [g.positions.numel() for g in groups],
         device,
@@ -159,17 +160,16 @@ def _parameters(
 
 
 def _spread(
-    values: dict[str, tuple[list[Any], torch.dtype]], counts: list[int], device: torch.device
+    values: dict[str, tuple[list[Any], type[np.generic]]], counts: list[int], device: torch.device
 ) -> dict[str, Any]:
     """Values of requests as values of their rows: one number where all agree, else [R]."""
     found: dict[str, Any] = {}
-    repeats = torch.tensor(counts)
     on_host = {}
     for name, (numbers, dtype) in values.items():
         if all(number == numbers[0] for number in numbers):
             found[name] = numbers[0]
         else:
-            on_host[name] = torch.tensor(numbers, dtype=dtype).repeat_interleave(repeats)
+            on_host[name] = np.array(numbers, dtype=dtype).repeat(counts)
     if on_host:
         found |= zip(on_host, ops.to_device(list(on_host.values()), device), strict=True)
     return found

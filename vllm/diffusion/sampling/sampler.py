@@ -117,7 +117,8 @@ def sample(
         noise: source of random numbers.
 
     Returns:
-        [3, R] float64 on the host: token, score, greedy token of every row.
+        [3, R] float64 on the model's device: token, score, greedy token of every row. One tensor,
+        so that one copy brings it to the host: token ids are exact in float64.
     """
     found = []
     for hidden, groups in parts:
@@ -126,8 +127,7 @@ def sample(
             found.append(torch.stack([c.double() for c in _choose(logits, run, model, noise)]))
     if not found:
         return torch.empty(3, 0, dtype=torch.float64)
-    # One copy to the host per step: token ids are exact in float64.
-    return torch.cat(found, dim=1).cpu()
+    return torch.cat(found, dim=1)
 
 
 def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource) -> Choice:

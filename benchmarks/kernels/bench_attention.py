@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time of every backend of attention, and which of them is chosen.
+
+    python -m benchmarks.kernels.bench_attention [--families llada dream] [--json FILE]
+    python -m benchmarks.kernels.bench_attention --tiles [--json FILE]
+
+bf16, random numbers, heads of LLaDA-8B (32 of 128) and Dream-7B (28 of 128 to 4 of keys and
+values). All times are replays of CUDA graphs over inputs that no cache holds, the backends in
+turns.
+
+    queries x keys  of each sequence; equal: the keys are those of the queries' own rows
+    sdpa        microseconds of torch's scaled_dot_product_attention, a call a sequence: cuDNN
+    first ms    of sdpa's first call with a shape, in which cuDNN makes its plan
+    flash       microseconds of torch's variable-length kernel
+    flash3      microseconds of upstream's FlashAttention 3, where its binary is
+    split       microseconds of our kernel that splits the keys, up to 1,024 queries a sequence
+    chosen      what the dispatch takes
+    of best     time of the chosen over the fastest
+    TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
+
+--tiles: microseconds of the split kernel with other tiles instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.gpu_timing import attention_flops, compare, rotating, write_record
+from vllm.diffusion.layers.attention_backends import (
+    AttentionLayout,
+    Backend,
+    Span,
+    attend,
+    can_serve,
+    choose_backend,
+)
+from vllm.diffusion.layers.split_attention import SplitConfig, split_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+HEAD_DIM = 128
+NUM_HEADS = {"llada": (32, 32), "dream": (28, 4)}  # of queries; of keys and values
+# sequences, queries and keys of each
+CASES = {
+    "llada": (
+        *((1, size, size) for size in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)),
+        (1, 65536, 65536),
+        *((1, 32, keys) for keys in (256, 1024, 4096, 16384, 65536, 204800)),
+        *((1, queries, 4096) for queries in (64, 128, 256, 512, 1024)),
+        *((1, 256, 65536), (1, 4096, 65536)),
+        *((8, 256, 256), (32, 256, 256), (8, 1024, 1024)),
+        *((32, 32, keys) for keys in (256, 2048, 8192)),
+    ),
+    "dream": (
+        *((1, size, size) for size in (256, 1024, 4096, 16384)),
+        *((1, 32, keys) for keys in (256, 1024, 4096, 65536)),
+        *((1, 128, 4096), (8, 256, 256), (32, 32, 2048)),
+    ),
+}
+TILE_CASES = {
+    "llada": ((1, 32, 256), (1, 32, 1024), (1, 32, 4096), (1, 32, 65536), (32, 32, 2048)),
+    "dream": ((1, 32, 1024), (1, 32, 4096), (1, 32, 65536), (32, 32, 2048)),
+}
+TILES = (
+    SplitConfig(32, 64, programs=2, num_warps=4, num_stages=3),
+    SplitConfig(32, 64, programs=4, num_warps=4, num_stages=3),
+    SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3),
+    SplitConfig(64, 64, programs=4, num_warps=4, num_stages=3),
+    SplitConfig(64, 32, programs=4, num_warps=4, num_stages=4),
+    SplitConfig(128, 64, programs=2, num_warps=8, num_stages=3),
+)
+MOST_SPLIT_QUERIES = 1024
+LEAST_CALLS = 8  # in one graph, so that its own launch does not count
+COLUMNS = (
+    *("family", "sequences", "queries x keys", "sdpa", "first ms", "flash", "flash3", "split"),
+    *("chosen", "of best", "TFLOP/s", "TB/s"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of equal shape, and the heads of a family."""
+
+    family: str
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+
+    @property
+    def shape(self) -> str:
+        return f"{self.num_queries:,} x {self.num_keys:,}"
+
+    @property
+    def flops(self) -> float:
+        num_heads, _ = NUM_HEADS[self.family]
+        one = attention_flops(self.num_queries, self.num_keys, num_heads, HEAD_DIM)
+        return self.num_sequences * one
+
+    @property
+    def num_bytes(self) -> float:
+        num_heads, num_kv_heads = NUM_HEADS[self.family]
+        heads = 2 * self.num_queries * num_heads + 2 * self.num_keys * num_kv_heads
+        return 2.0 * self.num_sequences * heads * HEAD_DIM
+
+    def layout(self) -> AttentionLayout:
+        queries, keys = self.num_queries, self.num_keys
+        return AttentionLayout.of(
+            [
+                Span(i * queries, (i + 1) * queries, i * keys, (i + 1) * keys)
+                for i in range(self.num_sequences)
+            ],
+            "cuda",
+        )
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, as views into a fused product where the rows are the same."""
+        num_heads, num_kv_heads = NUM_HEADS[self.family]
+        num_rows = self.num_sequences * self.num_queries
+        split = (num_heads, num_kv_heads, num_kv_heads)
+        if self.num_queries == self.num_keys:
+            product = random(num_rows, sum(split), HEAD_DIM)
+            return product.split(split, dim=1)
+        pool = (self.num_sequences * self.num_keys, num_kv_heads, HEAD_DIM)
+        return random(num_rows, num_heads, HEAD_DIM), random(*pool), random(*pool)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def cases(shapes: dict[str, Sequence[tuple[int, int, int]]], families: list[str]) -> Iterator[Case]:
+    return (Case(family, *shape) for family in families for shape in shapes[family])
+
+
+def calls_of(call: Callable[..., object], inputs: list[tuple[Tensor, ...]]) -> list[object]:
+    """A call for each of the inputs, and again until they are enough for a graph."""
+    rounds = -(-LEAST_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
+    return [partial(call, *heads) for heads in inputs] * rounds
+
+
+def measure(case: Case, repeats: int) -> list[object]:
+    """The row of the table."""
+    layout, inputs = case.layout(), rotating(case.heads)
+    q, k, v = inputs[0]
+    backends = [backend for backend in Backend if can_serve(backend, q, layout)]
+    if case.num_queries > MOST_SPLIT_QUERIES:
+        backends = [backend for backend in backends if backend is not Backend.SPLIT]
+    started = time.perf_counter()
+    attend(q, k, v, layout, backend=Backend.SDPA)
+    torch.cuda.synchronize()
+    first_ms = 1000 * (time.perf_counter() - started)
+    times = compare(
+        {
+            backend.name: calls_of(partial(attend, layout=layout, backend=backend), inputs)
+            for backend in backends
+        },
+        repeats=repeats,
+        warm_up_s=0.02,
+    )
+    us = {name: timing.median_us for name, timing in times.items()}
+    chosen = choose_backend(q, k, layout).name
+    return [
+        *(case.family, case.num_sequences, case.shape, rounded(us["SDPA"]), round(first_ms, 1)),
+        *(rounded(us.get(name)) for name in ("FLASH", "FLASH3", "SPLIT")),
+        *(chosen.lower(), round(us[chosen] / min(us.values()), 3)),
+        round(case.flops / us[chosen] / 1e6, 1),
+        round(case.num_bytes / us[chosen] / 1e6, 2),
+    ]
+
+
+def measure_tiles(case: Case, repeats: int) -> list[object]:
+    """The row of the table of tiles."""
+    layout, inputs = case.layout(), rotating(case.heads)
+    run = partial(
+        split_attention,
+        query_ends=layout.query_ends,
+        key_starts=layout.key_starts,
+        key_counts=layout.key_counts,
+        max_queries=layout.max_queries,
+        max_keys=layout.max_keys,
+    )
+    times = compare(
+        {name_of(config): calls_of(partial(run, config=config), inputs) for config in TILES},
+        repeats=repeats,
+        warm_up_s=0.02,
+    )
+    us = [rounded(timing.median_us) for timing in times.values()]
+    return [case.family, case.num_sequences, case.shape, *us]
+
+
+def name_of(config: SplitConfig) -> str:
+    return f"{config.rows}x{config.keys} s{config.num_stages} p{config.programs}"
+
+
+def rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 1)
+
+
+def show(columns: Sequence[object]) -> None:
+    family, num_sequences, shape, *rest = ("-" if value is None else value for value in columns)
+    cells = " ".join(f"{value:>11}" for value in rest)
+    print(f"{family:6} {num_sequences:>9} {shape:>16} {cells}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tiles", action="store_true", help="compare tiles of the split kernel")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="file for the record of the run")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    title, columns = "attention by backend, bf16", COLUMNS
+    if args.tiles:
+        title = "tiles of the split kernel, bf16, us"
+        columns = (*COLUMNS[:3], *(name_of(config) for config in TILES))
+    show(columns)
+    table = []
+    for case in cases(TILE_CASES if args.tiles else CASES, args.families):
+        table.append((measure_tiles if args.tiles else measure)(case, args.repeats))
+        show(table[-1])
+    if args.json is not None:
+        write_record(args.json, {"title": title, "columns": columns, "rows": table})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that is launched before the results of the one before are handed out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Answer, Engine
+    from tests.reference.llada_model import LLaDAReference
+
+
+@pytest.fixture
+def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The requests of every launched step; steps are launched ahead."""
+    found: list[list[str]] = []
+    launch = engine.runner.launch
+
+    def recorded(req_ids: list[str]) -> Any:
+        found.append(list(req_ids))
+        return launch(req_ids)
+
+    monkeypatch.setattr(engine.runner, "runs_ahead", True)
+    monkeypatch.setattr(engine.runner, "launch", recorded)
+    return found
+
+
+def start(engine: Engine, name: str, ask: Ask) -> str:
+    """Queue a request; returns the engine's own id of it."""
+    upstream = engine.llm.llm_engine
+    return str(upstream.add_request(name, {"prompt_token_ids": ask.prompt}, sampling_params(ask)))
+
+
+def finish(engine: Engine) -> dict[str, Answer]:
+    """Step until all requests have ended; their answers by name."""
+    upstream, answers = engine.llm.llm_engine, {}
+    while upstream.has_unfinished_requests():
+        for output in upstream.step():
+            if output.finished:
+                answers[output.request_id] = to_answer(output)
+    return answers
+
+
+def test_no_step_is_launched_for_a_complete_answer(
+    engine: Engine, model: LLaDAReference, launches: list[list[str]]
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    stop = wanted.ids[10]
+    place = wanted.ids.index(stop)
+    for ask in (
+        as_request(prompt, **BLOCKS),
+        Ask(
+            prompt,
+            as_request(prompt, ignore_eos=False, **BLOCKS).extra,
+            {"stop_token_ids": [stop]},
+        ),
+        as_request(prompt, **BLOCKS, max_tokens=10),
+    ):
+        launches.clear()
+        (answer,) = engine.ask(ask)
+        assert len(launches) == answer.num_forwards
+        assert answer.token_ids in (wanted.ids, wanted.ids[: place + 1], wanted.ids[:10])
+        assert engine.is_idle()
+
+
+def test_a_request_that_arrives_joins_the_step_after_the_one_under_way(
+    engine: Engine, model: LLaDAReference, launches: list[list[str]]
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    other, wanted_of_other = clear_case(model, 33, **BLOCKS)
+    start(engine, "first", as_request(prompt, **BLOCKS))
+    engine.llm.llm_engine.step()
+    assert [len(step) for step in launches] == [1, 1]
+    start(engine, "second", as_request(other, **BLOCKS))
+    engine.llm.llm_engine.step()
+    assert [len(step) for step in launches] == [1, 1, 2]
+    answers = finish(engine)
+    assert answers["first"].token_ids == wanted.ids
+    assert answers["second"].token_ids == wanted_of_other.ids
+    assert answers["second"].num_forwards == wanted_of_other.num_forwards
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_an_abort_under_way_leaves_the_others_alone(
+    engine: Engine, model: LLaDAReference, launches: list[list[str]], cache: str
+) -> None:
+    prompt, _ = clear_case(model, 20, **BLOCKS)
+    asked = as_request(prompt, **BLOCKS, cache=cache)
+    (alone,) = engine.ask(asked)
+    aborted = start(engine, "aborted", asked)
+    start(engine, "stays", asked)
+    for _ in range(3):
+        engine.llm.llm_engine.step()
+    engine.llm.llm_engine.abort_request([aborted], internal=True)
+    start(engine, "comes", asked)  # may get the memory of the one that went
+    answers = finish(engine)
+    assert answers.keys() == {"stays", "comes"}
+    assert answers["stays"].token_ids == answers["comes"].token_ids == alone.token_ids
+    assert engine.is_idle()
+
+
+def test_an_abort_of_all_requests_under_way_leaves_nothing(
+    engine: Engine, model: LLaDAReference, launches: list[list[str]]
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    aborted = start(engine, "aborted", as_request(prompt, **BLOCKS))
+    engine.llm.llm_engine.step()
+    engine.llm.llm_engine.abort_request([aborted], internal=True)
+    start(engine, "comes", as_request(prompt, **BLOCKS))
+    assert finish(engine)["comes"].token_ids == wanted.ids
+    assert engine.is_idle()
+
+
+def test_a_launch_that_fails_harms_no_result_before_it(
+    engine: Engine,
+    model: LLaDAReference,
+    launches: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    launch = engine.runner.launch
+
+    def fail_at_ninth(req_ids: list[str]) -> Any:
+        if len(launches) == 8:
+            raise MemoryError("the launch broke")
+        return launch(req_ids)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner, "launch", fail_at_ninth)
+        (answer,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert answer.finish_reason == "error"
+    assert "the launch broke" in answer.report["error"]
+    assert len(answer.token_ids) == 16  # two blocks of 4 steps
+    assert answer.token_ids == wanted.ids[:16]
+    assert engine.is_idle()
+    (again,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert again.token_ids == wanted.ids
+
+
+def test_a_pause_keeps_the_step_under_way(
+    engine: Engine, model: LLaDAReference, launches: list[list[str]]
+) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    start(engine, "paused", as_request(prompt, **BLOCKS))
+    engine.llm.llm_engine.step()
+    (canvas,) = engine.runner.canvases.values()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.llm.llm_engine.step()
+    engine.llm.llm_engine.step()
+    assert (canvas.num_forwards, len(launches)) == (1, 2)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert finish(engine)["paused"].token_ids == wanted.ids
+    assert len(launches) == wanted.num_forwards
+
+
+def test_steps_in_chunks_are_not_launched_ahead(
+    engine: Engine,
+    model: LLaDAReference,
+    launches: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    whole = engine.runner.planner.plan(64)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda num_rows: whole.resized(10))
+    start(engine, "long", as_request(prompt, **BLOCKS))
+    engine.llm.llm_engine.step()
+    assert len(launches) == 1
+    assert finish(engine)["long"].token_ids == wanted.ids

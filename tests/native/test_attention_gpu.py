@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every backend of attention on a GPU against float64, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vllm.diffusion.layers.attention_backends import (
+    AttentionLayout,
+    Backend,
+    Span,
+    attend,
+    can_be_captured,
+    can_serve,
+    choose_backend,
+)
+from vllm.diffusion.layers.split_attention import HEAD_DIMS, SplitConfig, split_attention
+
+pytestmark = pytest.mark.gpu
+
+# Norm of the error over the norm of the result: weights and result are rounded to the dtype.
+ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+HEAD_DIM = 128
+NUM_KEYS = 5000
+# dtype, query heads, key/value heads: as LLaDA, as Dream, and one for all
+KINDS = [(torch.bfloat16, 4, 4), (torch.bfloat16, 14, 2), (torch.float16, 4, 1)]
+LAYOUTS = {
+    "whole": [Span(0, 300, 0, 300)],
+    "one row": [Span(0, 1, 7, 4900)],
+    "a window": [Span(0, 32, 3, 4999)],
+    "few keys": [Span(0, 32, 4, 5)],
+    "many rows": [Span(0, 513, 0, 1025)],
+    "windows": [Span(32 * i, 32 * i + 32, 100 * i, 100 * i + 4 * i * i) for i in range(32)],
+    "ragged": [
+        *(Span(0, 17, 0, 2000), Span(17, 17, 0, 300), Span(17, 80, 2500, 2500)),
+        *(Span(80, 81, 4990, 5000), Span(81, 337, 1000, 1256)),
+    ],
+    "more than are counted at once": [Span(i, i + 1, i, 2 * i) for i in range(150)],
+    "no keys": [Span(0, 40, 9, 9)],
+}
+
+
+def random(generator, dtype, *shape):
+    return torch.randn(shape, generator=generator).to("cuda", dtype)
+
+
+def definition(q, k, v, spans):
+    """softmax(q k^T / sqrt(hd)) v of every span, in float64."""
+    out = torch.zeros_like(q, dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    for span in spans:
+        queries, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
+        if span.kv_start == span.kv_end:
+            continue
+        heads_k, heads_v = (x[keys].double().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[queries].double(), heads_k)
+        weights = (scores / math.sqrt(q.shape[2])).softmax(dim=-1)
+        out[queries] = torch.einsum("hqk,khd->qhd", weights, heads_v)
+    return out
+
+
+def assert_close(result, wanted, dtype):
+    assert result.isfinite().all()
+    assert (result.double() - wanted).norm() <= ERROR[dtype] * wanted.norm()
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS)
+@pytest.mark.parametrize("spans", LAYOUTS.values(), ids=LAYOUTS)
+def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spans):
+    if backend is Backend.SDPA and (len(spans) > 8 or dtype != torch.bfloat16):
+        pytest.skip("cuDNN makes a plan for every shape, which takes long")
+    product = random(generator, dtype, NUM_KEYS, num_heads + 2 * num_kv_heads, HEAD_DIM)
+    q, k, v = product.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q = q[: spans[-1].q_end]
+    layout = AttentionLayout.of(spans, "cuda")
+    if not can_serve(backend, q, layout):
+        pytest.skip(f"{backend} is not there")
+    result = attend(q, k, v, layout, backend=backend)
+    assert result.is_contiguous() and result.dtype == dtype
+    assert_close(result, definition(q, k, v, spans), dtype)
+    out = torch.full_like(result, torch.nan)
+    assert attend(q, k, v, layout, out=out, backend=backend) is out
+    assert torch.equal(out, result)
+
+
+@pytest.mark.parametrize(("head_dim", "rows"), zip(HEAD_DIMS, (64, 32, 64, 16), strict=True))
+def test_split_in_other_tiles(generator, head_dim, rows):
+    spans = LAYOUTS["ragged"]
+    q = random(generator, torch.bfloat16, spans[-1].q_end, 4, head_dim)
+    k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
+    layout = AttentionLayout.of(spans, "cuda")
+    wanted = definition(q, k, v, spans)
+    for programs in (0, 1, 64):  # not split, split, split as often as can be
+        config = SplitConfig(rows, 64, programs, num_warps=4, num_stages=2)
+        result = split_attention(
+            *(q, k, v, *layout[:3]),
+            max_queries=layout.max_queries,
+            max_keys=layout.max_keys,
+            config=config,
+        )
+        assert_close(result, wanted, torch.bfloat16)
+
+
+def test_large_scores(generator):
+    """Weights that leave one key to each query, and queries that weigh all alike."""
+    q = random(generator, torch.bfloat16, 32, 4, HEAD_DIM) * 30
+    q[::2] = 0
+    k, v = (random(generator, torch.bfloat16, 3000, 4, HEAD_DIM) for _ in range(2))
+    spans = [Span(0, 32, 0, 3000)]
+    result = attend(q, k, v, AttentionLayout.of(spans, "cuda"), backend=Backend.SPLIT)
+    assert_close(result, definition(q, k, v, spans), torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", [Backend.FLASH, Backend.SPLIT])
+@pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS[:2])
+def test_a_graph_follows_its_layout(generator, backend, dtype, num_heads, num_kv_heads):
+    """Captured with loose bounds, replayed over other sequences of the same rows."""
+    num_rows, num_sequences = 96, 4
+    q = random(generator, dtype, num_rows, num_heads, HEAD_DIM)
+    k, v = (random(generator, dtype, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
+    captured = AttentionLayout(
+        torch.tensor([0, 96, 96, 96, 96], dtype=torch.int32, device="cuda"),
+        torch.zeros(num_sequences + 1, dtype=torch.int32, device="cuda"),
+        torch.ones(num_sequences, dtype=torch.int32, device="cuda"),
+        max_queries=num_rows,
+        max_keys=NUM_KEYS,
+        spans=None,
+    )
+    attend(q, k, v, captured, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = attend(q, k, v, captured, backend=backend)
+    for spans in (
+        [Span(0, 96, 0, 5000), *[Span(96, 96, 0, 0)] * 3],
+        [Span(0, 32, 0, 40), Span(32, 64, 40, 2040), Span(64, 95, 2040, 5000), Span(95, 96, 0, 0)],
+        [Span(0, 1, 4000, 4001), Span(1, 2, 0, 300), Span(2, 2, 0, 0), Span(2, 96, 300, 800)],
+    ):
+        layout = AttentionLayout.of(spans, "cuda")
+        for old, new in zip(captured[:3], layout[:3], strict=True):
+            old.copy_(new)
+        graph.replay()
+        assert_close(result, definition(q, k, v, spans), dtype)
+
+
+def test_choice():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("an older GPU has torch's attention only")
+
+    def chosen(num_rows, num_keys, num_sequences=1, dtype=torch.bfloat16, captured=False):
+        spans = [Span(num_rows * i, num_rows * (i + 1), 0, num_keys) for i in range(num_sequences)]
+        layout = AttentionLayout.of(spans, "cuda")
+        layout = layout._replace(spans=None) if captured else layout
+        q = torch.empty(1, dtype=dtype, device="cuda").expand(
+            num_rows * num_sequences, 32, HEAD_DIM
+        )
+        return choose_backend(q, q, layout)
+
+    assert can_be_captured(torch.bfloat16, HEAD_DIM, torch.device("cuda"))
+    assert chosen(64, 64, dtype=torch.float32) is Backend.SDPA
+    assert chosen(32, 4096) is Backend.SPLIT
+    assert chosen(32, 4096, 8, captured=True) is Backend.SPLIT
+    assert chosen(512, 512, 4) is Backend.FLASH
+    assert chosen(16384, 16384) in (Backend.SDPA, Backend.FLASH3)
+    assert chosen(16384, 16384, captured=True) is Backend.FLASH

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of few queries to many keys: the keys of a sequence are split among programs.
+
+A kernel with one program for a tile of queries leaves most of the GPU idle here. So each program
+takes a part of the keys, and a second kernel merges the parts by their sums of exponentials, as
+Flash-Decoding does (Dao, Haziza, Massa, Sizov, 2023).
+
+Letters as in `attention_backends`: R query rows, N key rows, S sequences, H and KV heads, hd width.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+# Triton reads it when a kernel is decorated, that is when its module is imported.
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+HEAD_DIMS = (16, 32, 64, 128)
+MAX_SPLITS = 64  # the second kernel holds one row of each part at once
+_MIN_STEPS = 4  # of a program over its keys; shorter ones would mostly start and merge
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Tile of one program and the resources it runs with.
+
+    Attributes:
+        rows: queries times the query heads of a key/value head.
+        keys: of one step.
+        programs: to start on each multiprocessor, by splitting.
+        num_warps, num_stages: as Triton means them.
+    """
+
+    rows: int
+    keys: int
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW_ROWS = SplitConfig(32, 64, programs=4, num_warps=4, num_stages=3)
+_MANY_ROWS = SplitConfig(64, 64, programs=4, num_warps=4, num_stages=3)
+
+
+def choose_config(num_rows: int, num_sequences: int, max_queries: int, group: int) -> SplitConfig:
+    """The tile for R rows of S sequences, `group` query heads to a key/value head."""
+    mean_queries = -(-num_rows // max(1, num_sequences))
+    few = min(mean_queries, max_queries) * group <= _FEW_ROWS.rows
+    return _FEW_ROWS if few else _MANY_ROWS
+
+
+def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_size: int) -> int:
+    """How many parts to split the keys into, from what the host knows.
+
+    Args:
+        num_programs: without splitting.
+        max_keys: at least the keys of every sequence.
+        device_size: multiprocessors of the GPU.
+    """
+    wanted = config.programs * device_size // max(1, num_programs)
+    most = -(-max_keys // (_MIN_STEPS * config.keys))
+    return max(1, min(wanted, most, MAX_SPLITS))
+
+
+def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether `split_attention` takes such tensors: 16-bit on a GPU from Ampere on, with Triton.
+
+    Under Triton's interpreter: fp16 and fp32 on the CPU, for tests.
+    """
+    if head_dim not in HEAD_DIMS or _kernels() is None:
+        return False
+    if _IS_INTERPRETED:
+        # its products take the bit patterns of bf16 for integers
+        return dtype in (torch.float16, torch.float32)
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _capability(device) >= (8, 0)
+
+
+def split_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ends: Tensor,
+    key_starts: Tensor,
+    key_counts: Tensor,
+    *,
+    max_queries: int,
+    max_keys: int,
+    out: Tensor | None = None,
+    config: SplitConfig | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(hd)) v of every sequence, no mask; sums and statistics in fp32.
+
+    Reads nothing back to the host, and how much is launched depends on shapes and bounds alone, so
+    a CUDA graph can hold it. Between its kernels it keeps at most `config.programs` tiles of fp32
+    rows for each multiprocessor.
+
+    Args:
+        q: [R, H, hd] of a kind that `can_split`; hd is contiguous, other strides are free.
+        k, v: [N, KV, hd] of the same dtype, likewise; query head h reads key/value head
+            h // (H / KV).
+        query_ends: [S + 1] int32: 0, then the end of each sequence's queries, the last one R.
+        key_starts: [S or more] int32: first key row of each sequence.
+        key_counts: [S] int32: keys of each sequence; one without keys gets zeros.
+        max_queries, max_keys: at least the queries and the keys of every sequence.
+        out: [R, H, hd] contiguous, of the dtype of q; allocated when not given.
+        config: launch choices other than the measured ones.
+
+    Returns:
+        [R, H, hd] contiguous.
+
+    Raises:
+        ValueError: the tensors are not of a kind that `can_split`.
+    """
+    if not can_split(q.dtype, q.shape[2], q.device):
+        raise ValueError(
+            f"split_attention: wanted 16-bit heads of a width in {HEAD_DIMS} on a GPU with Triton,"
+            f" given {q.dtype} heads of width {q.shape[2]} on {q.device}"
+        )
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, num_sequences = k.shape[1], len(key_counts)
+    if num_rows == 0 or num_sequences == 0:
+        return out
+    group = num_heads // num_kv_heads
+    config = config or choose_config(num_rows, num_sequences, max_queries, group)
+    num_tiles = _max_tiles(num_rows, num_sequences, max_queries, group, config.rows)
+    num_splits = choose_splits(num_tiles * num_kv_heads, max_keys, config, _size(q.device))
+    kernels = _kernels()
+    assert kernels is not None
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        kernels.launch(
+            (q, k, v, out),
+            (query_ends, key_starts, key_counts),
+            scale=math.log2(math.e) / math.sqrt(head_dim),
+            num_tiles=num_tiles,
+            num_splits=num_splits,
+            min_keys=_MIN_STEPS * config.keys,
+            max_splits=MAX_SPLITS,
+            config=config,
+            overlaps=q.is_cuda and _capability(q.device) >= (9, 0),
+        )
+    return out
+
+
+def _max_tiles(
+    num_rows: int, num_sequences: int, max_queries: int, group: int, tile_rows: int
+) -> int:
+    """At least the tiles of all sequences, whichever way the rows are divided among them."""
+    of_all = (num_rows * group + num_sequences * (tile_rows - 1)) // tile_rows
+    return min(of_all, num_sequences * -(-max_queries * group // tile_rows))
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels; None without Triton."""
+    try:
+        return importlib.import_module(f"{__name__}.kernel")
+    except ImportError:
+        return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _size(device: torch.device) -> int:
+    """Multiprocessors; 1 where the kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    size: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return size

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""Triton kernels of `split_attention`: attention to a part of the keys, and the merge of the parts.
+
+Statistics are kept to base 2: a part's `total` is log2 of the sum of 2^score, with the factor
+log2(e) / sqrt(hd) in the scores; -inf where the part has no keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SEQUENCES = tl.constexpr(64)  # whose tiles are counted at once
+
+
+@triton.jit
+def _find_tile(query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence of this program's tile, its first query row, its queries, the tile in it.
+
+    Tiles are numbered sequence by sequence. A program past the last tile gets no queries.
+    """
+    program = tl.program_id(0)
+    sequence, first_row, num_queries, tile, before = 0, 0, 0, 0, 0
+    for first in range(0, num_sequences, SEQUENCES):
+        ids = first + tl.arange(0, SEQUENCES)
+        is_sequence = ids < num_sequences
+        start = tl.load(query_ends + ids, mask=is_sequence, other=0)
+        end = tl.load(query_ends + ids + 1, mask=is_sequence, other=0)
+        num_tiles = ((end - start) * GROUP + ROWS - 1) // ROWS
+        last = before + tl.cumsum(num_tiles, axis=0)
+        mine = (last > program) & (last - num_tiles <= program)
+        sequence += tl.sum(tl.where(mine, ids, 0))
+        first_row += tl.sum(tl.where(mine, start, 0))
+        num_queries += tl.sum(tl.where(mine, end - start, 0))
+        tile += tl.sum(tl.where(mine, program - (last - num_tiles), 0))
+        before += tl.sum(num_tiles)
+    return sequence, first_row, num_queries, tile
+
+
+# What changes from step to step must not make Triton compile anew.
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_rows", "num_splits"],
+    do_not_specialize_on_alignment=["query_ends", "key_starts", "key_counts"],
+)
+def part_kernel(
+    q,  # [R, H, hd]
+    k,  # [N, KV, hd]
+    v,  # [N, KV, hd]
+    out,  # [R, H, hd], written where the keys are not split
+    parts,  # [splits, R, H, hd] fp32, else written: attention to each part of the keys
+    totals,  # [splits, R, H] fp32, likewise
+    query_ends,  # [S + 1] int32
+    key_starts,  # [S] int32
+    key_counts,  # [S] int32
+    scale,
+    num_sequences,
+    num_rows,
+    num_splits,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        gdc_launch_dependents()
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    sequence, first_row, num_queries, tile = _find_tile(query_ends, num_sequences, GROUP, ROWS)
+    # The query heads of a key/value head are rows beside each other, so keys are read for all.
+    packed = tile * ROWS + tl.arange(0, ROWS)
+    query = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    is_row = query < num_queries
+    row = (first_row + query).to(tl.int64)
+    if num_queries == 0:
+        return
+    num_keys = tl.load(key_counts + sequence)
+    steps = tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS)
+    share = tl.maximum(steps * KEYS, MIN_KEYS)
+    start = split * share
+    end = tl.minimum(start + share, num_keys)
+    slot = (split * num_rows + row) * HEADS + head
+    if IS_SPLIT:  # noqa: SIM102, known when compiling
+        if start >= end:
+            tl.store(totals + slot, float("-inf"), mask=is_row)
+            return
+
+    columns = tl.arange(0, HEAD_DIM)
+    keys = tl.arange(0, KEYS)
+    first_key = (tl.load(key_starts + sequence) + start).to(tl.int64)
+    q_tile = tl.load(
+        q + row[:, None] * q_row + head[:, None] * q_head + columns[None, :],
+        mask=is_row[:, None],
+        other=0.0,
+    )
+    k_at = k + (first_key + keys)[None, :] * k_row + kv_head * k_head + columns[:, None]
+    v_at = v + (first_key + keys)[:, None] * v_row + kv_head * v_head + columns[None, :]
+    highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
+    for at in range(start, end, KEYS):
+        is_key = at + keys < end
+        k_tile = tl.load(k_at, mask=is_key[None, :], other=0.0)
+        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weights, axis=1)
+        v_tile = tl.load(v_at, mask=is_key[:, None], other=0.0)
+        mixed = tl.dot(
+            weights.to(v_tile.dtype), v_tile, mixed * fade[:, None], input_precision="ieee"
+        )
+        highest = higher
+        k_at += KEYS * k_row
+        v_at += KEYS * v_row
+
+    # without keys all sums are zero, and so is the result
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    if IS_SPLIT:
+        tl.store(totals + slot, highest + tl.log2(total), mask=is_row)
+        at_part = slot[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(parts + at_part, mixed, mask=is_row[:, None])
+    else:
+        at_out = (row * HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_splits"])
+def merge_kernel(
+    parts,  # [splits, R, H, hd] fp32; those without keys are not read
+    totals,  # [splits, R, H] fp32
+    out,  # [R, H, hd], written
+    num_slots,  # R * H
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        gdc_wait()
+    slot = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, MAX_SPLITS)
+    columns = tl.arange(0, HEAD_DIM)
+    slots = splits * num_slots + slot
+    total = tl.load(totals + slots, mask=splits < num_splits, other=float("-inf"))
+    highest = tl.max(total, axis=0)
+    # without keys all of them are -inf, and the weights zero
+    weights = tl.exp2(total - tl.where(highest == float("-inf"), 0.0, highest))
+    part = tl.load(
+        parts + slots[:, None] * HEAD_DIM + columns[None, :],
+        mask=(total != float("-inf"))[:, None],
+        other=0.0,
+    )
+    sums = tl.sum(weights, axis=0)
+    mixed = tl.sum(part * weights[:, None], axis=0) / tl.where(sums == 0.0, 1.0, sums)
+    tl.store(out + slot * HEAD_DIM + columns, mixed.to(out.dtype.element_ty))
+
+
+def launch(
+    heads: tuple[Tensor, Tensor, Tensor, Tensor],
+    sequences: tuple[Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+    num_tiles: int,
+    num_splits: int,
+    min_keys: int,
+    max_splits: int,
+    config,
+    overlaps: bool,
+) -> None:
+    """Enqueue the attention of `heads` (q, k, v, out) over `sequences` (query ends, key starts,
+    key counts); with more than one split, the merge too.
+    """
+    q, k, v, out = heads
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    is_split = num_splits > 1
+    parts = totals = None
+    if is_split:
+        parts = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
+        totals = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=q.device)
+    part_kernel[(num_tiles, num_kv_heads, num_splits)](
+        *heads,
+        parts,
+        totals,
+        *sequences,
+        scale,
+        len(sequences[2]),
+        num_rows,
+        num_splits,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        HEADS=num_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROWS=config.rows,
+        KEYS=config.keys,
+        MIN_KEYS=min_keys,
+        IS_SPLIT=is_split,
+        OVERLAPS=overlaps and is_split,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if is_split:
+        merge_kernel[(num_rows * num_heads,)](
+            parts,
+            totals,
+            out,
+            num_rows * num_heads,
+            num_splits,
+            HEAD_DIM=head_dim,
+            MAX_SPLITS=max_splits,
+            OVERLAPS=overlaps,
+            launch_pdl=overlaps,
+            num_warps=4,
+        )
