@@ -206,22 +206,29 @@ class DiffusionModelRunner:
         return results
 
     def _try_launch(self, req_ids: list[str]) -> _Step | _FailedStep:
-        """Launch a step; where memory runs out, without the requests that take most."""
+        """Launch a step; where memory runs out, without the requests that take most.
+
+        What other steps have left behind is given back first, and the same step tried again.
+        """
         starved: dict[str, Exception] = {}
+        has_trimmed = False
         while True:
             try:
                 return self.launch(req_ids)._replace(starved=starved)
             except Exception as error:
                 if not self._may_fail_alone:
                     raise
-                if not isinstance(error, OUT_OF_MEMORY) or len(req_ids) == 1:
+                is_last = has_trimmed and len(req_ids) == 1
+                if not isinstance(error, OUT_OF_MEMORY) or is_last:
                     return _FailedStep([*starved, *req_ids], error)
                 failure = error.with_traceback(None)  # whose frames hold tensors
-            largest = self._largest(req_ids)
-            starved[largest] = failure
-            req_ids = [req_id for req_id in req_ids if req_id != largest]
-            self.caches.release(largest)
-            self.pool.drop_unused()
+            if has_trimmed:
+                largest = self._largest(req_ids)
+                starved[largest] = failure
+                req_ids = [req_id for req_id in req_ids if req_id != largest]
+                self.caches.release(largest)
+            self.pool.trim()
+            has_trimmed = True
 
     def _largest(self, req_ids: list[str]) -> str:
         """The request with the most rows, of several the last to come."""
@@ -289,8 +296,8 @@ class DiffusionModelRunner:
         pool, model, caches = self.pool, self.model, self.caches
         body = None if self.graphs is None else self.graphs.run(batch, plan)
         parts = list(batch.read_parts(plan.logits_rows))  # while the graph runs, if there is one
-        if plan is not self._last_plan and body is None:
-            pool.drop_unused()  # PyTorch's temporaries of other sizes
+        if plan is not self._last_plan and not plan.is_whole(batch.num_rows):
+            pool.trim()  # buffers and PyTorch's temporaries of other sizes
             self._last_plan = plan
         with pool.scope("step"), nullcontext() if body is not None else pool.temporaries():
             pool.expect("inputs", batch.num_rows * INPUT_BYTES)

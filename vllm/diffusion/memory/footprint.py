@@ -4,7 +4,7 @@
 A step has memory that stays from its first to its last stage, and memory of the stage that runs.
 The first grows with the rows of the step, the second with the rows of the stage's chunk, so
 
-    peak = kept + resident + max over the stages (rows of a chunk x bytes of a row)
+    peak = kept + resident + max over the stages (rows of a chunk x bytes of a row) + rounding
 
 with what requests keep between steps as `kept`. Letters: D hidden size, H and KV query and
 key/value heads of this rank, hd head width, M width of an MLP on this rank, C logit columns of
@@ -20,6 +20,7 @@ STATISTICS_BYTES = 4  # log-sum-exp that attention kernels store for each query 
 INPUT_BYTES = 3 * 8  # token, position and slot of a row, int64
 READ_INPUT_BYTES = 2 * 8  # row and position of a row that is read, int64
 RESULT_BYTES = 3 * 8  # what sampling finds for a row, float64
+ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
 NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory.cost import Costs, Work
-from vllm.diffusion.memory.footprint import Footprint, Layout, StepShape, is_streamed, total
+from vllm.diffusion.memory.footprint import (
+    ROUNDING_BYTES,
+    Footprint,
+    Layout,
+    StepShape,
+    is_streamed,
+    total,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -357,6 +364,7 @@ class _Draft:
         self.layout, self.step = layout, step
         self._of_row = row_bytes
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.read_rows
+        self._resident += ROUNDING_BYTES
         self._most_read = min(step.read_rows, most_read)
 
     def _bytes(self, rows: int) -> int:
