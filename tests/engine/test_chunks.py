@@ -7,14 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
 from vllm.diffusion.engine.budget import planning_budget
 from vllm.diffusion.memory import Plan, Planner
+from vllm.diffusion.memory.footprint import Footprint, Layout, total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from tests.engine.harness import Answer, Engine
@@ -158,3 +163,64 @@ def shrink(engine: Engine, budget_bytes: int) -> None:
     runner = engine.runner
     runner.pool.budget_bytes = budget_bytes
     runner.planner = Planner(runner.planner.shape, planning_budget(budget_bytes), 4096)
+
+
+# ---- all memory there is, not only the pool's ----
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made within it hold at a time, whoever allocated them.
+
+    Args:
+        weights: tensors that were there before.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._total = 0  # with what is gone since it was last looked through
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        if self._total > self.peak:
+            self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+            self._total = sum(num_bytes for _, num_bytes in self._live.values())
+            self.peak = max(self.peak, self._total)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._live and storage._cdata not in self._weights:
+            self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self._total += storage.nbytes()
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("host_residual", [False, True])
+def test_nothing_grows_with_the_sequence_but_what_is_resident(
+    head_groups: int,
+    host_residual: bool,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks are short here, so whatever all rows had besides what was planned would show.
+
+    The smallest such thing, the rotary tables, would take half a MiB.
+    """
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    prompt, asked = random_prompt(4032), {**SHORT, "gen_length": 64, "block_length": 64, "steps": 1}
+    with running(checkpoint("mha"), max_model_len=4096) as engine:
+        footprint = Footprint(engine.runner.planner.shape)
+        layout = Layout(False, head_groups, host_residual)
+        planned = 4096 * total(footprint.resident(layout))
+        plan = Plan(False, 32, 32, 32, 5, head_groups, host_residual)
+        monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+        with LiveBytes(engine.runner.model.parameters()) as live:
+            engine.ask(Ask(prompt, asked))
+        on_host = engine.runner.host.num_bytes
+        assert on_host == (4096 * 256 * min(head_groups, 2) if host_residual else 0)
+        assert planned <= live.peak - on_host <= planned + 250_000
