@@ -30,8 +30,13 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     )
 
 
-def model_shape(vllm_config: VllmConfig) -> ModelShape:
-    """The sizes of the configured model on each tensor-parallel rank."""
+def model_shape(vllm_config: VllmConfig, device_type: str | None = None) -> ModelShape:
+    """The sizes of the configured model on each tensor-parallel rank.
+
+    Args:
+        vllm_config: of the engine.
+        device_type: "cpu" or "cuda", where that is not the configured one.
+    """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config = model.hf_config
     family = next(BY_ARCHITECTURE[a] for a in config.architectures if a in BY_ARCHITECTURE)
@@ -47,7 +52,8 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
     else:
         llama_named: DreamConfig | LLaDAMoEConfig = config
         rotary_dim = llama_named.rotary_dim
-    is_alone_on_gpu = vllm_config.device_config.device_type == "cuda" and num_ranks == 1
+    device_type = device_type or vllm_config.device_config.device_type
+    is_alone_on_gpu = device_type == "cuda" and num_ranks == 1
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

@@ -185,7 +185,7 @@ class Planner:
         if positions > self.cached_positions:
             return False
         try:
-            self.plan(_step_of(together), kept_bytes + positions * self.shape.cache_bytes)
+            self.plan_of(together, kept_bytes + positions * self.shape.cache_bytes)
         except ActivationBudgetError:
             return False
         return True
@@ -202,7 +202,11 @@ class Planner:
             raise ActivationBudgetError(
                 new.length, 2 * cached_bytes, self.budget_bytes, self.cached_positions
             )
-        self.plan(_step_of([new]), kept_bytes + cached_bytes)
+        self.plan_of([new], kept_bytes + cached_bytes)
+
+    def plan_of(self, demands: Sequence[Demand], kept_bytes: int = 0) -> Plan:
+        """The plan of the largest step of these requests. Raises as `plan` does."""
+        return self.plan(_step_of(demands), kept_bytes)
 
     # ---- plans ----
 
