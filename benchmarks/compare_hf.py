@@ -297,7 +297,7 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., 
     """Our HTTP server, asked by one thread a client.
 
     Raises:
-        BenchmarkError: it does not start.
+        ServerFailed: it does not start.
     """
     with running_server(folder, options) as url:
 

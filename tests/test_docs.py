@@ -15,11 +15,11 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/decoding.md",
+    "docs/memory.md",
     "docs/metrics.md",
     "docs/performance.md",
 )
 
-<<<<<<< HEAD
 # Made by running something, with what they hold: named in the documents, not in the repository.
 GENERATED = (".venv", "models", "results", "build")
 

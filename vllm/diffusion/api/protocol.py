@@ -163,6 +163,9 @@ class DiffusionReport(BaseModel):
         tokens_per_forward: canvas tokens committed per forward.
         queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
         seeds: seed of every answer, to repeat it.
+        peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
+            the steps of these answers, and in that step on average.
+        budget_bytes: of the pool.
         infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
     """
 
@@ -172,6 +175,9 @@ class DiffusionReport(BaseModel):
     queue_ms: float
     denoise_ms: float
     seeds: list[int]
+    peak_bytes: int | None = None
+    average_bytes: int | None = None
+    budget_bytes: int | None = None
     infilled: list[dict[int, int]] | None = None
 
 
