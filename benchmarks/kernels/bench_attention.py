@@ -14,7 +14,7 @@ turns.
     first ms    of sdpa's first call with a shape, in which cuDNN makes its plan
     flash       microseconds of torch's variable-length kernel
     flash3      microseconds of upstream's FlashAttention 3, where its binary is
-    split       microseconds of our kernel that splits the keys, up to 1,024 queries a sequence
+    split       microseconds of our kernel that splits the keys, up to 2,048 queries a sequence
     chosen      what the dispatch takes
     of best     time of the chosen over the fastest
     TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,13 +42,14 @@ from vllm.diffusion.layers.attention_backends import (
     can_serve,
     choose_backend,
 )
-from vllm.diffusion.layers.split_attention import SplitConfig, split_attention
+from vllm.diffusion.layers.split_attention import CONFIG, SplitConfig, split_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
+DEVICE = "cuda"
 HEAD_DIM = 128
 NUM_HEADS = {"llada": (32, 32), "dream": (28, 4)}  # of queries; of keys and values
 # sequences, queries and keys of each
@@ -69,18 +70,21 @@ CASES = {
     ),
 }
 TILE_CASES = {
-    "llada": ((1, 32, 256), (1, 32, 1024), (1, 32, 4096), (1, 32, 65536), (32, 32, 2048)),
+    "llada": (
+        *((1, 32, keys) for keys in (256, 1024, 4096, 65536)),
+        *((1, 256, 4096), (1, 512, 512), (8, 256, 256), (32, 32, 2048)),
+    ),
     "dream": ((1, 32, 1024), (1, 32, 4096), (1, 32, 65536), (32, 32, 2048)),
 }
 TILES = (
+    CONFIG,
+    replace(CONFIG, programs=4),
     SplitConfig(32, 64, programs=2, num_warps=4, num_stages=3),
-    SplitConfig(32, 64, programs=4, num_warps=4, num_stages=3),
-    SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3),
-    SplitConfig(64, 64, programs=4, num_warps=4, num_stages=3),
-    SplitConfig(64, 32, programs=4, num_warps=4, num_stages=4),
+    SplitConfig(64, 32, programs=2, num_warps=4, num_stages=4),
     SplitConfig(128, 64, programs=2, num_warps=8, num_stages=3),
+    SplitConfig(128, 128, programs=1, num_warps=8, num_stages=2),
 )
-MOST_SPLIT_QUERIES = 1024
+MOST_SPLIT_QUERIES = 2048
 LEAST_CALLS = 8  # in one graph, so that its own launch does not count
 COLUMNS = (
     *("family", "sequences", "queries x keys", "sdpa", "first ms", "flash", "flash3", "split"),
@@ -120,7 +124,7 @@ class Case:
                 Span(i * queries, (i + 1) * queries, i * keys, (i + 1) * keys)
                 for i in range(self.num_sequences)
             ],
-            "cuda",
+            DEVICE,
         )
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,14 +140,16 @@ class Case:
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def cases(shapes: dict[str, Sequence[tuple[int, int, int]]], families: list[str]) -> Iterator[Case]:
     return (Case(family, *shape) for family in families for shape in shapes[family])
 
 
-def calls_of(call: Callable[..., object], inputs: list[tuple[Tensor, ...]]) -> list[object]:
+def calls_of(
+    call: Callable[..., object], inputs: Sequence[tuple[Tensor, ...]]
+) -> list[Callable[[], object]]:
     """A call for each of the inputs, and again until they are enough for a graph."""
     rounds = -(-LEAST_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
     return [partial(call, *heads) for heads in inputs] * rounds
@@ -169,7 +175,7 @@ def measure(case: Case, repeats: int) -> list[object]:
         warm_up_s=0.02,
     )
     us = {name: timing.median_us for name, timing in times.items()}
-    chosen = choose_backend(q, k, layout).name
+    chosen = choose_backend(q, layout).name
     return [
         *(case.family, case.num_sequences, case.shape, rounded(us["SDPA"]), round(first_ms, 1)),
         *(rounded(us.get(name)) for name in ("FLASH", "FLASH3", "SPLIT")),

@@ -3,22 +3,42 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.nn import functional
 
+from vllm.diffusion.layers import attention_backends
 from vllm.diffusion.layers.attention_backends import (
     AttentionLayout,
     Backend,
     Span,
     attend,
     can_be_captured,
+    can_serve,
     check_tiling,
     choose_backend,
 )
+from vllm.diffusion.layers.split_attention import (
+    MAX_SPLITS,
+    SplitConfig,
+    can_split,
+    choose_splits,
+    split_attention,
+)
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIM = 8
 NUM_KEYS = 9
 LAYOUTS = [
@@ -51,7 +71,7 @@ def plain_attention(
         for row in range(span.q_start, span.q_end):
             for head in range(q.shape[1]):
                 scores = k[keys, head // group].double() @ q[row, head].double()
-                weights = torch.softmax(scores / math.sqrt(HEAD_DIM), dim=0)
+                weights = torch.softmax(scores / math.sqrt(q.shape[2]), dim=0)
                 out[row, head] = weights @ v[keys, head // group].double()
     return out
 
@@ -132,7 +152,7 @@ def test_cpu_needs_the_spans_of_the_host() -> None:
     q = heads(4, 2, seed=1)
     layout = AttentionLayout.of([Span(0, 4, 0, 4)], "cpu")._replace(spans=None)
     assert not can_be_captured(q.dtype, HEAD_DIM, q.device)
-    assert choose_backend(q, q, layout) is Backend.SDPA
+    assert choose_backend(q, layout) is Backend.SDPA
     with pytest.raises(ValueError, match=r"layout\.spans: wanted .* given None"):
         attend(q, q, q, layout)
 
@@ -140,3 +160,184 @@ def test_cpu_needs_the_spans_of_the_host() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_graph_without_a_packed_kernel(dtype: torch.dtype) -> None:
     assert not can_be_captured(dtype, 128, torch.device("cuda"))
+
+
+# --- the choice, on a pretended GPU ------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A GPU of capability 9.0 in place of the CPU, and upstream's module of attention."""
+    real = attention_backends.can_be_captured
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(attention_backends, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(
+        attention_backends, "can_be_captured", lambda dtype, dim, _: real(dtype, dim, cuda)
+    )
+    monkeypatch.setattr(attention_backends, "can_split", lambda *_: True)
+    upstream = ModuleType("vllm.vllm_flash_attn")
+    upstream.is_fa_version_supported = lambda version: version == 3  # type: ignore[attr-defined]
+    upstream.flash_attn_varlen_func = plain_flash  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", upstream)
+    attention_backends._flash3.cache_clear()
+    yield upstream
+    attention_backends._flash3.cache_clear()
+
+
+def plain_flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor,
+    out: torch.Tensor | None,
+    fa_version: int,
+) -> torch.Tensor:
+    """What upstream's function documents, for the arguments that we give."""
+    assert fa_version == 3 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    ends = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
+    (q_start, kv_start), *rest = ends
+    spans = []
+    for q_end, kv_end in rest:
+        assert q_end - q_start <= max_seqlen_q and kv_end - kv_start <= max_seqlen_k
+        spans.append(Span(q_start, q_end, kv_start, kv_end))
+        q_start, kv_start = q_end, kv_end
+    result = plain_attention(q, k, v, spans).to(q.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def layout_of(num_sequences: int, num_queries: int, num_keys: int) -> AttentionLayout:
+    ends = range(num_queries, num_queries * num_sequences + 1, num_queries)
+    return AttentionLayout.of([Span(end - num_queries, end, 0, num_keys) for end in ends], "cpu")
+
+
+def shaped(layout: AttentionLayout, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """32 heads of 128 in no memory."""
+    return torch.empty(1, dtype=dtype).expand(int(layout.query_ends[-1]), 32, 128)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "keys", "wanted"),
+    [
+        (1, 32, 200_000, Backend.SPLIT),  # the rows that are read
+        (32, 32, 4096, Backend.SPLIT),  # windows to kept keys
+        (1, 256, 256, Backend.SPLIT),  # one short sequence
+        (8, 256, 256, Backend.SPLIT),
+        (1, 1000, 1000, Backend.SPLIT),
+        (1, 1024, 1024, Backend.SDPA),
+        (3, 1024, 1024, Backend.SDPA),
+        (1, 1000, 4096, Backend.SPLIT),  # rows that are read
+        (1, 1000, 16384, Backend.SDPA),
+        (1, 4096, 65536, Backend.SDPA),  # a chunk
+        (2, 256, 65536, Backend.SPLIT),
+    ],
+)
+def test_choice_by_shape(
+    hopper: ModuleType, sequences: int, queries: int, keys: int, wanted: Backend
+) -> None:
+    hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
+    layout = layout_of(sequences, queries, keys)
+    q = shaped(layout)
+    assert choose_backend(q, layout) is wanted
+    captured = choose_backend(q, layout._replace(spans=None))
+    assert captured is Backend.SPLIT
+    hopper.is_fa_version_supported = lambda _: True  # type: ignore[attr-defined]
+    attention_backends._flash3.cache_clear()
+    is_flash3 = sequences == 1 and queries >= 512
+    assert choose_backend(q, layout) is (Backend.FLASH3 if is_flash3 else wanted)
+
+
+def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, window = layout_of(1, 16384, 16384), layout_of(1, 32, 4096)
+    q, few = shaped(long), shaped(window)
+    assert choose_backend(shaped(long, torch.float32), long) is Backend.SDPA
+    assert [backend for backend in Backend if can_serve(backend, q, long)] == list(Backend)
+    assert choose_backend(q, layout_of(1, 16384, 0)) is Backend.SPLIT
+    monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
+    assert choose_backend(few, window) is Backend.FLASH
+    hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
+    attention_backends._flash3.cache_clear()
+    assert choose_backend(q, long) is Backend.SDPA
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)  # its import fails
+    attention_backends._flash3.cache_clear()
+    assert choose_backend(q, long) is Backend.SDPA
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_flash3_is_for_hopper(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(attention_backends, "capability", lambda _: capability)
+    layout = layout_of(1, 16384, 16384)
+    assert choose_backend(shaped(layout), layout) is Backend.SDPA
+
+
+def test_flash3_gets_the_keys_of_its_sequence(hopper: ModuleType) -> None:
+    spans = [Span(0, 5, 2, 9)]
+    q, k, v = heads(5, 4, seed=1), heads(NUM_KEYS, 2, seed=2), heads(NUM_KEYS, 2, seed=3)
+    layout = AttentionLayout.of(spans, "cpu")
+    result = attend(q, k, v, layout, backend=Backend.FLASH3)
+    wanted = plain_attention(q, k, v, spans)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+    out = torch.full_like(q, torch.nan)
+    assert attend(q, k, v, layout, out=out, backend=Backend.FLASH3) is out
+    assert torch.equal(out, result)
+
+
+# --- the kernel that splits the keys -----------------------------------------------------------
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
+def test_split_kernel_under_the_interpreter() -> None:
+    """The kernel itself on CPU tensors; a process of its own, since Triton decides at import."""
+    result = subprocess.run(
+        [sys.executable, "-c", "from tests.models.test_attention import run_split as r; r()"],
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def run_split() -> None:
+    """Grouped heads, strided rows, empty sequences; keys in one part and in several."""
+    spans = [Span(0, 5, 7, 177), Span(5, 5, 3, 9), Span(5, 14, 0, 0), Span(14, 15, 190, 200)]
+    layout = AttentionLayout.of(spans, "cpu")
+    generator = torch.Generator().manual_seed(20250920)
+    for dtype, num_kv_heads, limit in ((torch.float32, 1, 1e-5), (torch.float16, 2, 4e-3)):
+        q = torch.randn(15, 7, 16, generator=generator).to(dtype)[:, 2:6]
+        pool = torch.randn(200, 2 * num_kv_heads + 1, 16, generator=generator).to(dtype)
+        k, v = pool[:, 1 : 1 + num_kv_heads], pool[:, 1 + num_kv_heads :]
+        wanted = plain_attention(q, k, v, spans)
+        for programs in (0, 64):  # not split, and in parts of 64 keys
+            out = torch.full(q.shape, torch.nan, dtype=dtype)
+            result = split_attention(
+                *(q, k, v, *layout[:3]),
+                max_queries=layout.max_queries,
+                max_keys=layout.max_keys + 80,  # a bound, not a maximum
+                out=out,
+                config=SplitConfig(16, 16, programs, num_warps=4, num_stages=1),
+            )
+            assert result is out
+            torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
+
+
+def test_number_of_splits() -> None:
+    config = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
+    assert choose_splits(32, 200_000, config, 132) == 8  # 2 programs to each multiprocessor
+    assert choose_splits(32, 1024, config, 132) == 4  # of at least 256 keys
+    assert choose_splits(1024, 200_000, config, 132) == 1
+    assert choose_splits(1, 10**6, config, 132) == MAX_SPLITS
+    assert choose_splits(0, 0, config, 132) == 1
+
+
+def test_split_takes_no_cpu() -> None:
+    q, ends = torch.zeros(4, 2, 64), torch.tensor([0, 4], dtype=torch.int32)
+    assert not can_split(torch.bfloat16, 64, q.device)
+    with pytest.raises(ValueError, match=r"split_attention: wanted 16-bit .* on cpu"):
+        split_attention(q, q, q, ends, ends, ends[1:], max_queries=4, max_keys=4)

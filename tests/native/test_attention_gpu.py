@@ -33,7 +33,7 @@ LAYOUTS = {
     "a window": [Span(0, 32, 3, 4999)],
     "few keys": [Span(0, 32, 4, 5)],
     "many rows": [Span(0, 513, 0, 1025)],
-    "windows": [Span(32 * i, 32 * i + 32, 100 * i, 100 * i + 4 * i * i) for i in range(32)],
+    "windows": [Span(32 * i, 32 * i + 32, 50 * i, 50 * i + 3 * i * i) for i in range(32)],
     "ragged": [
         *(Span(0, 17, 0, 2000), Span(17, 17, 0, 300), Span(17, 80, 2500, 2500)),
         *(Span(80, 81, 4990, 5000), Span(81, 337, 1000, 1256)),
@@ -87,7 +87,7 @@ def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spa
     assert torch.equal(out, result)
 
 
-@pytest.mark.parametrize(("head_dim", "rows"), zip(HEAD_DIMS, (64, 32, 64, 16), strict=True))
+@pytest.mark.parametrize(("head_dim", "rows"), list(zip(HEAD_DIMS, (64, 32, 64, 16), strict=True)))
 def test_split_in_other_tiles(generator, head_dim, rows):
     spans = LAYOUTS["ragged"]
     q = random(generator, torch.bfloat16, spans[-1].q_end, 4, head_dim)
@@ -157,12 +157,12 @@ def test_choice():
         q = torch.empty(1, dtype=dtype, device="cuda").expand(
             num_rows * num_sequences, 32, HEAD_DIM
         )
-        return choose_backend(q, q, layout)
+        return choose_backend(q, layout)
 
     assert can_be_captured(torch.bfloat16, HEAD_DIM, torch.device("cuda"))
     assert chosen(64, 64, dtype=torch.float32) is Backend.SDPA
     assert chosen(32, 4096) is Backend.SPLIT
     assert chosen(32, 4096, 8, captured=True) is Backend.SPLIT
-    assert chosen(512, 512, 4) is Backend.FLASH
+    assert chosen(512, 512, 8) is Backend.SPLIT
     assert chosen(16384, 16384) in (Backend.SDPA, Backend.FLASH3)
-    assert chosen(16384, 16384, captured=True) is Backend.FLASH
+    assert chosen(16384, 16384, captured=True) is Backend.SPLIT

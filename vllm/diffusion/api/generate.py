@@ -165,6 +165,7 @@ class GenerateHandler:
             stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
+            detokenize=body.detokenize,
             ignore_eos=fields.get("ignore_eos", False),
             max_tokens=None,
             output_kind=(

@@ -42,6 +42,9 @@ class GenerateBody(BaseModel):
     stop_token_ids: list[int] | None = Field(None, description="token ids that end the answer")
     include_stop_str_in_output: bool = Field(False, description="keep the stop string in the text")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    detokenize: bool = Field(
+        True, description="answer with text; false leaves it empty and saves its cost"
+    )
     stream: bool = Field(False, description="answer with server-sent events")
     stream_canvas: bool = Field(False, description="not supported; only false is accepted")
     # Fields of autoregressive sampling: accepted at the value that changes nothing.

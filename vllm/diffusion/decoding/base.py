@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
+
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which tokens of a sequence are masked
 
 
 class Work(NamedTuple):
@@ -147,23 +149,24 @@ class BlockwiseRule(DecodingRule):
         return self.block_start + self.params.block_length
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
-        masked = tokens == self.params.mask_id
+        masked = tokens.numpy() == self.params.mask_id
         while self.block < self.params.num_blocks:
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
                 return self._work_in_block(masked)
             self.block += 1
-        return self.take_what_is_left(masked)
+        return self.take_what_is_left(torch.from_numpy(masked))
 
-    def _work_in_block(self, masked: torch.Tensor) -> Work:
-        start, end, length = self.block_start, self.block_end, masked.numel()
+    def _work_in_block(self, masked: Mask) -> Work:
+        start, end, length = self.block_start, self.block_end, len(masked)
         if self.params.cache == "none" or self._computed_block != self.block:
             self._computed_block = self.block
-            return Work(masked[:end].nonzero().flatten(), (0, length))
-        eligible = masked[start:end].nonzero().flatten() + start
-        return Work(eligible, (start, length if self.params.cache == "prefix" else end))
+            return Work(torch.from_numpy(np.flatnonzero(masked[:end])), (0, length))
+        eligible = np.flatnonzero(masked[start:end]) + start
+        window_end = length if self.params.cache == "prefix" else end
+        return Work(torch.from_numpy(eligible), (start, window_end))
 
     @abstractmethod
-    def block_wants_forward(self, masked: torch.Tensor) -> bool:
+    def block_wants_forward(self, masked: Mask) -> bool:
         """Whether the current block, whose masked positions are given ([block] bool), goes on."""
 
 
@@ -179,7 +182,7 @@ class UntilFilledRule(BlockwiseRule):
         super().__init__(params, prompt_length)
         self._forwards = 0
 
-    def block_wants_forward(self, masked: torch.Tensor) -> bool:
+    def block_wants_forward(self, masked: Mask) -> bool:
         return bool(masked.any())
 
     def choose(self, candidates: Candidates) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.decoding.base import BlockwiseRule, Candidates, most_certain_first
+from vllm.diffusion.decoding.base import BlockwiseRule, Candidates, Mask, most_certain_first
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class SemiAutoregressive(BlockwiseRule):
         self._num_masked = 0
         self._step = 0
 
-    def block_wants_forward(self, masked: torch.Tensor) -> bool:
+    def block_wants_forward(self, masked: Mask) -> bool:
         if self._planned_block != self.block:
             self._planned_block = self.block
             self._num_masked = int(masked.sum())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.layers.attention import Span
@@ -18,8 +19,6 @@ from vllm.diffusion.sampling import RowGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
 
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.memory import CacheRange
@@ -172,15 +171,22 @@ class StepBatch:
             sampled: [3, R] float64 on the host, as `sample` returns it.
             noise: source of the numbers that some rules want for each candidate.
         """
-        counts = [work.eligible.numel() for work in self.works]
-        tokens, greedy = sampled[0].long().split(counts), sampled[2].long().split(counts)
-        parts = zip(
-            self.canvases, self.works, tokens, sampled[1].split(counts), greedy, strict=True
-        )
-        return [
-            Candidates(work.eligible, token, score, best, canvas.draws(work.eligible, noise))
-            for canvas, work, token, score, best in parts
-        ]
+        tokens, scores, greedy = sampled.numpy()
+        tokens, greedy = tokens.astype(np.int64), greedy.astype(np.int64)
+        found, start = [], 0
+        for canvas, work in zip(self.canvases, self.works, strict=True):
+            own = slice(start, start + work.eligible.numel())
+            found.append(
+                Candidates(
+                    work.eligible,
+                    torch.from_numpy(tokens[own]),
+                    torch.from_numpy(scores[own]),
+                    torch.from_numpy(greedy[own]),
+                    canvas.draws(work.eligible, noise),
+                )
+            )
+            start = own.stop
+        return found
 
 
 def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:

@@ -16,6 +16,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
 from vllm.diffusion.layers.attention import AttentionLayout
+from vllm.diffusion.layers.attention_backends import KEYS_OF_WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,6 +147,8 @@ def find_bucket(batch: StepBatch) -> Bucket | None:
     is_cached = batch.num_whole == 0
     if not is_cached and batch.num_whole < batch.num_rows:
         return None
+    if not is_cached and num_sequences == 1 and batch.num_rows >= KEYS_OF_WHOLE:
+        return None  # a graph cannot hold the attention that is the fastest for it
     for rows in ROW_BUCKETS:
         most = 1 if num_sequences == 1 else rows // ROWS_PER_SEQUENCE
         if rows >= batch.num_rows and most >= num_sequences:

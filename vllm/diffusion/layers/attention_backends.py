@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vllm.diffusion.layers.devices import capability
 from vllm.diffusion.layers.split_attention import can_split, split_attention
 
 if TYPE_CHECKING:
@@ -106,13 +107,16 @@ class Backend(enum.Enum):
     SPLIT = "our kernel that splits the keys, for few queries"
 
 
-# The choices below are those of docs/performance.md, section Attention.
+# What the choice among them goes by; docs/performance.md, section Attention, has the measurements.
 
-# Queries of a sequence, on average, up to which reading its keys is what takes the time.
-_FEW_QUERIES = 64
-# Scores (queries x keys x heads) of one sequence from which cuDNN is worth the plan that it makes
-# for every new shape: 4,096 queries, 4,096 keys and 32 heads.
-_MANY_SCORES = 2**29
+# Queries of a sequence from which cuDNN and FlashAttention 3 are ahead of all others.
+_MANY_QUERIES = 512
+# cuDNN makes a plan for every new shape, which takes 35 ms. That of a whole sequence serves all
+# layers and steps, and gains as much in 50 steps of this many keys, in 12 of twice as many.
+KEYS_OF_WHOLE = 1024
+# Rows that are read after the last layer may be others in every step. With this many keys a step
+# takes so long that the plan does not matter.
+_KEYS_OF_PART = 16384
 
 
 def attend(
@@ -143,7 +147,7 @@ def attend(
     """
     if q.shape[0] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    backend = backend or choose_backend(q, k, layout)
+    backend = backend or choose_backend(q, layout)
     return _ATTEND[backend](q, k, v, layout, out)
 
 
@@ -151,7 +155,7 @@ def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> 
     """Whether `attend` needs no host spans for such tensors, so that a graph can hold it."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    return _capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
+    return capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
 
 
 def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
@@ -162,33 +166,32 @@ def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
         return False
     if backend is Backend.FLASH3:
         is_lone = layout.spans is not None and len(layout.spans) == 1
-        return is_lone and _flash3(q.device) is not None
+        return is_lone and layout.max_keys > 0 and _flash3(q.device) is not None
     return backend is Backend.FLASH or can_split(q.dtype, q.shape[2], q.device)
 
 
-def choose_backend(q: Tensor, k: Tensor, layout: AttentionLayout) -> Backend:
+def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
-    num_rows, num_heads, _ = q.shape
-    has_few_queries = num_rows <= _FEW_QUERIES * len(layout.key_counts)
-    if has_few_queries and can_serve(Backend.SPLIT, q, layout):
-        return Backend.SPLIT
-    is_lone = layout.spans is not None and len(layout.spans) == 1
-    if is_lone and num_rows * layout.max_keys * num_heads >= _MANY_SCORES:
-        return Backend.FLASH3 if can_serve(Backend.FLASH3, q, layout) else Backend.SDPA
-    return Backend.FLASH
+    spans = layout.spans or ()
+    if spans and min(span.q_end - span.q_start for span in spans) >= _MANY_QUERIES:
+        if can_serve(Backend.FLASH3, q, layout):
+            return Backend.FLASH3
+        if all(_is_worth_a_plan(span) for span in spans):
+            return Backend.SDPA
+    return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.FLASH
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _is_worth_a_plan(span: Span) -> bool:
+    num_queries, num_keys = span.q_end - span.q_start, span.kv_end - span.kv_start
+    return num_keys >= (KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
 
 
 @functools.cache
 def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
     """Upstream's FlashAttention, of version 3; None without its binary or a Hopper GPU."""
-    if _capability(device)[0] != 9:
+    if capability(device)[0] != 9:
         return None
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported

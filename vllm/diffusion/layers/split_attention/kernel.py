@@ -12,31 +12,42 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SEQUENCES = tl.constexpr(64)  # whose tiles are counted at once
+SEQUENCES = tl.constexpr(32)  # whose tiles are counted at once, a warp's width
+PARTS = tl.constexpr(8)  # that are merged at once
 
 
 @triton.jit
-def _find_tile(query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence of this program's tile, its first query row, its queries, the tile in it.
+def _find_tile(
+    query_ends,
+    key_starts,
+    key_counts,
+    num_sequences,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """This program's tile: its sequence's first row, queries, first key and keys; its number there.
 
     Tiles are numbered sequence by sequence. A program past the last tile gets no queries.
     """
     program = tl.program_id(0)
-    sequence, first_row, num_queries, tile, before = 0, 0, 0, 0, 0
+    first_row, num_queries, first_key, num_keys, tile, before = 0, 0, 0, 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
         ids = first + tl.arange(0, SEQUENCES)
         is_sequence = ids < num_sequences
         start = tl.load(query_ends + ids, mask=is_sequence, other=0)
         end = tl.load(query_ends + ids + 1, mask=is_sequence, other=0)
+        key = tl.load(key_starts + ids, mask=is_sequence, other=0)
+        keys = tl.load(key_counts + ids, mask=is_sequence, other=0)
         num_tiles = ((end - start) * GROUP + ROWS - 1) // ROWS
         last = before + tl.cumsum(num_tiles, axis=0)
         mine = (last > program) & (last - num_tiles <= program)
-        sequence += tl.sum(tl.where(mine, ids, 0))
         first_row += tl.sum(tl.where(mine, start, 0))
         num_queries += tl.sum(tl.where(mine, end - start, 0))
+        first_key += tl.sum(tl.where(mine, key, 0))
+        num_keys += tl.sum(tl.where(mine, keys, 0))
         tile += tl.sum(tl.where(mine, program - (last - num_tiles), 0))
         before += tl.sum(num_tiles)
-    return sequence, first_row, num_queries, tile
+    return first_row, num_queries, first_key, num_keys, tile
 
 
 # What changes from step to step must not make Triton compile anew.
@@ -73,10 +84,13 @@ def part_kernel(
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
+    if OVERLAPS:  # with the end of the kernel before, and the start of the one after
+        gdc_wait()
         gdc_launch_dependents()
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    sequence, first_row, num_queries, tile = _find_tile(query_ends, num_sequences, GROUP, ROWS)
+    first_row, num_queries, first_key, num_keys, tile = _find_tile(
+        query_ends, key_starts, key_counts, num_sequences, GROUP, ROWS
+    )
     # The query heads of a key/value head are rows beside each other, so keys are read for all.
     packed = tile * ROWS + tl.arange(0, ROWS)
     query = packed // GROUP
@@ -85,7 +99,6 @@ def part_kernel(
     row = (first_row + query).to(tl.int64)
     if num_queries == 0:
         return
-    num_keys = tl.load(key_counts + sequence)
     steps = tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS)
     share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = split * share
@@ -98,14 +111,14 @@ def part_kernel(
 
     columns = tl.arange(0, HEAD_DIM)
     keys = tl.arange(0, KEYS)
-    first_key = (tl.load(key_starts + sequence) + start).to(tl.int64)
     q_tile = tl.load(
         q + row[:, None] * q_row + head[:, None] * q_head + columns[None, :],
         mask=is_row[:, None],
         other=0.0,
     )
-    k_at = k + (first_key + keys)[None, :] * k_row + kv_head * k_head + columns[:, None]
-    v_at = v + (first_key + keys)[:, None] * v_row + kv_head * v_head + columns[None, :]
+    key_ids = (first_key + start + keys).to(tl.int64)
+    k_at = k + key_ids[None, :] * k_row + kv_head * k_head + columns[:, None]
+    v_at = v + key_ids[:, None] * v_row + kv_head * v_head + columns[None, :]
     highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
@@ -150,21 +163,29 @@ def merge_kernel(
 ):
     if OVERLAPS:
         gdc_wait()
+        gdc_launch_dependents()
     slot = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, MAX_SPLITS)
     columns = tl.arange(0, HEAD_DIM)
-    slots = splits * num_slots + slot
-    total = tl.load(totals + slots, mask=splits < num_splits, other=float("-inf"))
-    highest = tl.max(total, axis=0)
-    # without keys all of them are -inf, and the weights zero
-    weights = tl.exp2(total - tl.where(highest == float("-inf"), 0.0, highest))
-    part = tl.load(
-        parts + slots[:, None] * HEAD_DIM + columns[None, :],
-        mask=(total != float("-inf"))[:, None],
-        other=0.0,
+    splits = tl.arange(0, MAX_SPLITS)
+    all_totals = tl.load(
+        totals + splits * num_slots + slot, mask=splits < num_splits, other=float("-inf")
     )
-    sums = tl.sum(weights, axis=0)
-    mixed = tl.sum(part * weights[:, None], axis=0) / tl.where(sums == 0.0, 1.0, sums)
+    highest = tl.max(all_totals, axis=0)
+    # without keys all of them are -inf, and the weights zero
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    sums = tl.sum(tl.exp2(all_totals - highest), axis=0)
+    mixed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
+    for first in range(0, num_splits, PARTS):
+        some = first + tl.arange(0, PARTS)
+        slots = some * num_slots + slot
+        total = tl.load(totals + slots, mask=some < num_splits, other=float("-inf"))
+        part = tl.load(
+            parts + slots[:, None] * HEAD_DIM + columns[None, :],
+            mask=(total != float("-inf"))[:, None],
+            other=0.0,
+        )
+        mixed += tl.sum(part * tl.exp2(total - highest)[:, None], axis=0)
+    mixed = mixed / tl.where(sums == 0.0, 1.0, sums)
     tl.store(out + slot * HEAD_DIM + columns, mixed.to(out.dtype.element_ty))
 
 
@@ -210,7 +231,8 @@ def launch(
         KEYS=config.keys,
         MIN_KEYS=min_keys,
         IS_SPLIT=is_split,
-        OVERLAPS=overlaps and is_split,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -225,5 +247,5 @@ def launch(
             MAX_SPLITS=max_splits,
             OVERLAPS=overlaps,
             launch_pdl=overlaps,
-            num_warps=4,
+            num_warps=1,
         )

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/kernels/bench_attention.py: what a case asks for, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.kernels import bench_attention
+from benchmarks.kernels.bench_attention import CASES, LEAST_CALLS, Case, calls_of
+
+
+def test_work_of_a_case() -> None:
+    case = Case("dream", num_sequences=3, num_queries=5, num_keys=7)
+    assert case.flops == 3 * (2 * 5 * 7 * 128) * 28 * 2  # both products
+    elements = 2 * 5 * 28 * 128 + 2 * 7 * 4 * 128  # queries and result, keys and values
+    assert case.num_bytes == 3 * 2 * elements
+
+
+@pytest.mark.parametrize("keys", [5, 9])
+def test_heads_and_layout_fit_together(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    monkeypatch.setattr(bench_attention, "random", lambda *shape: torch.randn(*shape))
+    monkeypatch.setattr(bench_attention, "DEVICE", "cpu")
+    case = Case("dream", num_sequences=2, num_queries=5, num_keys=keys)
+    q, k, v = case.heads()
+    assert q.shape == (10, 28, 128) and k.shape == v.shape == (2 * keys, 4, 128)
+    layout = case.layout()
+    assert layout.query_ends.tolist() == [0, 5, 10]
+    assert layout.spans is not None and layout.spans[-1].kv_end == len(k)
+
+
+def test_a_graph_has_enough_calls() -> None:
+    calls = calls_of(lambda x: len(x), [(torch.zeros(3),), (torch.zeros(4),), (torch.zeros(5),)])
+    assert len(calls) >= LEAST_CALLS
+    assert [call() for call in calls[:4]] == [3, 4, 5, 3]
+
+
+def test_cases_differ() -> None:
+    for shapes in CASES.values():
+        assert len(set(shapes)) == len(shapes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        bench_attention.main([])
+    assert stop.value.code == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
