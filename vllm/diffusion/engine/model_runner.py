@@ -27,7 +27,7 @@ from vllm.diffusion.engine.streamed import StreamedForward
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import CachePool, HostBuffers, PoolExhaustedError, UsageMeter
 from vllm.diffusion.memory.footprint import INPUT_BYTES, READ_INPUT_BYTES, RESULT_BYTES
-from vllm.diffusion.memory.planner import gib
+from vllm.diffusion.memory.planner import readable
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
 from vllm.logger import init_logger
 
@@ -282,7 +282,7 @@ class DiffusionModelRunner:
         if self.planner.num_found > num_found and self._is_reporting:
             level = logging.DEBUG if plan.is_whole(shape.rows) else logging.INFO
             free = self.planner.budget_bytes - self._kept_bytes
-            logger.log(level, "plan for T = %d with %s: %s", shape.rows, gib(free), plan)
+            logger.log(level, "plan for T = %d with %s: %s", shape.rows, readable(free), plan)
         return plan
 
     def _begin_measuring(self, plan: Plan, num_rows: int) -> UsageMeter | None:
@@ -333,7 +333,9 @@ class DiffusionModelRunner:
     @property
     def _unseen_bytes(self) -> int:
         """Of what is fixed, what the pool does not count itself."""
-        return 0 if self.graphs is None or self.pool.sees_graphs else self.graphs.used_bytes
+        if self.graphs is None or self.pool.graph_bytes is not None:
+            return 0
+        return self.graphs.used_bytes
 
     @property
     def _kept_bytes(self) -> int:

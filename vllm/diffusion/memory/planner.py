@@ -96,7 +96,8 @@ class Plan:
         extras += ["residual in host memory"] if self.host_residual else []
         return (
             f"rows a chunk: {', '.join(rows)}{''.join(f'; {extra}' for extra in extras)}; "
-            f"predicted peak {gib(self.predicted_peak_bytes)}, time {self.predicted_seconds:.3g} s"
+            f"predicted peak {readable(self.predicted_peak_bytes)}, "
+            f"time {self.predicted_seconds:.3g} s"
         )
 
 
@@ -106,9 +107,12 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + rows_per_chunk, num_rows))
 
 
-def gib(num_bytes: float) -> str:
+def readable(num_bytes: int) -> str:
     """Bytes for people."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 @dataclass(frozen=True)
