@@ -242,6 +242,7 @@ def test_a_run_goes_on_where_it_ended(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
+    monkeypatch.setenv("MOSAIC_COMMIT", "0123abcd")
     assert runner.main("llada", arguments(project)) == 0
     assert asked(project) == [64, 128, 96, 112]
     path = project / "out" / "context_length.json"
@@ -249,10 +250,13 @@ def test_a_run_goes_on_where_it_ended(
     content["points"] = [point for point in content["points"] if point["length"] != 96]
     path.write_text(json.dumps(content))
     capsys.readouterr()
+    monkeypatch.setenv("MOSAIC_COMMIT", "4567cdef")
     assert runner.main("llada", arguments(project)) == 0
     assert asked(project) == [64, 128, 96, 112, 96]
     assert [point["length"] for point in points(project)] == [64, 96, 112, 128]
-    assert capsys.readouterr().out.count("(measured before)") == 3
+    printed = capsys.readouterr().out
+    assert printed.count("(measured before)") == 3
+    assert "note: the lengths so far were measured at commit 0123abcd" in printed
 
 
 def test_other_settings_are_refused(
