@@ -26,14 +26,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -50,6 +46,7 @@ from make_dummy_checkpoint import PRESETS, write_checkpoint  # noqa: E402
 from test_api_request import RequestError, post  # noqa: E402
 
 from benchmarks import gpu_timing, plain_model  # noqa: E402
+from benchmarks.server_process import ServerFailed, ServerProcess, free_port  # noqa: E402
 from benchmarks.shapes import Shape  # noqa: E402
 
 if TYPE_CHECKING:
@@ -64,10 +61,6 @@ ENGINE = "engine in process"
 START_S = 600.0  # of the server
 ANSWER_S = 600.0
 MAX_PROMPT_MARGIN = 64  # positions beside prompt and canvas
-
-
-class BenchmarkError(Exception):
-    """The benchmark cannot run; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         rows = measure_all(options)
-    except (BenchmarkError, RequestError, OSError, ValueError) as error:
+    except (ServerFailed, RequestError, OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -144,7 +137,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
     """The plain loop, then our engine with every cache and number of clients; prints each row.
 
     Raises:
-        BenchmarkError: the server does not start.
+        ServerFailed: the server does not start.
     """
     print(HEADER)
     rows: list[Row] = []
@@ -304,7 +297,7 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Callable[..., 
     """Our HTTP server, asked by one thread a client.
 
     Raises:
-        BenchmarkError: it does not start.
+        ServerFailed: it does not start.
     """
     with running_server(folder, options) as url:
 
@@ -328,7 +321,7 @@ def running_server(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     """The URL of our HTTP server in a process of its own, stopped when the block ends.
 
     Raises:
-        BenchmarkError: it ends, or is not ready in time.
+        ServerFailed: it ends, or is not ready in time.
     """
     length = options.prompt_length + options.gen_length
     port = free_port()
@@ -340,47 +333,14 @@ def running_server(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         *("--max-num-batched-tokens", str(max(options.clients) * length)),
         *(() if options.model else ("--load-format", "dummy")),
     ]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    url = f"http://127.0.0.1:{port}"
+    log = options.output_dir / "server.log"
 
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    with (
-        (options.output_dir / "server.log").open("w+b") as log,
-        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process,
-    ):
-        try:
-            wait_until_ready(url, process, log)
-            yield url
-        finally:
-            process.terminate()
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Any) -> None:
-    """Return when /health answers.
-
-    Raises:
-        BenchmarkError: the server ended, or START_S have passed; with the end of its log.
-    """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with opener.open(f"{url}/health", timeout=10):
-                return
-        except OSError:
-            time.sleep(0.5)
-    log.seek(0)
-    tail = " | ".join(log.read().decode(errors="replace").splitlines()[-5:])
-    raise BenchmarkError(f"the server did not start; its log ends with: {tail}")
+    with ServerProcess(
+        command, log, port=port, variables={"PYTHONPATH": os.pathsep.join(paths)}
+    ) as process:
+        process.wait_until_healthy(START_S)
+        yield process.url
 
 
 def answer_of(token_ids: list[int], report: dict[str, Any]) -> Answer:

@@ -17,31 +17,23 @@ clock rate meets all of them. Inputs are random: on zeros a card needs less powe
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.run_record import first_line, software_record
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
-
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "triton", "vllm")
 
 T = TypeVar("T")
 
@@ -264,22 +256,14 @@ def attention_flops(num_queries: int, num_keys: int, num_heads: int, head_dim: i
 
 
 def run_record() -> dict[str, Any]:
-    """What numbers depend on: machine, software, commit of the sources and command line."""
-    record: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *map(_relative, sys.argv)]),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "machine": platform.machine(),
-        "num_cpus": len(os.sched_getaffinity(0)),
-    }
+    """What numbers depend on: machine, device, software, commit of the sources and command line."""
+    record = software_record()
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         record["gpu"] = device.name
         record["gpu_memory_gib"] = round(device.total_memory / 2**30, 1)
         record["cuda"] = torch.version.cuda
-        record["driver"] = _output(
+        record["driver"] = first_line(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )
     return record
@@ -289,35 +273,3 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write `{"run": run_record(), **content}` as JSON; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"run": run_record(), **content}, indent=2) + "\n", "utf-8")
-
-
-def _relative(argument: str) -> str:
-    """A path inside the repository without what comes before it."""
-    path = Path(argument)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else argument
-
-
-def _commit() -> str | None:
-    """The commit of the sources, marked where they differ from it; None outside a checkout.
-
-    A copy of the sources without their history names it in the variable MOSAIC_COMMIT.
-    """
-    return os.environ.get("MOSAIC_COMMIT") or _output(
-        "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str | None:
-    """First line that a command prints; None if it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.splitlines()), None)

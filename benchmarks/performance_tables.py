@@ -11,9 +11,10 @@ between two marks:
     <!-- measured: step_latency -->
     <!-- /measured -->
 
-Sections: step_latency (of step_latency.py), throughput (of compare_hf.py), attention and kernels
-(of benchmarks/kernels, told by their columns; the attention section takes those whose file name
-starts with "attention"). Without a file a section stays empty. The file names give the order.
+Sections: step_latency (of step_latency.py), throughput (of compare_hf.py), context_length (of
+llada/run_benchmark.py and its twins), attention and kernels (of benchmarks/kernels, told by their
+columns; the attention section takes those whose file name starts with "attention"). Without a file
+a section stays empty. The file names give the order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SECTION = re.compile(
     r"(?P<opening><!-- measured: (?P<name>\w+) -->\n)(?P<body>.*?)(?P<closing><!-- /measured -->)",
     re.DOTALL,
 )
+GIB = 2**30
 NAMES_OF_FAMILIES = {
     "llada": "LLaDA-8B",
     "dream": "Dream-7B",
@@ -171,6 +173,36 @@ def throughput(content: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def context_length(content: dict[str, Any]) -> Iterator[str]:
+    """One table of all lengths that ran, and how the shortest of the others failed."""
+    settings, points = content["settings"], content["points"]
+    pool = settings["activation_pool_size_bytes"]
+    budget = "" if pool is None else f", activations held to {cell(pool / GIB)} GiB"
+    plural = "" if settings["steps"] == 1 else "s"
+    yield (
+        f"### {Path(settings['model_path']).name}: {settings['alpha']:.0%} prompt, "
+        f"{settings['steps']} step{plural}{budget}"
+    )
+    yield ""
+    header = ["T", "first step, ms", "median", "last", "GPU, GiB", "host, GiB"]
+    header += ["activations, GiB", "KiB a token", "peak / average"]
+    body = []
+    for point in points:
+        if point["status"] != "ok":
+            continue
+        activation = point["activation_peak_bytes"]
+        cells = [f"{point['length']:,}", point["first_ms"], point["median_ms"], point["last_ms"]]
+        peaks = (point["gpu_peak_bytes"], point["host_peak_bytes"], activation)
+        cells += [ratio(num_bytes, GIB) for num_bytes in peaks]
+        cells += [ratio(activation, 1024 * point["length"])]
+        body.append([*cells, ratio(activation, point["activation_average_bytes"])])
+    yield from table(header, body)
+    failed = next((point for point in points if point["status"] != "ok"), None)
+    if failed is not None:
+        yield ""
+        yield f"{failed['length']:,} tokens: {failed['status']}."
+
+
 def kernel(content: dict[str, Any]) -> Iterator[str]:
     """The table as the kernel's benchmark gives it: title, columns, rows, perhaps a note."""
     yield f"### {content['title']}"
@@ -184,6 +216,7 @@ def kernel(content: dict[str, Any]) -> Iterator[str]:
 TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "step_latency": step_latency,
     "throughput": throughput,
+    "context_length": context_length,
     "attention": kernel,
     "kernels": kernel,
 }

@@ -39,7 +39,8 @@ from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch an
 from test_api_request import RequestError, post  # noqa: E402
 
 from benchmarks import compare_hf, gpu_timing  # noqa: E402
-from benchmarks.compare_hf import FAMILIES, PLAIN_LOOP, SERVER, BenchmarkError  # noqa: E402
+from benchmarks.compare_hf import FAMILIES, PLAIN_LOOP, SERVER  # noqa: E402
+from benchmarks.server_process import ServerFailed  # noqa: E402
 from benchmarks.shapes import Shape  # noqa: E402
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         rows = measure_all(options)
-    except (BenchmarkError, RequestError, OSError, ValueError) as error:
+    except (ServerFailed, RequestError, OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -138,7 +139,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
     """The plain loop, then the server with every number of clients; prints each row.
 
     Raises:
-        BenchmarkError: the server does not start.
+        ServerFailed: the server does not start.
     """
     print(HEADER)
     rows: list[Row] = []

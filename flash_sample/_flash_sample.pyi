@@ -52,7 +52,6 @@ def candidates(
     token: int,
     value: int,
     greedy: int,
-    team: tuple[int, int, int, bool],
     device: int,
     stream: int,
 ) -> None: ...

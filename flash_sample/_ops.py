@@ -29,8 +29,6 @@ _KERNEL_DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 
-TEAM = (8, 8, 1, True)
-
 # An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
 # sums over a vocabulary are good to, the kernel leaves it out: it costs two more transcendental
 # functions a column.
@@ -373,7 +371,6 @@ def _launch(
             token=0 if found is None else found.token.data_ptr(),
             value=0 if found is None else found.score.data_ptr(),
             greedy=0 if found is None else found.greedy.data_ptr(),
-            team=TEAM,
             **_place(),
         )
 

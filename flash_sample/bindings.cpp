@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -62,8 +61,7 @@ RowParams make_rows(std::pair<uintptr_t, double> temperature, std::pair<uintptr_
 void candidates(const RowParams& rows, uintptr_t logits, DataType dtype, int64_t row_stride,
                 int64_t num_rows, int num_columns, int64_t first_column, Score score,
                 bool has_noise, uintptr_t whole, uintptr_t share, uintptr_t record, uintptr_t token,
-                uintptr_t value, uintptr_t greedy, std::tuple<int, int, int, bool> team, int device,
-                uintptr_t stream) {
+                uintptr_t value, uintptr_t greedy, int device, uintptr_t stream) {
   if (num_columns < 1) throw std::invalid_argument("candidates: num_columns must be positive");
   LogitsParams params{};
   params.logits = pointer<const void>(logits);
@@ -76,7 +74,6 @@ void candidates(const RowParams& rows, uintptr_t logits, DataType dtype, int64_t
   params.score = score;
   params.has_noise = has_noise;
   params.whole = pointer<const double>(whole);
-  std::tie(params.num_blocks, params.num_warps, params.num_stages, params.overlaps) = team;
   params.share = pointer<float>(share);
   params.record = pointer<double>(record);
   params.token = pointer<int64_t>(token);
@@ -137,13 +134,13 @@ PYBIND11_MODULE(_flash_sample, module) {
              py::arg("logits"), py::arg("dtype"), py::arg("row_stride"), py::arg("num_rows"),
              py::arg("num_columns"), py::arg("first_column"), py::arg("score"),
              py::arg("has_noise"), py::arg("whole"), py::arg("share"), py::arg("record"),
-             py::arg("token"), py::arg("value"), py::arg("greedy"), py::arg("team"),
-             py::arg("device"), py::arg("stream"), no_gil);
+             py::arg("token"), py::arg("value"), py::arg("greedy"), py::arg("device"),
+             py::arg("stream"), no_gil);
   module.def("merge", &flash_sample::merge, py::kw_only(), py::arg("rows"), py::arg("records"),
              py::arg("num_slices"), py::arg("num_rows"), py::arg("score"), py::arg("record"),
              py::arg("token"), py::arg("value"), py::arg("greedy"), py::arg("device"),
              py::arg("stream"), no_gil);
-  module.def("uniform", &flash_sample::uniform, py::kw_only(), py::arg("rows"),
-             py::arg("num_rows"), py::arg("first_column"), py::arg("num_columns"),
-             py::arg("numbers"), py::arg("device"), py::arg("stream"), no_gil);
+  module.def("uniform", &flash_sample::uniform, py::kw_only(), py::arg("rows"), py::arg("num_rows"),
+             py::arg("first_column"), py::arg("num_columns"), py::arg("numbers"), py::arg("device"),
+             py::arg("stream"), no_gil);
 }

@@ -2,32 +2,33 @@
 //
 // From rows of logits to candidates, reading the logits once: best column, its softmax probability
 // or the entropy of the row or the difference of the two largest probabilities, and, with
-// Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with its
-// epsilon, which depends on the sum over the row.
+// Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with
+// its epsilon, which depends on the sum over the row.
 //
 // A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
-// has clusters. The card holds as many teams as fit; each goes through rows of its own. A
-// warp keeps some segments of 4 KiB in shared memory: while it reduces one, others are on their way, of
-// the next rows too. The maximum of a segment is known before the first exp(); further segments of
-// a row rescale what was summed. What the warps found of a row meets in the shared memory of the
-// team's last block, whose last warp (which has the fewest segments) joins it while the others are at
-// the next row. The cut of a row into segments and the team depend on the width of the row alone,
-// so the bits of a row do not depend on its neighbours.
+// has clusters. As many teams as fit stay on the card, and each goes through rows of its own. A row
+// is cut into segments of 4 KiB, which are dealt out to the warps; while a warp reduces one
+// segment, the next is on its way to shared memory, also that of another row. The maximum of a
+// segment is known before its first exp(); further segments of a row rescale what was summed. What
+// the warps found of a row meets in the shared memory of the team's last block, whose last warp
+// (the one with the fewest segments) joins it once all are through, while they reduce the next row.
+// The cut into segments and the team depend on the width of a row alone, so the bits of a row do
+// not depend on its neighbours.
 //
 // Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
-// makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and otherwise
-// unspecified.
+// makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and
+// otherwise unspecified.
 //
-// Noise: of most columns a cheap bound shows that they cannot have the largest noised logit: -log(-log
-// U) <= -log(1 - U). The rest is compared in fp32, and, where fp32 does not tell, in fp64. So
-// the column is that of the largest logit - temperature * log(-log U) in fp64, whatever the bounds.
+// Noise: of most columns a cheap bound shows that they cannot have the largest noised logit:
+// -log(-log U) <= -log(1 - U). The rest is compared in fp32, and, where fp32 does not tell, in
+// fp64. So the column is that of the largest logit - temperature * log(-log U) in fp64, whatever
+// the bounds.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 #include <climits>
-#include <cstring>
 
 #include "params.h"
 #include "row.cuh"
@@ -36,11 +37,15 @@ namespace flash_sample {
 namespace {
 
 constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
-constexpr int kShares = 64;  // of a row, at most
-constexpr int kMaxWarps = 16;  // of a block
-constexpr int kRowsUnderWay = 4;  // of a team: so far its warps may be apart
+constexpr int kStages = 2;   // segments that a warp keeps
+// Measured on an H200: with more or larger blocks a row waits longer for its team, with fewer a
+// lone row takes longer.
+constexpr int kMaxWarps = 8;   // of a block
+constexpr int kMaxBlocks = 4;  // of a cluster, a power of two
+constexpr int kMaxMembers = kMaxBlocks * kMaxWarps;
 
-// ---- The warps that share a row ------------------------------------------------------------------
+// ---- The warps that share a row
+// ------------------------------------------------------------------
 
 // This warp's place.
 struct Member {
@@ -70,126 +75,42 @@ struct Member {
   }
 
   __device__ bool joins() const { return index == count - 1; }
+
+  // The last block's copy of a variable in shared memory.
+  template <typename T>
+  __device__ T* of_last_block(T* mine) const {
+#if __CUDA_ARCH__ >= 900
+    uint64_t address;
+    asm("mapa.u64 %0, %1, %2;"
+        : "=l"(address)
+        : "l"(reinterpret_cast<uint64_t>(mine)), "r"(last_block));
+    return reinterpret_cast<T*>(address);
+#else
+    return mine;
+#endif
+  }
 };
 
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// All blocks of the team have begun, and what they wrote for others is seen.
+// A barrier of all threads of the team in two halves; what was written before the first is seen
+// after the second.
 __device__ void team_arrive() {
-  __syncthreads();
+  __syncwarp();
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
 __device__ void team_wait() {
+  __syncwarp();
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
 #endif
 }
 
-// What the warps of a team found, in the last block's shared memory; rows count from the team's first.
-// Only the warp that joins reads it. A team of several blocks has one row.
-template <typename Found>
-struct Mail {
-  static_assert(sizeof(Found) % 16 == 0, "sent in pieces of 16 bytes");
-  Found found[kRowsUnderWay][kShares];
-  uint64_t full[kRowsUnderWay];  // barriers: all shares of a row are there
-  int num_joined;
-
-  __device__ void init(int num_shares) {
-#if __CUDA_ARCH__ >= 900
-    num_shares = 1;  // bytes are counted
-#endif
-    for (uint64_t& barrier : full) {
-      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
-                   "r"(num_shares));
-    }
-    num_joined = 0;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-  }
-
-  // Of one lane.
-  __device__ void send(int64_t row, int share, const Found& mine, const Member& member) {
-    while (row - load_joined() >= kRowsUnderWay) {
-    }
-    Found* const target = &found[row % kRowsUnderWay][share];
-    const uint32_t barrier = shared_address(&full[row % kRowsUnderWay]);
-#if __CUDA_ARCH__ >= 900
-    uint32_t remote_target, remote_barrier;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(remote_target)
-        : "r"(shared_address(target)), "r"(member.last_block));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(remote_barrier)
-        : "r"(barrier), "r"(member.last_block));
-    uint4 pieces[sizeof(Found) / 16];
-    memcpy(pieces, &mine, sizeof(Found));
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Found) / 16); ++i) {
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-          "[%5];" ::"r"(remote_target + i * 16),
-          "r"(pieces[i].x), "r"(pieces[i].y), "r"(pieces[i].z), "r"(pieces[i].w),
-          "r"(remote_barrier)
-          : "memory");
-    }
-#else
-    *target = mine;
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
-                 : "memory");
-#endif
-  }
-
-  // Of the warp that joins: the shares of a row, once all are there.
-  __device__ const Found* receive(int64_t row, int num_shares, int lane) {
-    const uint32_t barrier = shared_address(&full[row % kRowsUnderWay]);
-#if __CUDA_ARCH__ >= 900
-    if (lane == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
-                   "r"(num_shares * static_cast<int>(sizeof(Found)))
-                   : "memory");
-    }
-    __syncwarp();
-#endif
-    uint32_t is_full = 0;
-    while (is_full == 0) {
-      asm volatile(
-          "{\n.reg .pred full;\nmbarrier.test_wait.parity.shared.b64 full, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, full;\n}"
-          : "=r"(is_full)
-          : "r"(barrier), "r"(static_cast<uint32_t>(row / kRowsUnderWay % 2))
-          : "memory");
-    }
-    __syncwarp();
-    return found[row % kRowsUnderWay];
-  }
-
-  // The joined row's place may be used again.
-  __device__ void release(int64_t row, int lane) {
-    __syncwarp();
-    if (lane == 0) {
-      asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(&num_joined)),
-                   "r"(static_cast<int>(row + 1))
-                   : "memory");
-    }
-  }
-
-  __device__ int load_joined() const {
-    int value;
-    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];"
-                 : "=r"(value)
-                 : "r"(shared_address(&num_joined))
-                 : "memory");
-    return value;
-  }
-};
-
-// ---- Sixteen bytes of logits ---------------------------------------------------------------------
+// ---- Sixteen bytes of logits
+// ---------------------------------------------------------------------
 
 template <typename T>
 struct Vector {
@@ -250,7 +171,8 @@ __device__ float lowest(float) { return negative_infinity(); }
 __device__ __half lowest(__half) { return __ushort_as_half(0xfc00); }
 __device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xff80); }
 
-// ---- What a warp holds of a row ------------------------------------------------------------------
+// ---- What a warp holds of a row
+// ------------------------------------------------------------------
 
 __device__ void copy_async(uint4* target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
@@ -261,22 +183,14 @@ __device__ void copy_async(uint4* target, const void* source) {
 
 __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `num_pending` of the newest groups of copies are under way.
-__device__ void wait_for_copies(int num_pending) {
-  if (num_pending >= 3) {
-    asm volatile("cp.async.wait_group 3;" ::: "memory");
-  } else if (num_pending == 2) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else if (num_pending == 1) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-  }
+// Waits for all groups of copies but the newest ones, of the stages that are not next.
+__device__ void wait_for_stage() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
 }
 
-// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing but
-// their own, so no barrier is needed. The share of a lane is the same whether the row is aligned or
-// not, so alignment does not change the result.
+// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing
+// but their own, so no barrier is needed. The share of a lane is the same whether the row is
+// aligned or not, so alignment does not change the result.
 template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
@@ -315,7 +229,7 @@ struct Segment {
         }
       }
     } else {
-#pragma unroll 1
+#pragma unroll 2
       for (int v = 0; v < kVectors; ++v) {
         Vector<T> vector;
 #pragma unroll
@@ -330,8 +244,7 @@ struct Segment {
   // Overwrites the columns of the row that `mask` names with -inf.
   __device__ void remove(const LogitsParams& params, int mask) {
     for (; mask != 0; mask &= mask - 1) {
-      const int64_t column =
-          params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
+      const int64_t column = params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
       if (column < 0 || column >= kColumns) continue;
       const int vector = static_cast<int>(column) / kWidth;
       if (vector % kWarpSize == lane) {
@@ -341,38 +254,36 @@ struct Segment {
   }
 };
 
-// The segments of one warp, share after share of its team's rows: `num_stages` of them are in shared
+// The segments of one warp, of its team's rows one after another: kStages of them are in shared
 // memory or on their way there.
 template <typename T>
 class Feed {
   using S = Segment<T>;
 
  public:
-  __device__ Feed(const LogitsParams& params, const Member& member, int num_segments, uint4* vectors,
-                  int num_stages)
+  __device__ Feed(const LogitsParams& params, const Member& member, int num_segments,
+                  uint4* vectors)
       : params_(params),
         member_(member),
         num_segments_(num_segments),
-        num_stages_(num_stages),
         lane_(threadIdx.x % kWarpSize),
-        vectors_(vectors + threadIdx.x / kWarpSize * num_stages * kVectors * kWarpSize + lane_),
-        row_(member.index < min(num_segments, kShares) ? member.team : params.num_rows),
-        share_(member.index),
+        vectors_(vectors + threadIdx.x / kWarpSize * kStages * kVectors * kWarpSize + lane_),
+        row_(member.index < num_segments ? member.team : params.num_rows),
         index_(member.index) {
 #pragma unroll 1
-    for (int stage = 0; stage < num_stages; ++stage) load(stage);
+    for (int stage = 0; stage < kStages; ++stage) load(stage);
   }
 
   // The next segment.
   __device__ S take(int index) {
-    wait_for_copies(num_stages_ - 1);
+    wait_for_stage();
     return at(stage_, index);
   }
 
   // What was taken is no longer needed: another one takes its place.
   __device__ void release() {
     load(stage_);
-    stage_ = stage_ + 1 == num_stages_ ? 0 : stage_ + 1;
+    stage_ = (stage_ + 1) % kStages;
   }
 
  private:
@@ -384,14 +295,10 @@ class Feed {
     if (row_ < params_.num_rows) {
       const T* logits = static_cast<const T*>(params_.logits) + row_ * params_.row_stride;
       at(stage, index_).load(logits, params_.num_columns);
-      index_ += kShares;
+      index_ += member_.count;
       if (index_ >= num_segments_) {
-        share_ += member_.count;
-        if (share_ >= min(num_segments_, kShares)) {
-          share_ = member_.index;
-          row_ += member_.num_teams;
-        }
-        index_ = share_;
+        index_ = member_.index;
+        row_ += member_.num_teams;
       }
     }
     commit_copies();
@@ -400,17 +307,15 @@ class Feed {
   const LogitsParams& params_;
   const Member& member_;
   const int num_segments_;
-  const int num_stages_;
   const int lane_;
   uint4* const vectors_;
   int64_t row_;  // of the segment to load next
-  int share_;
   int index_;
   int stage_ = 0;  // of the segment to take next
 };
 
-// What is found in a share; columns count from the first of `logits` here.
-struct alignas(16) Partial {
+// What one warp found; columns count from the first of `logits` here.
+struct Partial {
   float maximum;
   int column;
   float sum;
@@ -430,7 +335,7 @@ __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
   return draw;
 }
 
-// A share of a row's record.
+// A warp's part of a row's record.
 template <typename T, Score kScore, bool kHasNoise>
 struct Reducer {
   using S = Segment<T>;
@@ -440,23 +345,16 @@ struct Reducer {
   const LogitsParams& params;
   const Row row;
   const int lane;
-  float maximum;  // of the warp
-  int column;     // of the warp
-  float sum;      // of the lane, as what follows
-  float weighted;
-  float first;  // largest logit (margin only)
-  float second;
-  Draw draw;
+  float maximum = negative_infinity();  // of the warp
+  int column = INT_MAX;                 // of the warp
+  float sum = 0.0f;                     // of the lane, as what follows
+  float weighted = 0.0f;
+  float first = negative_infinity();  // largest logit (margin only)
+  float second = negative_infinity();
+  Draw draw = Draw::none();
 
   __device__ Reducer(const LogitsParams& params, int64_t row_index)
       : params(params), row(params.rows, row_index), lane(threadIdx.x % kWarpSize) {}
-
-  __device__ void begin() {
-    maximum = first = second = negative_infinity();
-    column = INT_MAX;
-    sum = weighted = 0.0f;
-    draw = Draw::none();
-  }
 
   __device__ void add(S& segment) {
     segment.remove(params, row.forbidden);
@@ -607,20 +505,18 @@ struct Reducer {
       const bool is_owner = holders != 0 && lane == __ffs(holders) - 1;
       two = warp_max(is_owner ? second : first);
     }
-    if constexpr (kScore == Score::kEntropy) weighted = warp_sum(weighted);
-    return {maximum, column, warp_sum(sum), weighted, two, draw};
+    return {maximum, column, warp_sum(sum), warp_sum(weighted), two, draw};
   }
 
   __device__ static void finish(const LogitsParams& params, int64_t row_index,
                                 const Partial* partials, int count);
 };
 
-// Joins the shares of a row.
+// Joins what the warps of a team found.
 template <bool kHasNoise>
 __device__ Summary join(const Partial* partials, int count, const Row& row, int64_t first_column,
                         int num_columns, int lane) {
   float lane_max = negative_infinity();
-#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) lane_max = fmaxf(lane_max, partials[i].maximum);
   const float maximum = warp_max(lane_max);
   const float shift = exp_shift(maximum);
@@ -628,7 +524,6 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   int column = INT_MAX;
   float sum = 0.0f, weighted = 0.0f;
   Draw draw = Draw::none();
-#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) {
     const Partial& p = partials[i];
     if (p.maximum == maximum) column = min(column, p.column);
@@ -641,21 +536,14 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   }
   column = __reduce_min_sync(kFullMask, column);
   float second = negative_infinity();
-#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) {
     const bool is_best = partials[i].maximum == maximum && partials[i].column == column;
     second = fmaxf(second, is_best ? partials[i].second : partials[i].maximum);
   }
   // A row of NaN: no column equals the maximum, or only those beyond the row's end.
   if (column >= num_columns) column = 0;
-  Summary whole{maximum,
-                first_column + column,
-                warp_sum(sum),
-                warp_sum(weighted),
-                warp_max(second),
-                maximum,
-                first_column + column,
-                maximum};
+  Summary whole{maximum, first_column + column, warp_sum(sum), warp_sum(weighted), warp_max(second),
+                maximum, first_column + column, maximum};
   if constexpr (kHasNoise) {
     draw = warp_best(row.noise, draw, first_column);
     if (draw.column < num_columns) {  // also none
@@ -681,19 +569,17 @@ __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params
   if (params.value != nullptr) params.value[row_index] = score_of(whole, row, params.rows, kScore);
 }
 
-// A share of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
+// A warp's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
 template <typename T>
 struct EntropyShare {
-  struct alignas(16) Found {
-    float value;
-  };
+  using Found = float;
 
   const LogitsParams& params;
   const Row row;
   const float shift;
   const float inverse;
   const float epsilon;
-  float sums[4];  // of the lane
+  float shares[4] = {};  // of the lane
 
   __device__ static const double* record(const LogitsParams& params, int64_t row_index) {
     return params.whole + row_index * kRecordFields;
@@ -706,8 +592,6 @@ struct EntropyShare {
         inverse(1.0f / static_cast<float>(record(params, row_index)[kSumExp])),
         epsilon(params.rows.epsilon[row_index]) {}
 
-  __device__ void begin() { sums[0] = sums[1] = sums[2] = sums[3] = 0.0f; }
-
   __device__ void add(Segment<T>& segment) {
     segment.remove(params, row.forbidden | row.excluded);
 #pragma unroll 2
@@ -717,21 +601,20 @@ struct EntropyShare {
       for (int k = 0; k < Vector<T>::kWidth; ++k) {
         const float t = (vector[k] - shift) * row.scale;
         const float p = exp2_approx(t) * inverse;
-        sums[k % 4] -= p * log2_approx(p + epsilon);
+        shares[k % 4] -= p * log2_approx(p + epsilon);
       }
     }
   }
 
-  __device__ Found result() const {
-    return {kLn2 * warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
+  __device__ float result() const {
+    return kLn2 * warp_sum((shares[0] + shares[1]) + (shares[2] + shares[3]));
   }
 
-  __device__ static void finish(const LogitsParams& params, int64_t row_index, const Found* found,
+  __device__ static void finish(const LogitsParams& params, int64_t row_index, const float* found,
                                 int count) {
     const int lane = threadIdx.x % kWarpSize;
     float total = 0.0f;
-#pragma unroll 1
-    for (int i = lane; i < count; i += kWarpSize) total += found[i].value;
+    for (int i = lane; i < count; i += kWarpSize) total += found[i];
     total = warp_sum(total);
     if (lane != 0) return;
     const double* whole = record(params, row_index);
@@ -741,47 +624,58 @@ struct EntropyShare {
 };
 
 template <typename T, typename Work>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, 1)
-    reduce_rows(const __grid_constant__ LogitsParams params, int num_segments, int num_stages) {
-  __shared__ Mail<typename Work::Found> mail;
-  extern __shared__ uint4 vectors[];  // num_stages * kVectors * 32 of each warp
-  const int num_shares = min(num_segments, kShares);
-  const int lane = threadIdx.x % kWarpSize;
-  if (threadIdx.x == 0) mail.init(num_shares);
-  team_arrive();
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
+    reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
+  using Found = typename Work::Found;
+  __shared__ Found found[2][kMaxMembers];  // of a row and of the one before, in the last block
+  extern __shared__ uint4 vectors[];       // kStages * kVectors * 32 of each warp
 #if __CUDA_ARCH__ >= 900
   // The logits may be the work of the kernel before, which this one need not wait for to start.
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const Member member;
-  Feed<T> feed(params, member, num_segments, vectors, num_stages);
-  team_wait();
-  const auto join = [&](int64_t number) {
-    const auto* found = mail.receive(number, num_shares, lane);
-    Work::finish(params, member.team + number * member.num_teams, found, num_shares);
-    mail.release(number, lane);
+  team_arrive();  // shared memory of the last block may be written once all blocks have started
+  Feed<T> feed(params, member, num_segments, vectors);
+  auto* const gathered = member.of_last_block(&found);
+  const auto finish = [&](int64_t row, int half) {
+    if (member.joins()) Work::finish(params, row, found[half], member.count);
   };
 
-  int64_t number = 0;  // of the team's rows
-  for (int64_t row = member.team; row < params.num_rows; row += member.num_teams, ++number) {
+  int half = 0;
+  int64_t row = member.team;
+  for (; row < params.num_rows; row += member.num_teams) {
     Work work(params, row);
-    for (int share = member.index; share < num_shares; share += member.count) {
-      work.begin();
-      for (int index = share; index < num_segments; index += kShares) {
-        Segment<T> segment = feed.take(index);
-        work.add(segment);
-        feed.release();
-      }
-      const auto mine = work.result();
-      if (lane == 0) mail.send(number, share, mine, member);
-      __syncwarp();
+    for (int index = member.index; index < num_segments; index += member.count) {
+      Segment<T> segment = feed.take(index);
+      work.add(segment);
+      feed.release();
     }
-    if (member.joins() && number > 0) join(number - 1);
+    const Found mine = work.result();
+    team_wait();  // all have arrived with what they found of the row before
+    if (row != member.team) finish(row - member.num_teams, half ^ 1);
+    if (threadIdx.x % kWarpSize == 0) (*gathered)[half][member.index] = mine;
+    team_arrive();
+    half ^= 1;
   }
-  if (member.joins()) join(number - 1);
+  team_wait();
+  finish(row - member.num_teams, half ^ 1);
 }
 
-// ---- Launch --------------------------------------------------------------------------------------
+// ---- Launch
+// --------------------------------------------------------------------------------------
+
+struct Team {
+  int num_blocks;
+  int num_warps;  // of each block
+};
+
+// Depends on the width of a row (and the card) alone.
+Team choose_team(int num_segments, bool has_clusters) {
+  int num_blocks = 1;
+  while (has_clusters && num_blocks < kMaxBlocks && num_segments > 4 * num_blocks) num_blocks *= 2;
+  const int num_warps = (num_segments + num_blocks - 1) / num_blocks;
+  return {num_blocks, std::min(num_warps, kMaxWarps)};
+}
 
 template <typename T, typename Work>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
@@ -791,44 +685,43 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
+  const bool has_clusters = major >= 9;
   const int num_segments = (params.num_columns - 1) / Segment<T>::kColumns + 1;
-  const int num_shares = std::min(num_segments, kShares);
-  int num_blocks = 1;
-  while (major >= 9 && num_blocks < params.num_blocks && num_shares > params.num_warps * num_blocks) {
-    num_blocks *= 2;
-  }
-  const int num_warps = std::min((num_shares + num_blocks - 1) / num_blocks, params.num_warps);
+  const Team team = choose_team(num_segments, has_clusters);
 
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = static_cast<unsigned>(num_blocks);
+  attributes[0].val.clusterDim.x = static_cast<unsigned>(team.num_blocks);
   attributes[0].val.clusterDim.y = 1;
   attributes[0].val.clusterDim.z = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = params.overlaps ? 1 : 0;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(static_cast<unsigned>(num_warps * kWarpSize));
-  config.dynamicSmemBytes = num_warps * params.num_stages * kVectors * kWarpSize * sizeof(uint4);
+  config.gridDim = dim3(static_cast<unsigned>(team.num_blocks));
+  config.blockDim = dim3(static_cast<unsigned>(team.num_warps * kWarpSize));
+  config.dynamicSmemBytes = team.num_warps * kStages * kVectors * kWarpSize * sizeof(uint4);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : 2;
+  config.numAttrs = has_clusters ? 1 : 0;
 
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(config.dynamicSmemBytes));
   if (error != cudaSuccess) return error;
-  int64_t num_teams = params.num_rows;
-  if (num_blocks == 1) {
-    int per_processor = 0;
+  int num_teams = 0;  // that the card holds
+  if (has_clusters) {
+    error = cudaOccupancyMaxActiveClusters(&num_teams, kernel, &config);
+    config.numAttrs = 2;
+  } else {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &per_processor, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes);
+        &num_teams, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes);
     if (error != cudaSuccess) return error;
-    num_teams = std::min<int64_t>(num_teams, std::max(per_processor, 1) * num_processors);
+    error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
+    num_teams *= num_processors;
   }
-  if (num_teams * num_blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-  config.gridDim = dim3(static_cast<unsigned>(num_teams * num_blocks));
-  return cudaLaunchKernelEx(&config, kernel, params, num_segments, params.num_stages);
+  if (error != cudaSuccess) return error;
+  const int64_t count = std::min<int64_t>(params.num_rows, std::max(num_teams, 1));
+  config.gridDim.x = static_cast<unsigned>(count * team.num_blocks);
+  return cudaLaunchKernelEx(&config, kernel, params, num_segments);
 }
 
 template <typename T, Score kScore>

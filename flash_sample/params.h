@@ -15,14 +15,14 @@ inline constexpr int kMaxColumns = 16;
 // Fields of a record, the float64 [num_rows, kRecordFields] that tells what a slice of the columns
 // means for the whole row. A logit is noise-free; noised is logit - temperature * log(-log U).
 enum RecordField {
-  kMaximum,    // largest logit
-  kColumn,     // its lowest column, counted over the whole vocabulary
-  kSumExp,     // sum of exp((logit - maximum) / temperature of the softmax)
-  kWeighted,   // sum of exp(t) * t, t = (logit - maximum) / temperature of the softmax
-  kSecond,     // second largest logit (the largest again where it occurs twice)
-  kNoised,     // largest noised logit
-  kToken,      // its lowest column, counted over the whole vocabulary
-  kTokenLogit, // the logit there
+  kMaximum,     // largest logit
+  kColumn,      // its lowest column, counted over the whole vocabulary
+  kSumExp,      // sum of exp((logit - maximum) / temperature of the softmax)
+  kWeighted,    // sum of exp(t) * t, t = (logit - maximum) / temperature of the softmax
+  kSecond,      // second largest logit (the largest again where it occurs twice)
+  kNoised,      // largest noised logit
+  kToken,       // its lowest column, counted over the whole vocabulary
+  kTokenLogit,  // the logit there
   kRecordFields
 };
 
@@ -43,7 +43,8 @@ struct RowParams {
   uint32_t purpose;
   bool is_tempered;  // the softmax is taken at the temperature too (where that is not 0)
   PerRow<float> epsilon;
-  int64_t columns[kMaxColumns];  // of the whole vocabulary; the bits of a row's masks stand for them
+  int64_t
+      columns[kMaxColumns];  // of the whole vocabulary; the bits of a row's masks stand for them
   int num_columns;
   PerRow<int32_t> forbidden;  // columns that read as -inf
   PerRow<int32_t> excluded;   // columns that are left out of the softmax but may be chosen
@@ -54,14 +55,12 @@ struct LogitsParams {
   DataType dtype;
   int64_t row_stride;  // elements from one row to the next
   int64_t num_rows;
-  int num_columns;  // at least 1
+  int num_columns;       // at least 1
   int64_t first_column;  // of the whole vocabulary
   RowParams rows;
   Score score;
-  bool has_noise;     // a row's temperature may not be 0
+  bool has_noise;       // a row's temperature may not be 0
   const double* whole;  // records of the whole rows: only their entropy's share is summed
-  int num_blocks, num_warps, num_stages;
-  bool overlaps;
 
   // Results: share with whole, else those of the others that are not null.
   float* share;     // [num_rows]

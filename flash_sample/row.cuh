@@ -55,9 +55,7 @@ __device__ inline float exp_shift(float maximum) {
 }
 
 // exp2(t) * t, 0 where t is -inf; exponential is exp2(t).
-__device__ inline float weigh(float exponential, float t) {
-  return exponential * fmaxf(t, -1e4f);
-}
+__device__ inline float weigh(float exponential, float t) { return exponential * fmaxf(t, -1e4f); }
 
 // The noise of a row: a logit becomes logit - temperature * log(-log U).
 struct Noise {
@@ -95,7 +93,7 @@ struct Draw {
 
 // The better of two draws whose approximate scores do not tell.
 static __device__ __noinline__ bool exactly_better(const Noise& noise, const Draw& a, const Draw& b,
-                                            int64_t first_column) {
+                                                   int64_t first_column) {
   const double score_a = noise.exact(a.logit, first_column + a.column);
   const double score_b = noise.exact(b.logit, first_column + b.column);
   return score_a > score_b || (score_a == score_b && a.column < b.column);

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) write_uniform(const __grid_constant__ UniformParams p,
-                                                          int64_t groups_per_row) {
+__global__ void __launch_bounds__(kThreads)
+    write_uniform(const __grid_constant__ UniformParams p, int64_t groups_per_row) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= p.num_rows * groups_per_row) return;
   const int64_t row = index / groups_per_row;
@@ -39,8 +39,7 @@ cudaError_t launch_uniform(const UniformParams& params, cudaStream_t stream) {
   const int64_t groups_per_row = end_group - first_group;
   const int64_t num_blocks = (params.num_rows * groups_per_row + kThreads - 1) / kThreads;
   if (num_blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-  write_uniform<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(params,
-                                                                           groups_per_row);
+  write_uniform<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(params, groups_per_row);
   return cudaGetLastError();
 }
 

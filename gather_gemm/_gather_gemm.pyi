@@ -23,7 +23,6 @@ def skinny_linear(
     epilogue: Epilogue,
     columns: int,
     split: int,
-    pair: int,
     early: bool,
     device: int,
     stream: int,

@@ -22,8 +22,8 @@ void check(cudaError_t error) {
 
 void skinny_linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
                    int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns,
-                   int depth, Epilogue epilogue, int columns, int split, int pair, bool early,
-                   int device, uintptr_t stream) {
+                   int depth, Epilogue epilogue, int columns, int split, bool early, int device,
+                   uintptr_t stream) {
   SkinnyLinearParams params{};
   params.x = reinterpret_cast<const void*>(x);
   params.weight = reinterpret_cast<const void*>(weight);
@@ -36,7 +36,7 @@ void skinny_linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out,
   params.num_columns = num_columns;
   params.depth = depth;
   params.epilogue = epilogue;
-  params.tiling = {columns, split, pair};
+  params.tiling = {columns, split};
   params.early = early;
   check(cudaSetDevice(device));
   check(launch_skinny_linear(params, reinterpret_cast<cudaStream_t>(stream)));
@@ -56,6 +56,6 @@ PYBIND11_MODULE(_gather_gemm, module) {
              py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("x_stride"),
              py::arg("weight_stride"), py::arg("out_stride"), py::arg("num_rows"),
              py::arg("num_columns"), py::arg("depth"), py::arg("epilogue"), py::arg("columns"),
-             py::arg("split"), py::arg("pair"), py::arg("early"), py::arg("device"),
-             py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+             py::arg("split"), py::arg("early"), py::arg("device"), py::arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
 }

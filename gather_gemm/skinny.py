@@ -51,7 +51,7 @@ def skinny_linear(
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
 ) -> Tensor:
-    """x W^T of at most 128 rows, bf16, on a card of compute capability 9.0.
+    """x W^T of few rows, bf16, on a card of compute capability 9.0.
 
     Sums in fp32, in an order that neither the number of rows nor the rows beside a row change.
     Wherever there is no such kernel (see `is_skinny_faster`) PyTorch computes the same.
@@ -96,7 +96,6 @@ def skinny_linear(
             epilogue=getattr(_native.Epilogue, epilogue.name),
             columns=tiling.columns,
             split=tiling.split,
-            pair=tiling.pair,
             early=early,
             device=x.device.index,
             stream=torch.cuda.current_stream().cuda_stream,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// x weight^T for at most 128 rows of x, where reading the weight is all the time there is.
+// x weight^T for few rows of x, where reading the weight is (nearly) all the time there is.
 //
 // The weight is read once, through the copy engine into a deep ring of shared-memory stages: what
 // counts is the number of bytes in flight, so one block has (almost) all of a multiprocessor's
@@ -39,8 +39,6 @@ struct KernelParams {
   int64_t out_stride;
   int num_rows, num_columns, depth;
   int stage_bytes, num_stages;
-  int barriers;     // their place behind the stages, and behind the sums that replace these
-  int shared_rows;  // of x, that a block reads for all that share them
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -81,25 +79,6 @@ __device__ void copy_tile(uint32_t target, const CUtensorMap* map, int column, i
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
       "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(hint)
-      : "memory");
-}
-
-// The same into this place, and for this barrier, of all blocks of the mask.
-__device__ void copy_tile_to(uint16_t blocks, uint32_t target, const CUtensorMap* map, int column,
-                             int row, uint32_t barrier, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(target),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(hint)
-      : "memory");
-}
-
-__device__ void arrive_at(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
       : "memory");
 }
 
@@ -160,40 +139,10 @@ __device__ void multiply(float (&d)[48], uint64_t a, uint64_t b, int accumulate)
         "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
       : "l"(a), "l"(b), "r"(accumulate));
 }
-
-__device__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-      :
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
 // clang-format on
 
-__device__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-
-__device__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 __device__ void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ float4 load_of_block(uint32_t address, int rank) {
@@ -272,41 +221,24 @@ __device__ void copy_weight(const Ring& ring, const WeightTiles& tiles, int stag
   }
 }
 
-// What a block reads of x: all rows, or, of `kShared` blocks that multiply the same rows, its part of
-// them for all.
-template <int kShared>
-struct RowTiles {
-  const CUtensorMap* map;
-  int first_row;
-  int first_block;  // of those that share
-
-  __device__ void copy(const Ring& ring, int stage, int depth) const {
-    if constexpr (kShared > 1) {
-      copy_tile_to(static_cast<uint16_t>(((1 << kShared) - 1) << first_block),
-                   ring.x(stage) + first_row * kRowBytes, map, depth, first_row, ring.full(stage),
-                   kEvictLast);
-    } else {
-      copy_tile(ring.x(stage), map, depth, 0, ring.full(stage), kEvictLast);
-    }
-  }
-};
+__device__ void copy_rows(const Ring& ring, const CUtensorMap* x, int stage, int depth) {
+  copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
+}
 
 // One thread keeps the ring full.
-template <int kShared>
-__device__ void produce(const Ring& ring, const RowTiles<kShared>& x, const WeightTiles& weight,
+__device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTiles& weight,
                         int first_depth, int num_steps) {
   const int ahead = min(num_steps, ring.num_stages);
   for (int step = 0; step < ahead; ++step) {
     copy_weight(ring, weight, step, first_depth + step * kDepth);
   }
-  if constexpr (kShared > 1) cluster_wait();  // the barriers of the other blocks are there
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  for (int step = 0; step < ahead; ++step) x.copy(ring, step, first_depth + step * kDepth);
+  for (int step = 0; step < ahead; ++step) copy_rows(ring, x, step, first_depth + step * kDepth);
   Position at;
   for (int step = ahead; step < num_steps; ++step) {
     wait(ring.empty(at.stage), at.phase);
     copy_weight(ring, weight, at.stage, first_depth + step * kDepth);
-    x.copy(ring, at.stage, first_depth + step * kDepth);
+    copy_rows(ring, x, at.stage, first_depth + step * kDepth);
     at.advance(ring);
   }
 }
@@ -314,8 +246,8 @@ __device__ void produce(const Ring& ring, const RowTiles<kShared>& x, const Weig
 // A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only
 // the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
 // shared memory, and so are their sums, which nothing reads.
-template <int kParts, int kWidth, int kShared>
-__device__ void consume(const Ring& ring, int num_steps, int group, int first_block,
+template <int kParts, int kWidth>
+__device__ void consume(const Ring& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
   Position at;
   int last = 0;
@@ -333,19 +265,14 @@ __device__ void consume(const Ring& ring, int num_steps, int group, int first_bl
       }
     }
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-    if constexpr (kShared > 1) {
-      const int other = threadIdx.x % 32;
-      if (step > 0 && other < kShared) arrive_at(ring.empty(last), first_block + other);
-    } else {
-      if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
-    }
+    if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
     last = at.stage;
     at.advance(ring);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
-template <int kColumns, int kParts, int kSplit, int kShared, int kGroups, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     skinny_linear_kernel(const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ CUtensorMap weight,
@@ -355,28 +282,24 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   constexpr int kWidth = kColumns / kParts;
   extern __shared__ char shared[];
   const uint32_t base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
-  const Ring ring{base, base + params.barriers, params.stage_bytes, params.num_stages,
-                  kColumns * kRowBytes};
+  const Ring ring{base, base + params.num_stages * params.stage_bytes, params.stage_bytes,
+                  params.num_stages, kColumns * kRowBytes};
 
   if (threadIdx.x == 0) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
     for (int stage = 0; stage < ring.num_stages; ++stage) {
       init_barrier(ring.full(stage), 1);
-      init_barrier(ring.empty(stage), kShared * kGroups * kGroupThreads / 32);
+      init_barrier(ring.empty(stage), kGroups * kGroupThreads / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if constexpr (kShared > 1) cluster_arrive();
 
-  // The blocks of a cluster: those that share rows, for each part of the depth.
-  const int block = kSplit * kShared == 1 ? 0 : block_of_cluster();
-  const int rank = block / kShared;  // along the depth
-  const int first_block = rank * kShared;
-  const int tile = blockIdx.x / (kSplit * kShared) * kShared + block % kShared;
+  const int rank = kSplit == 1 ? 0 : block_of_cluster();
+  const int tile = blockIdx.x / kSplit;
   const int first_column = tile * (kTwoParts ? kWidth : kColumns);
   const int num_steps = params.depth / kSplit / kDepth;
   const int first_depth = rank * num_steps * kDepth;
@@ -386,15 +309,11 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   if (warp == kGroups * kGroupThreads / 32) {
     if (threadIdx.x % 32 == 0) {
       const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kTwoParts ? 2 : 1};
-      const RowTiles<kShared> rows{&x, block % kShared * params.shared_rows, first_block};
-      produce<kShared>(ring, rows, tiles, first_depth, num_steps);
-    } else if constexpr (kShared > 1) {
-      cluster_wait();
+      produce(ring, &x, tiles, first_depth, num_steps);
     }
     __syncwarp();
   } else {
-    if constexpr (kShared > 1) cluster_wait();
-    consume<kParts, kWidth, kShared>(ring, num_steps, warp / 4, first_block, total);
+    consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
     asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
@@ -405,11 +324,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   const bool multiplies = warp < kGroups * 4;
 
   if constexpr (kSplit == 1) {
-    if constexpr (kShared > 1) cluster_arrive();  // nothing more for the other blocks
-    if (!multiplies) {
-      if constexpr (kShared > 1) cluster_wait();
-      return;
-    }
+    if (!multiplies) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8;
@@ -433,7 +348,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
         }
       }
     }
-    if constexpr (kShared > 1) cluster_wait();  // a block whose memory is written does not end
   } else {
     // The stages are read; their place takes the sums, fp32 [rows, kColumns + 4].
     constexpr int kPitch = kColumns + 4;  // rows apart in the banks
@@ -464,16 +378,15 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
       const int column = rank * kShare + i % kQuads * 4;
       float4 values[kSplit];
 #pragma unroll
-      for (int part = 0; part < kSplit; ++part) {
-        values[part] = load_of_block(ring.stages + (row * kPitch + column) * 4,
-                                     part * kShared + block % kShared);
+      for (int block = 0; block < kSplit; ++block) {
+        values[block] = load_of_block(ring.stages + (row * kPitch + column) * 4, block);
       }
 #pragma unroll
-      for (int part = 1; part < kSplit; ++part) {
-        values[0].x += values[part].x;
-        values[0].y += values[part].y;
-        values[0].z += values[part].z;
-        values[0].w += values[part].w;
+      for (int block = 1; block < kSplit; ++block) {
+        values[0].x += values[block].x;
+        values[0].y += values[block].y;
+        values[0].z += values[block].z;
+        values[0].w += values[block].w;
       }
       store_pair<kEpilogue>(params, row, first_column + column, values[0].x, values[0].y);
       store_pair<kEpilogue>(params, row, first_column + column + 2, values[0].z, values[0].w);
@@ -484,7 +397,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
 
 #else
 
-template <int kColumns, int kParts, int kSplit, int kShared, int kGroups, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
 __global__ void skinny_linear_kernel(const __grid_constant__ CUtensorMap,
                                      const __grid_constant__ CUtensorMap,
                                      const __grid_constant__ KernelParams) {}
@@ -519,19 +432,15 @@ cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int dep
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kColumns, int kParts, int kSplit, int kShared, int kGroups, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
 cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   if (params.num_columns % kColumns != 0 || params.depth % (kSplit * kDepth) != 0) {
     return cudaErrorInvalidValue;
   }
-  if (params.num_columns / kColumns % kShared != 0) return cudaErrorInvalidValue;
-  // Of a block; blocks that share read whole groups of eight rows each.
-  const int copied_rows = (params.num_rows + 8 * kShared - 1) / (8 * kShared) * 8;
-  const int rows = copied_rows * kShared;
+  const int rows = (params.num_rows + 7) / 8 * 8;  // whole groups, as the swizzle has them
   CUtensorMap x, weight;
-  cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, copied_rows);
+  cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, rows);
   if (error != cudaSuccess) return error;
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
                    kTwoParts ? kColumns / 2 : kColumns);
@@ -543,10 +452,8 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
                              params.num_columns,
                              params.depth,
                              0,
-                             0,
-                             0,
-                             copied_rows};
-  const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kShared, kGroups, kEpilogue>;
+                             0};
+  const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kGroups, kEpilogue>;
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
@@ -555,15 +462,14 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
                 params.depth / kSplit / kDepth});
   // The sums of a tile take the place of the stages.
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
-  kernel_params.barriers =
-      std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes);
-  const int shared_bytes = kernel_params.barriers + overhead;
+  const int shared_bytes =
+      std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
 
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kSplit * kShared, 1, 1};
+  attributes[0].val.clusterDim = {kSplit, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
   cudaLaunchConfig_t config{};
@@ -576,19 +482,17 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
   return cudaLaunchKernelEx(&config, kernel, x, weight, kernel_params);
 }
 
-template <int kColumns, int kParts, int kSplit, int kShared, Epilogue kEpilogue>
+template <int kColumns, int kParts, int kSplit, Epilogue kEpilogue>
 cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream) {
   switch ((params.num_rows + kGroupRows - 1) / kGroupRows) {
     case 1:
-      return launch<kColumns, kParts, kSplit, kShared, 1, kEpilogue>(params, stream);
+      return launch<kColumns, kParts, kSplit, 1, kEpilogue>(params, stream);
     case 2:
-      return launch<kColumns, kParts, kSplit, kShared, 2, kEpilogue>(params, stream);
+      return launch<kColumns, kParts, kSplit, 2, kEpilogue>(params, stream);
     case 3:
-      return launch<kColumns, kParts, kSplit, kShared, 3, kEpilogue>(params, stream);
-    case 4:
-      // Seventeen warps leave 96 registers a thread: too few for 192 columns.
+      // Thirteen warps leave 128 registers a thread: too few for 192 columns.
       if constexpr (kColumns < 192) {
-        return launch<kColumns, kParts, kSplit, kShared, 4, kEpilogue>(params, stream);
+        return launch<kColumns, kParts, kSplit, 3, kEpilogue>(params, stream);
       }
       return cudaErrorInvalidValue;
     default:
@@ -596,11 +500,11 @@ cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream)
   }
 }
 
-template <int kColumns, int kParts, int kSplit, int kShared>
+template <int kColumns, int kParts, int kSplit>
 cudaError_t launch_sum(const SkinnyLinearParams& params, cudaStream_t stream) {
   return params.epilogue == Epilogue::kResidual
-             ? launch_groups<kColumns, kParts, kSplit, kShared, Epilogue::kResidual>(params, stream)
-             : launch_groups<kColumns, kParts, kSplit, kShared, Epilogue::kStore>(params, stream);
+             ? launch_groups<kColumns, kParts, kSplit, Epilogue::kResidual>(params, stream)
+             : launch_groups<kColumns, kParts, kSplit, Epilogue::kStore>(params, stream);
 }
 
 }  // namespace
@@ -609,32 +513,19 @@ cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t 
   const Tiling tiling = params.tiling;
   if (params.num_rows < 1 || params.num_rows > kMaxRows) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
-    switch (tiling.columns * 100 + tiling.split * 10 + tiling.pair) {
-      case 19211:
-        return launch_groups<192, 2, 1, 1, Epilogue::kSiluMul>(params, stream);
-      case 19212:
-        return launch_groups<192, 2, 1, 2, Epilogue::kSiluMul>(params, stream);
-      default:
-        return cudaErrorInvalidValue;
-    }
+    return tiling.columns == 192 && tiling.split == 1
+               ? launch_groups<192, 2, 1, Epilogue::kSiluMul>(params, stream)
+               : cudaErrorInvalidValue;
   }
-  switch (tiling.columns * 100 + tiling.split * 10 + tiling.pair) {
-    case 3221:
-      return launch_sum<32, 1, 2, 1>(params, stream);
-    case 6421:
-      return launch_sum<64, 1, 2, 1>(params, stream);
-    case 9611:
-      return launch_sum<96, 1, 1, 1>(params, stream);
-    case 9612:
-      return launch_sum<96, 1, 1, 2>(params, stream);
-    case 9621:
-      return launch_sum<96, 1, 2, 1>(params, stream);
-    case 6422:
-      return launch_sum<64, 1, 2, 2>(params, stream);
-    case 12841:
-      return launch_sum<128, 1, 4, 1>(params, stream);
-    case 12842:
-      return launch_sum<128, 1, 4, 2>(params, stream);
+  switch (tiling.columns * 10 + tiling.split) {
+    case 322:
+      return launch_sum<32, 1, 2>(params, stream);
+    case 642:
+      return launch_sum<64, 1, 2>(params, stream);
+    case 961:
+      return launch_sum<96, 1, 1>(params, stream);
+    case 962:
+      return launch_sum<96, 1, 2>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }

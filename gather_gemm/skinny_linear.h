@@ -8,7 +8,7 @@
 
 namespace gather_gemm {
 
-constexpr int kMaxRows = 256;  // of a product: four groups of 64
+constexpr int kMaxRows = 192;  // of a product: three groups of 64
 
 // out = x weight^T, bf16. What is done with the product before it is written:
 enum class Epilogue {
@@ -21,7 +21,6 @@ enum class Epilogue {
 struct Tiling {
   int columns;  // of the weight's rows: kSiluMul takes half from either part
   int split;    // blocks along the depth
-  int pair;     // 2: two blocks, each with columns of its own, read the rows together; else 1
 };
 
 struct SkinnyLinearParams {

@@ -13,13 +13,15 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/architecture.md",
+    "docs/benchmarks.md",
     "docs/decoding.md",
+    "docs/memory.md",
     "docs/metrics.md",
     "docs/performance.md",
 )
 
-# Made by running something: named in the documents, not in the repository.
-GENERATED = (".venv", "results", "build")
+# Made by running something, with what they hold: named in the documents, not in the repository.
+GENERATED = (".venv", "models", "results", "build")
 
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -30,7 +32,7 @@ PATH = re.compile(r"^\.?[\w-][\w.-]*(/[\w.-]+)*/?$")
 def is_path(word: str) -> bool:
     """Does a word of code name a file or folder of this repository?"""
     top = word.split("/")[0]
-    if not PATH.match(word) or word.rstrip("/") in GENERATED or top == "models":
+    if not PATH.match(word) or top in GENERATED:
         return False
     return ("/" in word and (ROOT / top).exists()) or Path(word).suffix in (".py", ".md", ".toml")
 

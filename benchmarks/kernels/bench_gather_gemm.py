@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = ("op", "shape", "rows", "us", "torch", "chosen", "ratio", "TFLOP/s", "TB/s")
-ROWS = (1, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
 NUM_TOKENS, WIDTH, VOCABULARY = 16384, 4096, 126464
-FEW_ROWS = 128  # of a layer's products, beyond which only PyTorch's is there
+FEW_ROWS = 256  # of a layer's products, beyond which only PyTorch's is there
 LAYER = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 
 

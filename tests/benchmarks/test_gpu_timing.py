@@ -14,8 +14,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_timing  # noqa: E402
-from benchmarks.gpu_timing import Timing, attention_flops, run_record, write_record  # noqa: E402
+from benchmarks import gpu_timing, run_record  # noqa: E402
+from benchmarks.gpu_timing import Timing, attention_flops, write_record  # noqa: E402
 
 
 def test_timing_is_the_median_and_the_fastest() -> None:
@@ -47,9 +47,9 @@ def test_record_names_software_and_command(tmp_path: Path, monkeypatch: pytest.M
 def test_commit_is_none_where_there_is_no_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_timing, "ROOT", tmp_path)
+    monkeypatch.setattr(run_record, "ROOT", tmp_path)
     monkeypatch.delenv("MOSAIC_COMMIT", raising=False)
-    assert run_record()["commit"] is None
+    assert run_record.software_record()["commit"] is None
 
 
 @pytest.mark.gpu

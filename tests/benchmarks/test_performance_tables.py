@@ -101,6 +101,33 @@ def test_throughput_is_set_against_the_plain_loop(tmp_path: Path) -> None:
     assert "| server | none | 1 | 200 | 7.00 | 4.00 |" in filled(DOCUMENT, tmp_path)
 
 
+def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
+    point = {
+        "length": 204800,
+        "status": "ok",
+        "first_ms": 45000.0,
+        "median_ms": 44000.0,
+        "last_ms": 44500.0,
+        "gpu_peak_bytes": 24 * 2**30,
+        "host_peak_bytes": 3 * 2**29,
+        "activation_peak_bytes": 204800 * 24 * 1024,
+        "activation_average_bytes": 204800 * 20 * 1024,
+    }
+    failed = {"length": 262144, "status": "out of memory"}
+    settings = {
+        "model_path": "/models/llada-8b-dummy",
+        "alpha": 0.5,
+        "steps": 4,
+        "activation_pool_size_bytes": 9 * 2**30,
+    }
+    points = [point, failed]
+    write(tmp_path, "c.json", kind="context_length", settings=settings, points=points)
+    text = filled(DOCUMENT, tmp_path)
+    assert "### llada-8b-dummy: 50% prompt, 4 steps, activations held to 9.00 GiB" in text
+    assert "| 204,800 | 45,000 | 44,000 | 44,500 | 24.0 | 1.50 | 4.69 | 24.0 | 1.20 |" in text
+    assert "262,144 tokens: out of memory." in text
+
+
 def test_kernels_and_attention_have_sections_of_their_own(tmp_path: Path) -> None:
     for name in ("kernels/op.json", "kernels/attention_choice.json"):
         title = f"about {name}"

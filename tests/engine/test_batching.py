@@ -182,7 +182,7 @@ def test_chunked_steps_give_the_same_tokens(
         feed_forward_rows=3,
         logits_rows=2,
     )
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda num_rows: plan)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     asks, wanted = mixed
     asks, wanted = asks[:5], wanted[:5]
     assert_decoded(engine.ask(*asks), wanted)

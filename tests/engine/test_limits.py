@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pytest
 
     from tests.reference.llada_model import LLaDAReference
+    from vllm.diffusion.memory import StepShape
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),
@@ -53,9 +54,9 @@ def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
     with running(checkpoint("mha"), max_num_batched_tokens=budget, max_num_seqs=8) as engine:
         plan = engine.runner.planner.plan
 
-        def recorded(num_rows: int) -> Any:
-            rows_of_steps.append((len(steps[-1]), num_rows))
-            return plan(num_rows)
+        def recorded(step: StepShape, kept_bytes: int) -> Any:
+            rows_of_steps.append((len(steps[-1]), step.rows))
+            return plan(step, kept_bytes)
 
         steps = record_steps(engine, monkeypatch)
         monkeypatch.setattr(engine.runner.planner, "plan", recorded)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
     from tests.engine.harness import Answer, Engine
@@ -166,8 +167,8 @@ def test_steps_in_chunks_are_not_launched_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    whole = engine.runner.planner.plan(64)
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda num_rows: whole.resized(10))
+    whole = engine.runner.planner.plan(StepShape(64, 32, 64))
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: whole.resized(10))
     start(engine, "long", as_request(prompt, **BLOCKS))
     engine.llm.llm_engine.step()
     assert len(launches) == 1

@@ -256,3 +256,44 @@ def test_the_environment_chooses_the_allocator_and_the_chunk(monkeypatch):
     monkeypatch.setenv("VLLM_USE_VMM", "yes")
     with pytest.raises(ServerConfigError, match="VLLM_USE_VMM: given 'yes'; wanted 0 or 1"):
         envs.use_vmm()
+
+
+def test_what_pytorch_will_allocate_is_counted_to_the_end_of_the_scope():
+    pool = make("torch", budget=4096)
+    with pool.scope("attend"):
+        pool.take("q", (256,), torch.float32)
+        pool.expect("attention", 1000)
+        assert pool.used_bytes == 2024
+        with pytest.raises(PoolExhaustedError, match="statistics: wanted 4524 bytes"):
+            pool.expect("statistics", 2500)
+        assert pool.used_bytes == 2024
+    assert pool.used_bytes == 0
+    assert pool.peak_bytes == 2024
+    pool.reset_peak()
+    assert pool.peak_bytes == 0
+
+
+def test_what_is_kept_replaces_what_was_kept_before(pool):
+    outside = pool.used_bytes
+    first = pool.keep("caches", (1000, 100), torch.float32).fill_(3)
+    second = pool.keep("caches", (2000, 100), torch.float32)
+    second[:1000] = first
+    del first
+    assert (second[:1000] == 3).all()
+    assert pool.used_bytes >= outside + second.nbytes
+    with pool.scope("step"):
+        pool.take("x", (100,), torch.float32)
+    with pytest.raises((PoolExhaustedError, torch.OutOfMemoryError)):
+        pool.keep("caches", (65 * MIB,), torch.uint8)
+    assert (second[:1000] == 3).all()
+
+
+def test_only_what_is_taken_outside_of_all_scopes_stays(pool):
+    pool.take("x", (1024,), torch.uint8)
+    with pool.scope("step"):
+        pool.take("y", (1024,), torch.uint8)
+        assert pool.outermost_bytes == 1024
+        with pool.scope("attend"):
+            pool.take("q", (1024,), torch.uint8)
+            assert pool.outermost_bytes == 1024
+    assert pool.outermost_bytes == 1024

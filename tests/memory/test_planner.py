@@ -4,38 +4,336 @@
 from __future__ import annotations
 
 import itertools
+import math
+import pickle
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from vllm.diffusion import params
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.families import LLADA
-from vllm.diffusion.memory import BufferPool, CachePool, CacheRange, Demand, Planner, chunks
+from vllm.diffusion.memory import (
+    ActivationPool,
+    CachePool,
+    CacheRange,
+    Demand,
+    Experts,
+    HostBuffers,
+    ModelShape,
+    Planner,
+    StepShape,
+    chunks,
+)
+from vllm.diffusion.memory.activation_pool import TorchBacking
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Layout, total
 from vllm.diffusion.params import ServedModel, SpecialIds
 
 CPU = torch.device("cpu")
 
 
+GIB = 1 << 30
+KIB = 1 << 10
+# LLaDA-8B, bf16, one rank.
+LLADA_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    mlp_width=12288,
+    num_columns=126464,
+    element_bytes=2,
+    rotary_bytes=2 * 128 * 4,
+)
+DREAM_7B = ModelShape(
+    num_layers=28,
+    hidden_size=3584,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_width=18944,
+    num_columns=152064,
+    element_bytes=2,
+    rotary_bytes=2 * 128 * 2,
+)
+LLADA_MOE = ModelShape(
+    num_layers=16,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    mlp_width=0,
+    num_columns=157184,
+    element_bytes=2,
+    rotary_bytes=2 * 128 * 2,
+    experts=Experts(count=64, chosen=8, width=1024),
+)
+QUANTISED = replace(LLADA_8B, is_plain=False, can_group_heads=False, adds_in_place=False)
+TINY = ModelShape(
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    mlp_width=128,
+    num_columns=256,
+    element_bytes=4,
+    rotary_bytes=2 * 16 * 4,
+    adds_in_place=False,
+)
+SHAPES = {
+    "llada-8b": LLADA_8B,
+    "dream-7b": DREAM_7B,
+    "llada-moe": LLADA_MOE,
+    "quantised": QUANTISED,
+    "tiny": TINY,
+}
+
+
+def half_masked(length: int) -> StepShape:
+    """One sequence, the second half of which is sampled."""
+    return StepShape(rows=length, read_rows=length // 2, longest=length)
+
+
+# ---- bytes ----
+
+
+def test_resident_bytes_of_a_token_are_those_of_the_residual_and_one_layers_keys_and_values() -> (
+    None
+):
+    footprint = Footprint(LLADA_8B)
+    floor = footprint.resident(Layout(keep_queries=False))
+    assert floor == {"inputs": 24, "keys and values": 16 * KIB, "residual": 8 * KIB}
+    grouped = footprint.resident(Layout(False, head_groups=4))
+    assert total(grouped) == 24 + 4 * KIB + 2 * 8 * KIB
+    assert total(footprint.resident(Layout(False, 4, host_residual=True))) == 24 + 4 * KIB
+    kept = footprint.resident(Layout(keep_queries=True))
+    assert total(kept) == total(floor) + 8 * KIB + 1 * KIB
+
+
+def test_bytes_of_a_row_of_every_stage() -> None:
+    footprint, layout = Footprint(LLADA_8B), Layout(keep_queries=True)
+    assert footprint.keys_values(layout) == {"normed": 8 * KIB}
+    assert footprint.attend(layout, is_packed=False) == {"attention": 8 * KIB, "statistics": 128}
+    packed = footprint.attend(layout, is_packed=True)
+    assert packed["collected attention"] == 8 * KIB
+    fed = {"normed": 8 * KIB, "gate and up": 48 * KIB, "activated": 24 * KIB}
+    assert footprint.feed_forward(layout) == fed
+    read = footprint.read(layout, is_packed=False)
+    assert read == {"read rows": 9 * KIB, "normed": 8 * KIB, "logits": 2 * 126464}
+
+
+def test_few_heads_at_a_time_take_their_share() -> None:
+    footprint = Footprint(LLADA_8B)
+    one, four = (footprint.attend(Layout(False, g), is_packed=False) for g in (1, 4))
+    assert one["attention"] == one["queries"] == 4 * four["queries"]
+    assert four["normed"] == 8 * KIB  # more than the attention of a quarter of the heads
+    visiting = footprint.attend(Layout(False, 4, host_residual=True), is_packed=False)
+    assert visiting["visiting rows"] == 2 * 2 * 8 * KIB  # the residual and the updated one
+
+
+def test_experts_count_with_their_temporaries() -> None:
+    terms = Footprint(LLADA_MOE).feed_forward(Layout(True))
+    assert terms["terms of experts"] == 8 * 2048 * 2
+    assert terms["activated of experts"] == 8 * 1024 * 2
+    assert terms["normed"] == 2048 * 2
+
+
+def test_only_plain_heads_without_a_common_norm_can_be_grouped() -> None:
+    assert LLADA_8B.head_groups == (1, 2, 4, 8, 16, 32)
+    assert DREAM_7B.head_groups == (1, 2, 4)
+    assert replace(LLADA_8B, num_kv_heads=6).head_groups == (1, 2)
+    assert QUANTISED.head_groups == (1,)
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("length", [1, 17, 500, 4096, 20_000, 200_000, 1_000_000])
+def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int) -> None:
+    """From the smallest budget that has a plan to one in which the step is whole."""
+    shape, step = SHAPES[name], half_masked(length)
+    with pytest.raises(ActivationBudgetError) as refused:
+        Planner(shape, 1, row_budget=1).plan(step)
+    required = refused.value.required_bytes
+    with pytest.raises(ActivationBudgetError):
+        Planner(shape, required - 1, row_budget=1).plan(step)
+    budget, slowest = required, math.inf
+    while True:
+        plan = Planner(shape, budget, row_budget=1).plan(step)
+        assert 0 < plan.predicted_average_bytes <= plan.predicted_peak_bytes <= budget
+        sizes = (plan.keys_values_rows, plan.attend_rows, plan.feed_forward_rows)
+        assert all(1 <= size <= length for size in sizes)
+        assert 1 <= plan.logits_rows <= max(step.read_rows, 1)
+        # more memory never costs more than the rounding of chunks to whole tiles
+        assert plan.predicted_seconds <= 1.05 * slowest
+        slowest = min(slowest, plan.predicted_seconds)
+        if plan.is_whole(length) or budget > 64 * required:
+            break
+        budget = budget * 5 // 4
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
+    shape = SHAPES[name]
+    footprint, step = Footprint(shape), half_masked(50_000)
+    whole = total(footprint.resident(Layout(True))) * step.rows
+    for budget in (whole // 8, whole // 2, whole, 4 * whole):
+        try:
+            plan = Planner(shape, budget, row_budget=1).plan(step)
+        except ActivationBudgetError:
+            continue
+        layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
+        resident = total(footprint.resident(layout)) * step.rows
+        resident += total(footprint.read_results()) * step.read_rows
+        stages = [
+            plan.keys_values_rows * total(footprint.keys_values(layout)),
+            plan.attend_rows * total(footprint.attend(layout, is_packed=False)),
+            plan.feed_forward_rows * total(footprint.feed_forward(layout)),
+            plan.logits_rows * total(footprint.read(layout, is_packed=False)),
+        ]
+        assert plan.predicted_peak_bytes == resident + max(stages) + ROUNDING_BYTES
+
+
+@pytest.mark.parametrize("length", [128, 1024, 4096, 16_384])
+def test_what_fits_is_not_cut(length: int) -> None:
+    plan = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(half_masked(length))
+    assert plan.is_whole(length)
+    assert not plan.is_streamed
+
+
+def test_only_the_stage_that_is_the_peak_is_cut() -> None:
+    step = half_masked(4096)
+    whole = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(step)
+    plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 2 // 3, row_budget=4096).plan(step)
+    assert (plan.keys_values_rows, plan.attend_rows) == (4096, 4096)
+    assert plan.feed_forward_rows == 2048  # in two equal parts
+    few = StepShape(rows=512, read_rows=512, longest=512)
+    whole = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(few)
+    plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 3 // 4, row_budget=4096).plan(few)
+    assert (plan.is_whole(512), plan.logits_rows) == (True, 256)
+
+
+def test_the_ladder_as_the_budget_shrinks() -> None:
+    """Whole, then chunks, then what lies in host memory, then keys and values by groups."""
+    step, seen = half_masked(262_144), []
+    for gibibytes in (100, 12, 7, 6, 4, 3, 2, 1):
+        plan = Planner(LLADA_8B, gibibytes * GIB, row_budget=4096).plan(step)
+        seen.append((plan.head_groups, plan.host_residual))
+    assert seen[:2] == [(1, False), (1, False)]
+    assert seen == sorted(seen)
+    assert seen[-1][0] >= 8 and seen[-1][1]
+    assert all(host for groups, host in seen if groups > 1)
+    with pytest.raises(ActivationBudgetError):
+        Planner(LLADA_8B, GIB, row_budget=4096, uses_host=False).plan(step)
+
+
+def test_long_steps_level_their_stages() -> None:
+    """With all the memory there is, peak over average stays small."""
+    for length in (32_768, 65_536, 204_800):
+        plan = Planner(LLADA_8B, 120 * GIB, row_budget=4096).plan(half_masked(length))
+        assert not plan.is_streamed and plan.attend_rows == length
+        assert plan.predicted_peak_bytes <= 1.25 * plan.predicted_average_bytes
+        assert plan.predicted_peak_bytes <= 42 * KIB * length
+
+
+def test_twenty_five_kibibytes_a_token_suffice_without_the_host() -> None:
+    for length in (65_536, 204_800):
+        planner = Planner(LLADA_8B, 25 * KIB * length, row_budget=4096, uses_host=False)
+        plan = planner.plan(half_masked(length))
+        assert not plan.host_residual
+
+
+def test_half_a_million_tokens_fit_beside_the_weights_of_a_24_gib_card() -> None:
+    budget = 24 * GIB - int(14.93 * GIB) - GIB
+    for length in (524_288, 1_048_576):
+        plan = Planner(LLADA_8B, budget, row_budget=4096).plan(half_masked(length))
+        attention = 4 * length**2 * 4096 * 32 / 612e12
+        assert plan.predicted_seconds < 1.3 * attention
+
+
+def test_kept_bytes_are_taken_from_the_budget() -> None:
+    step, kept = half_masked(4096), 3 * GIB
+    with_all = Planner(LLADA_8B, GIB // 2, row_budget=4096).plan(step)
+    beside = Planner(LLADA_8B, GIB // 2 + kept, row_budget=4096).plan(step, kept)
+    assert beside == replace(
+        with_all,
+        predicted_peak_bytes=with_all.predicted_peak_bytes + kept,
+        predicted_average_bytes=with_all.predicted_average_bytes + kept,
+    )
+
+
+def test_plans_are_remembered_by_shape() -> None:
+    planner = Planner(LLADA_8B, 100 * GIB, row_budget=4096)
+    plan = planner.plan(half_masked(4096))
+    assert planner.plan(half_masked(4096)) is plan
+    assert planner.plan(half_masked(4096), kept_bytes=1) is not plan
+
+
+def test_a_plan_reads_as_one_line() -> None:
+    line = str(Planner(LLADA_8B, 8 * GIB, row_budget=4096).plan(half_masked(1_048_576)))
+    assert "\n" not in line
+    assert "4 head groups; residual in host memory; predicted peak " in line
+    assert line.startswith("rows a chunk: keys-values ")
+
+
+# ---- admission ----
+
+
+def demand(length: int, **more: Any) -> Demand:
+    return Demand(length, read_positions=length // 2, **more)
+
+
 def test_a_lone_request_may_have_any_number_of_rows() -> None:
-    assert Planner(row_budget=100, vocab_size=256).admits([], Demand(rows=10_000))
+    assert Planner(TINY, GIB, row_budget=100).admits([], demand(10_000))
 
 
 def test_requests_share_a_step_within_the_row_budget() -> None:
-    planner = Planner(row_budget=100, vocab_size=256)
-    running = [Demand(40), Demand(30)]
-    assert planner.admits(running, Demand(30))
-    assert not planner.admits(running, Demand(31))
+    planner = Planner(TINY, GIB, row_budget=100)
+    running = [demand(40), demand(30)]
+    assert planner.admits(running, demand(30))
+    assert not planner.admits(running, demand(31))
+    assert not planner.admits(running, demand(16, num_sequences=2))
 
 
-def test_kept_keys_and_values_have_a_budget_of_their_own() -> None:
-    planner = Planner(row_budget=1000, vocab_size=256, cached_positions=150)
-    running = [Demand(100, cached_positions=100)]
-    assert planner.admits(running, Demand(50, cached_positions=50))
-    assert not planner.admits(running, Demand(51, cached_positions=51))
-    assert planner.admits(running, Demand(500))
-    assert not planner.admits([], Demand(151, cached_positions=151))
+def test_requests_share_a_step_within_the_memory() -> None:
+    with pytest.raises(ActivationBudgetError) as refused:
+        Planner(TINY, 1, row_budget=1000).check(demand(100))
+    budget = refused.value.required_bytes
+    planner = Planner(TINY, budget, row_budget=1000)
+    assert planner.admits([], demand(100))
+    assert not planner.admits([demand(60)], demand(60))
+    assert planner.admits([demand(40)], demand(40))
+
+
+def test_kept_keys_and_values_have_half_of_the_budget() -> None:
+    planner = Planner(TINY, 300 * TINY.cache_bytes, row_budget=1000)
+    assert planner.cached_positions == 150
+    running = [demand(100, keeps_cache=True)]
+    assert planner.admits(running, demand(50, keeps_cache=True))
+    assert not planner.admits(running, demand(51, keeps_cache=True))
+    assert not planner.admits([], demand(151, keeps_cache=True))
+
+
+@pytest.mark.parametrize("guided", [1, 2])
+def test_a_refusal_names_the_longest_request_that_fits(guided: int) -> None:
+    planner = Planner(LLADA_8B, GIB, row_budget=4096)
+    planner.check(demand(1000, num_sequences=guided))
+    with pytest.raises(ActivationBudgetError) as refused:
+        planner.check(demand(4_000_000, num_sequences=guided))
+    error = refused.value
+    assert (error.num_tokens, error.budget_bytes) == (4_000_000, GIB)
+    assert error.required_bytes > GIB
+    planner.check(demand(error.longest_tokens - 2, num_sequences=guided))
+    with pytest.raises(ActivationBudgetError):
+        planner.check(demand(error.longest_tokens + 10, num_sequences=guided))
+    assert f"the pool has {GIB}; wanted at most {error.longest_tokens} tokens" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_a_cache_that_never_fits_is_refused_with_the_numbers() -> None:
@@ -55,8 +353,8 @@ def test_chunks_cover_all_rows_once(num_rows: int, size: int) -> None:
     assert all(part.stop - part.start <= size for part in parts)
 
 
-def test_buffers_are_reused_and_grow() -> None:
-    pool = BufferPool(CPU)
+def test_host_buffers_are_reused_and_grow() -> None:
+    pool = HostBuffers(is_pinned=False)
     small = pool.take("x", (4, 8), torch.float32)
     large = pool.take("x", (8, 8), torch.float32)
     again = pool.take("x", (2, 3), torch.float32)
@@ -67,7 +365,8 @@ def test_buffers_are_reused_and_grow() -> None:
 
 
 def pool_of(num_layers: int = 3) -> CachePool:
-    return CachePool(num_layers, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, device=CPU)
+    pool = ActivationPool(1 << 20, TorchBacking(CPU))
+    return CachePool(num_layers, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, pool=pool)
 
 
 def mark(pool: CachePool, taken: CacheRange, value: float) -> None:

@@ -171,7 +171,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     real = attention_backends.can_be_captured
     cuda = torch.device("cuda")
     monkeypatch.setattr(attention_backends, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(attention_backends, "num_multiprocessors", lambda _: 132)
     monkeypatch.setattr(
         attention_backends, "can_be_captured", lambda dtype, dim, _: real(dtype, dim, cuda)
     )
@@ -226,11 +225,11 @@ def shaped(layout: AttentionLayout, dtype: torch.dtype = torch.bfloat16) -> torc
         (1, 32, 200_000, Backend.SPLIT),  # the rows that are read
         (32, 32, 4096, Backend.SPLIT),  # windows to kept keys
         (1, 256, 256, Backend.SPLIT),  # one short sequence
-        (8, 256, 256, Backend.FLASH),
-        (1, 1000, 1000, Backend.FLASH),
+        (8, 256, 256, Backend.SPLIT),
+        (1, 1000, 1000, Backend.SPLIT),
         (1, 1024, 1024, Backend.SDPA),
         (3, 1024, 1024, Backend.SDPA),
-        (1, 1000, 4096, Backend.FLASH),  # rows that are read
+        (1, 1000, 4096, Backend.SPLIT),  # rows that are read
         (1, 1000, 16384, Backend.SDPA),
         (1, 4096, 65536, Backend.SDPA),  # a chunk
         (2, 256, 65536, Backend.SPLIT),
@@ -244,7 +243,7 @@ def test_choice_by_shape(
     q = shaped(layout)
     assert choose_backend(q, layout) is wanted
     captured = choose_backend(q, layout._replace(spans=None))
-    assert captured is (Backend.SPLIT if wanted is Backend.SPLIT else Backend.FLASH)
+    assert captured is Backend.SPLIT
     hopper.is_fa_version_supported = lambda _: True  # type: ignore[attr-defined]
     attention_backends._flash3.cache_clear()
     is_flash3 = sequences == 1 and queries >= 512
@@ -256,7 +255,7 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     q, few = shaped(long), shaped(window)
     assert choose_backend(shaped(long, torch.float32), long) is Backend.SDPA
     assert [backend for backend in Backend if can_serve(backend, q, long)] == list(Backend)
-    assert choose_backend(q, layout_of(1, 16384, 0)) is Backend.FLASH
+    assert choose_backend(q, layout_of(1, 16384, 0)) is Backend.SPLIT
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
     assert choose_backend(few, window) is Backend.FLASH
     hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]

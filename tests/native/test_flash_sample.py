@@ -388,6 +388,23 @@ def test_bits_do_not_depend_on_neighbours_or_alignment(generator, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_columns", [3000, 20_000])
+def test_a_team_goes_through_many_rows(num_columns):
+    logits = torch.randn(5000, num_columns, device="cuda").mul_(4).bfloat16()
+    token, confidence = low_confidence(logits)
+    assert torch.equal(token, logits.argmax(dim=-1))
+    wanted = torch.softmax(logits.double(), dim=-1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(
+        confidence.double(), wanted, rtol=CONFIDENCE_RTOL["cuda"], atol=1e-30
+    )
+    rows = Rows(epsilon=1e-6)
+    value = candidates(logits, rows, "entropy").score
+    p = torch.softmax(logits.double(), dim=-1)
+    wanted = -(p * torch.log(p + 1e-6)).sum(dim=-1)
+    torch.testing.assert_close(value.double(), wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
 def test_kernel_runs_on_a_gpu_and_in_a_captured_graph(generator):
     assert flash_sample.is_built()
     logits = random_logits(generator, 32, 126_464, torch.bfloat16, "cuda")

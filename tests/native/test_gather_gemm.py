@@ -237,7 +237,7 @@ def test_choices_by_the_number_of_rows():
 
 # Columns and depth that have a tiling on a card of 132 multiprocessors, and whether gated.
 SKINNY = [(12288, 256, False), (4096, 384, False), (6144, 128, False), (2048, 256, False)]
-SKINNY_ROWS = [1, 7, 16, 33, 64, 65, 100, 128]
+SKINNY_ROWS = [1, 7, 16, 33, 64, 65, 100, 128, 150, 192]
 
 
 def test_tilings_give_each_multiprocessor_one_block():
@@ -246,7 +246,9 @@ def test_tilings_give_each_multiprocessor_one_block():
         assert 110 <= columns // tiling.columns * tiling.split <= 132
         assert columns % tiling.columns == 0 and depth % (64 * tiling.split) == 0
     assert choose_tiling(32, 4096, 4096, gated=False, multiprocessors=0) is None
-    assert choose_tiling(129, 4096, 4096, gated=False, multiprocessors=132) is None
+    for num_rows, is_chosen in ((128, True), (129, False), (144, True), (192, True), (193, False)):
+        tiling = choose_tiling(num_rows, 4096, 4096, gated=False, multiprocessors=132)
+        assert (tiling is not None) == is_chosen
     assert choose_tiling(0, 4096, 4096, gated=False, multiprocessors=132) is None
     assert choose_tiling(32, 4096, 4096 + 64, gated=False, multiprocessors=132) is None
     assert choose_tiling(32, 24576, 4096, gated=False, multiprocessors=132) is None

@@ -184,7 +184,9 @@ def run_setup(folder, **environment):
     )
 
 
-@pytest.mark.parametrize("folder", [".", "flash_sample", "vllm_add_llada/cuda_kernels", "gather_gemm"])
+@pytest.mark.parametrize(
+    "folder", [".", "flash_sample", "vllm_add_llada/cuda_kernels", "gather_gemm"]
+)
 def test_missing_compiler_is_one_line(folder, tmp_path):
     pytest.importorskip("setuptools")
     result = run_setup(folder, CUDA_HOME=str(tmp_path))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 import psutil
+
+from benchmarks.server_process import POLL_S, free_port, is_healthy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,6 @@ MODEL_NAME = "llada-tiny"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.api_server")
 START_S = 300.0  # the first start after an installation compiles all of upstream's modules
 STOP_S = 120.0
-POLL_S = 0.2
 
 
 class ServerFailed(Exception):
@@ -46,12 +46,6 @@ def environment(**variables: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         **variables,
     }
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class ServerProcess:
@@ -94,7 +88,7 @@ class ServerProcess:
     def wait_until_healthy(self, timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s
         with self.client(timeout_s=10.0) as client:
-            while not _is_healthy(client):
+            while not is_healthy(client):
                 if self._process.poll() is not None:
                     raise self._failed(f"ended with status {self._process.returncode} at its start")
                 if time.monotonic() > deadline:
@@ -138,10 +132,3 @@ class ServerProcess:
     def _failed(self, what: str) -> ServerFailed:
         tail = "\n".join(self.log().splitlines()[-60:])
         return ServerFailed(f"the server {what}; its log ends with:\n{tail}")
-
-
-def _is_healthy(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False

@@ -89,16 +89,17 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
 def _cached_positions(vllm_config: VllmConfig) -> int:
     """Positions whose keys and values fit into the memory for caches, on each rank.
 
-    That memory is VLLM_ACTIVATION_POOL_SIZE_BYTES, else half of what the engine may use.
+    That memory is half of the activation pool, whose size is VLLM_ACTIVATION_POOL_SIZE_BYTES, else
+    at most what the engine may use.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     budget = envs.activation_pool_size_bytes()
     if budget is None:
         total = current_platform.get_device_total_memory()
-        budget = int(total * vllm_config.cache_config.gpu_memory_utilization / 2)
+        budget = int(total * vllm_config.cache_config.gpu_memory_utilization)
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
     position = per_layer * model.get_num_layers(parallel) * model.dtype.itemsize
-    return int(budget // position)
+    return int(budget // 2 // position)
 
 
 def decide(

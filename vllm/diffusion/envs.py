@@ -43,7 +43,7 @@ def default_steps() -> int | None:
 
 
 def activation_pool_size_bytes() -> int | None:
-    """VLLM_ACTIVATION_POOL_SIZE_BYTES: memory for what requests keep between steps, in bytes."""
+    """VLLM_ACTIVATION_POOL_SIZE_BYTES: memory of steps and of what requests keep, in bytes."""
     return _positive_int("VLLM_ACTIVATION_POOL_SIZE_BYTES")
 
 
@@ -55,6 +55,11 @@ def use_chunkwise_graph() -> bool:
 def use_vmm() -> bool:
     """VLLM_USE_VMM=0: take activations from PyTorch's allocator, not from virtual memory."""
     return _flag("VLLM_USE_VMM", "1")
+
+
+def use_host_residual() -> bool:
+    """VLLM_USE_HOST_RESIDUAL=0: plan no step whose residual stream lies in host memory."""
+    return _flag("VLLM_USE_HOST_RESIDUAL", "1")
 
 
 def vmm_chunk_size() -> int | None:
@@ -81,6 +86,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_ACTIVATION_POOL_SIZE_BYTES": activation_pool_size_bytes,
     "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
     "VLLM_USE_VMM": use_vmm,
+    "VLLM_USE_HOST_RESIDUAL": use_host_residual,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
 }

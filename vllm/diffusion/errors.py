@@ -3,6 +3,7 @@
 
 DiffusionError
 ├── InvalidParameterError   a request asks for something it cannot have (HTTP 400)
+│   └── ActivationBudgetError   its steps need more memory than there is
 ├── ModelConfigError        a checkpoint's config.json describes a model we do not run
 ├── CheckpointError         tensors are missing from a checkpoint, or not part of the model
 └── ServerConfigError       a server-wide setting is unknown or out of range
@@ -34,6 +35,35 @@ class InvalidParameterError(DiffusionError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.field, self.given, self.wanted))
+
+
+class ActivationBudgetError(InvalidParameterError):
+    """No plan of a request's steps fits into the activation pool.
+
+    Attributes:
+        num_tokens: prompt and canvas of the request.
+        required_bytes: the least that a step of it takes, with what requests keep between steps.
+        budget_bytes: of the pool.
+        longest_tokens: prompt and canvas of the longest request of its kind that fits.
+    """
+
+    def __init__(
+        self, num_tokens: int, required_bytes: int, budget_bytes: int, longest_tokens: int
+    ) -> None:
+        super().__init__(
+            "prompt + gen_length",
+            num_tokens,
+            f"its steps need {required_bytes} bytes of activation memory, the pool has "
+            f"{budget_bytes}; wanted at most {longest_tokens} tokens",
+        )
+        self.num_tokens = num_tokens
+        self.required_bytes = required_bytes
+        self.budget_bytes = budget_bytes
+        self.longest_tokens = longest_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        numbers = (self.num_tokens, self.required_bytes, self.budget_bytes, self.longest_tokens)
+        return (type(self), numbers)
 
 
 class ModelConfigError(DiffusionError, ValueError):

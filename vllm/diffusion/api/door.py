@@ -13,8 +13,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.config import decide, served_model
+from vllm.diffusion.config import decide, row_budget, served_model
+from vllm.diffusion.engine.sizes import demand_of, model_shape
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.memory import Planner
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -52,6 +54,7 @@ class Door:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._model: ServedModel | None = None
+        self._planner: Planner | None = None
 
     @property
     def model(self) -> ServedModel:
@@ -60,6 +63,11 @@ class Door:
             self._model = served_model(self._vllm_config)
         return self._model
 
+    def learn_budget(self, budget_bytes: int) -> None:
+        """From here on, refuse what does not fit into so much activation memory."""
+        shape, rows = model_shape(self._vllm_config), row_budget(self._vllm_config)
+        self._planner = Planner(shape, budget_bytes, rows)
+
     def decide(self, sampling_params: Any, prompt_token_ids: list[int]) -> DiffusionParams:
         """The request's parameters.
 
@@ -67,7 +75,10 @@ class Door:
             RequestRefused: naming the field, the given and the wanted value.
         """
         try:
-            return decide(sampling_params, self.model, prompt_token_ids)
+            decided = decide(sampling_params, self.model, prompt_token_ids)
+            if self._planner is not None:
+                self._planner.check(demand_of(decided, len(prompt_token_ids)))
+            return decided
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
 

@@ -100,6 +100,8 @@ class DiffusionEndpoint:
         metrics.install(engine_client)
         state.diffusion_lifecycle = Lifecycle(engine_client)
         gate.install(self._app, state.diffusion_lifecycle, args)
+        budgets = await engine_client.collective_rpc("activation_budget_bytes")
+        door.learn_budget(min(budgets))
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,

@@ -165,6 +165,7 @@ class GenerateHandler:
             stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
+            detokenize=body.detokenize,
             ignore_eos=fields.get("ignore_eos", False),
             max_tokens=None,
             output_kind=(
@@ -249,6 +250,7 @@ def _diffusion_report(reports: list[dict[str, Any]]) -> DiffusionReport:
     forwards = sum(r["num_forwards"] for r in found)
     committed = sum(r["num_committed"] for r in found)
     infilled = [r.get("infilled", {}) for r in found]
+    largest = max(found, key=lambda r: r.get("peak_bytes", 0), default={})
     return DiffusionReport(
         steps=found[0]["steps"] if found else None,
         num_forwards=forwards,
@@ -256,6 +258,9 @@ def _diffusion_report(reports: list[dict[str, Any]]) -> DiffusionReport:
         queue_ms=max((r["queue_ms"] for r in found), default=0.0),
         denoise_ms=max((r["denoise_ms"] for r in found), default=0.0),
         seeds=[r["seed"] for r in found],
+        peak_bytes=largest.get("peak_bytes"),
+        average_bytes=largest.get("average_bytes"),
+        budget_bytes=largest.get("budget_bytes"),
         infilled=infilled if any(infilled) else None,
     )
 

@@ -42,6 +42,9 @@ class GenerateBody(BaseModel):
     stop_token_ids: list[int] | None = Field(None, description="token ids that end the answer")
     include_stop_str_in_output: bool = Field(False, description="keep the stop string in the text")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    detokenize: bool = Field(
+        True, description="answer with text; false leaves it empty and saves its cost"
+    )
     stream: bool = Field(False, description="answer with server-sent events")
     stream_canvas: bool = Field(False, description="not supported; only false is accepted")
     # Fields of autoregressive sampling: accepted at the value that changes nothing.
@@ -160,6 +163,9 @@ class DiffusionReport(BaseModel):
         tokens_per_forward: canvas tokens committed per forward.
         queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
         seeds: seed of every answer, to repeat it.
+        peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
+            the steps of these answers, and in that step on average.
+        budget_bytes: of the pool.
         infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
     """
 
@@ -169,6 +175,9 @@ class DiffusionReport(BaseModel):
     queue_ms: float
     denoise_ms: float
     seeds: list[int]
+    peak_bytes: int | None = None
+    average_bytes: int | None = None
+    budget_bytes: int | None = None
     infilled: list[dict[int, int]] | None = None
 
 

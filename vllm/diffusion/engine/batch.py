@@ -8,6 +8,7 @@ prompt-masked one. The windows of requests that keep keys and values follow.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.layers.attention import Span
+from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 
 if TYPE_CHECKING:
@@ -111,6 +113,17 @@ class StepBatch:
     def num_whole(self) -> int:
         """Rows of whole sequences, which come first and keep nothing."""
         return self.num_rows - self.slots.size
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """What a plan depends on."""
+        twins = sum(read.rows.size for read in self.reads if read.twin_rows is not None)
+        return StepShape(
+            rows=self.num_rows,
+            read_rows=self.num_sampled + twins,
+            longest=max(sequence.keys.stop - sequence.keys.start for sequence in self.sequences),
+            num_sequences=len(self.sequences),
+        )
 
     @property
     def num_sampled(self) -> int:

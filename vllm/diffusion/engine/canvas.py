@@ -50,6 +50,7 @@ class Canvas:
         self._tokens = self.tokens.numpy()
         self._canvas = self._tokens[self.prompt_length :]
         self._num_reported = 0
+        self._work: Work | None = None  # begun and not committed
         self.num_forwards = 0
         self.is_complete = False
 
@@ -67,7 +68,15 @@ class Canvas:
         return self.tokens.masked_fill(self._known, self.params.mask_id)
 
     def begin(self) -> Work:
-        """What the next forward is for; fills what the rule wants filled before it."""
+        """What the next forward is for; fills what the rule wants filled before it.
+
+        The same again until it is committed: a forward that failed may be repeated.
+        """
+        if self._work is None:
+            self._work = self._prepare()
+        return self._work
+
+    def _prepare(self) -> Work:
         work = self.rule.prepare(self.tokens)
         if work is None:
             nothing = torch.empty(0, dtype=torch.int64)
@@ -88,6 +97,7 @@ class Canvas:
 
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
+        self._work = None
         chosen = self.rule.select(candidates).numpy()
         replacement = self.rule.replacement(candidates).numpy()
         self._tokens[candidates.positions.numpy()[chosen]] = replacement[chosen]

@@ -12,22 +12,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.layers.attention import AttentionLayout, KeySource
-from vllm.diffusion.memory import BufferPool, CachePool, Plan, chunks
+from vllm.diffusion.memory import chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import ReadPart, SpanGroup, StepBatch
+    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.layers.rotary import Rotary
+    from vllm.diffusion.memory import CachePool, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import RowGroup
+
+_ALL = slice(None)
 
 
 class Attending(NamedTuple):
@@ -64,12 +68,14 @@ class BodyOutputs(NamedTuple):
 
     Attributes:
         x: [T, D], the residual stream before the last layer.
-        rotary: of all rows.
+        positions: [T] int64.
+        rotary: of all rows, where that is kept.
         k, v: [T, KV, hd], the last layer's keys and values of this step's rows.
     """
 
     x: Tensor
-    rotary: Rotary
+    positions: Tensor
+    rotary: Rotary | None
     k: Tensor
     v: Tensor
 
@@ -113,39 +119,52 @@ def run_body(
     model: DiffusionModel,
     inputs: BodyInputs,
     plan: Plan,
-    buffers: BufferPool,
+    residents: Buffers,
+    scratch: Buffers,
     caches: CachePool,
 ) -> BodyOutputs:
-    """All layers of all rows, but for what follows the keys and values of the last one."""
+    """All layers of all rows, but for what follows the keys and values of the last one.
+
+    What stays from stage to stage is taken from `residents`, what a stage needs from `scratch`.
+    """
     num_rows, dtype = inputs.token_ids.numel(), model.dtype
-    x = model.embed(inputs.token_ids, buffers.take("x", (num_rows, model.hidden_size), dtype))
-    rotary = model.rotary(inputs.positions)
+    x = model.embed(inputs.token_ids, residents.take("x", (num_rows, model.hidden_size), dtype))
+    rotary = model.rotary(inputs.positions, residents) if plan.keep_queries else None
     kv_width = 2 * model.num_kv_heads * model.head_dim
     q_width = model.num_heads * model.head_dim if plan.keep_queries else 0
-    product = buffers.take("qkv", (num_rows, q_width + kv_width), dtype)
+    product = residents.take("qkv", (num_rows, q_width + kv_width), dtype)
     # What a chunk is does not depend on the layer, so it is worked out once.
     writing = list(chunks(num_rows, plan.keys_values_rows))
     attending = list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True))
     feeding = list(chunks(num_rows, plan.feed_forward_rows))
     *before_last, last = model.layers
 
+    def tables(rows: slice) -> Rotary:
+        if rotary is not None:
+            return rotary.rows(rows)
+        return model.rotary(inputs.positions[rows], scratch)
+
     def keys_values(index: int, product: Tensor) -> None:
         for rows in writing:
-            model.layers[index].keys_values(x[rows], rotary.rows(rows), product[rows])
-        _keep(model.layers[index].attention.split(product), index, inputs.slots, caches)
+            with scratch.scope("keys-values"):
+                model.layers[index].keys_values(x[rows], tables(rows), product[rows], scratch)
+        _, k, v = model.layers[index].attention.split(product)
+        keep(k, v, index, inputs.slots, caches)
 
     for index, layer in enumerate(before_last):
         keys_values(index, product)
         q, k, v = layer.attention.split(product)
         for rows, groups in attending:
-            sources = _sources(groups, k, v, index, caches)
-            layer.attend(x[rows], rotary.rows(rows), sources, None if q is None else q[rows])
+            with scratch.scope("attend"):
+                sources = sources_of(groups, k, v, index, caches)
+                queries = None if q is None else q[rows]
+                layer.attend(x[rows], tables(rows), sources, queries, scratch)
         for rows in feeding:
-            layer.feed_forward(x[rows])
-    product = buffers.take("qkv", (num_rows, kv_width), dtype)
+            layer.feed_forward(x[rows], scratch)
+    product = residents.take("qkv", (num_rows, kv_width), dtype)
     keys_values(len(before_last), product)
     _, k, v = last.attention.split(product)
-    return BodyOutputs(x, rotary, k, v)
+    return BodyOutputs(x, inputs.positions, rotary, k, v)
 
 
 def read_last_layer(
@@ -153,36 +172,55 @@ def read_last_layer(
     batch: StepBatch,
     body: BodyOutputs,
     reads: Iterable[ReadInputs],
+    scratch: Buffers,
     caches: CachePool,
 ) -> Iterator[tuple[Tensor, tuple[RowGroup, ...]]]:
     """The last layer of the rows that are read, part by part: [r, D], and how to sample them."""
     index = len(model.layers) - 1
     layer = model.layers[index]
     for part, rows, positions, attending in reads:
-        x = body.x.index_select(0, rows)
-        rotary = body.rotary.select(rows)
-        layer.attend(x, rotary, _sources(attending, body.k, body.v, index, caches))
-        layer.feed_forward(x)
-        yield x, batch.row_groups(part, positions)
+        with scratch.scope("read"):
+            x = scratch.take("read rows", (rows.numel(), model.hidden_size), model.dtype)
+            torch.index_select(body.x, 0, rows, out=x)
+            if body.rotary is None:
+                rotary = model.rotary(body.positions.index_select(0, rows), scratch)
+            else:
+                rotary = body.rotary.select(rows, scratch)
+            sources = sources_of(attending, body.k, body.v, index, caches)
+            layer.attend(x, rotary, sources, None, scratch)
+            layer.feed_forward(x, scratch)
+            yield x, batch.row_groups(part, positions)
 
 
-def _keep(
-    heads: tuple[Tensor | None, Tensor, Tensor], index: int, slots: Tensor, caches: CachePool
+def keep(
+    k: Tensor, v: Tensor, index: int, slots: Tensor, caches: CachePool, heads: slice = _ALL
 ) -> None:
-    """Store a layer's keys and values of the rows that have slots; these are the last rows."""
+    """Store a layer's keys and values of the rows that have slots; these are the last rows.
+
+    Args:
+        k, v: [T, heads, hd].
+        index: of the layer.
+        slots: as `BodyInputs` has them.
+        caches: where they go.
+        heads: which key/value heads these are.
+    """
     num_kept = slots.numel()
     if num_kept:
-        _, k, v = heads
-        ops.store_keys_values(
-            k[-num_kept:], v[-num_kept:], caches.keys(index), caches.values(index), slots
-        )
+        key_cache, value_cache = caches.keys(index)[:, heads], caches.values(index)[:, heads]
+        ops.store_keys_values(k[-num_kept:], v[-num_kept:], key_cache, value_cache, slots)
 
 
-def _sources(
-    attending: Iterable[Attending], k: Tensor, v: Tensor, index: int, caches: CachePool
+def sources_of(
+    attending: Iterable[Attending],
+    k: Tensor,
+    v: Tensor,
+    index: int,
+    caches: CachePool,
+    heads: slice = _ALL,
 ) -> list[KeySource]:
+    """Where the rows of a chunk find their keys and values; arguments as for `keep`."""
     return [
-        KeySource(rows, caches.keys(index), caches.values(index), layout)
+        KeySource(rows, caches.keys(index)[:, heads], caches.values(index)[:, heads], layout)
         if is_cached
         else KeySource(rows, k, v, layout)
         for rows, layout, is_cached in attending

@@ -16,6 +16,8 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
 from vllm.diffusion.layers.attention import AttentionLayout
+from vllm.diffusion.layers.attention_backends import KEYS_OF_WHOLE
+from vllm.diffusion.layers.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import StepBatch
-    from vllm.diffusion.memory import BufferPool, CachePool, GraphMemory, Plan
+    from vllm.diffusion.memory import ActivationPool, CachePool, GraphMemory, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
 
@@ -63,7 +65,9 @@ class GraphRunner:
 
     Args:
         model: the loaded model, 16-bit, on a GPU of its own.
-        buffers, caches: what the layers compute in.
+        pool: where the layers' results lie: outside all scopes, as graphs hold addresses. What
+            is needed in between is the graphs' own.
+        caches: kept keys and values.
         memory: what the graphs may take; batches run without one when it is used up.
         max_keys: the longest sequence.
     """
@@ -71,13 +75,14 @@ class GraphRunner:
     def __init__(
         self,
         model: DiffusionModel,
-        buffers: BufferPool,
+        pool: ActivationPool,
         caches: CachePool,
         memory: GraphMemory,
         max_keys: int,
     ) -> None:
         self._model = model
-        self._buffers = buffers
+        self._pool = pool
+        self._scratch = FreshBuffers(torch.device("cuda"))
         self._caches = caches
         self._memory = memory
         self._max_keys = max_keys
@@ -112,10 +117,11 @@ class GraphRunner:
         write_inputs(batch, bucket, staging.arrays)
         inputs = self._body_inputs(bucket, staging.tensors)
         plan = plan.resized(bucket.rows)
+        where = (self._pool, self._scratch, self._caches)
 
         def run() -> BodyOutputs:
             staging.upload()
-            return run_body(self._model, inputs, plan, self._buffers, self._caches)
+            return run_body(self._model, inputs, plan, *where)
 
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
@@ -146,6 +152,8 @@ def find_bucket(batch: StepBatch) -> Bucket | None:
     is_cached = batch.num_whole == 0
     if not is_cached and batch.num_whole < batch.num_rows:
         return None
+    if not is_cached and num_sequences == 1 and batch.num_rows >= KEYS_OF_WHOLE:
+        return None  # a graph cannot hold the attention that is the fastest for it
     for rows in ROW_BUCKETS:
         most = 1 if num_sequences == 1 else rows // ROWS_PER_SEQUENCE
         if rows >= batch.num_rows and most >= num_sequences:

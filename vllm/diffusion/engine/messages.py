@@ -59,6 +59,14 @@ class StepUsage:
     average_bytes: int = 0
     planner_us: float = 0.0
 
+    def report(self) -> dict[str, int]:
+        """What a client is told of the largest step of its request."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "average_bytes": self.average_bytes,
+            "budget_bytes": self.budget_bytes,
+        }
+
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-level continuous batching: every engine step is one denoise step of every running request.
 
-Requests wait in order of arrival. One is admitted when the planner says that its rows fit beside
-those that run; it stays until its answer is complete. One that does not fit lets later ones that
-do pass, but only so many: then everybody waits until it has started. So small requests do not wait
-for room that only a large one needs, and no stream of small ones can keep a large one out. The
-worker owns the canvas; the scheduler sees only the tokens that became final.
+Requests wait in order of arrival. One is admitted when the planner says that its steps fit beside
+those that run, and refused when they would not fit alone; it stays until its answer is complete.
+One that does not fit lets later ones that do pass, but only so many: then everybody waits until it
+has started. So small requests do not wait for room that only a large one needs, and no stream of
+small ones can keep a large one out. The worker owns the canvas; the scheduler sees only the tokens
+that became final. What memory there is it learns from the worker's first answer, so the first step
+of all is empty.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from vllm.diffusion.engine.messages import (
     DiffusionSchedulerOutput,
     NewCanvas,
     StepResult,
+    StepUsage,
 )
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.engine.sizes import demand_of, model_shape
+from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.memory import Demand, Planner
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
@@ -54,19 +58,19 @@ class _Scheduled:
 
     request: Request
     params: DiffusionParams
+    demand: Demand
     started: float = 0.0  # time.monotonic() of admission
     num_overtaken: int = 0  # later requests that have started before it
     num_forwards: int = 0
     num_committed: int = 0
+    largest: StepUsage | None = None  # of its steps, the one with the highest peak
 
-    @property
-    def demand(self) -> Demand:
-        """What it takes while it runs; guidance runs the sequence twice."""
-        length = self.request.num_prompt_tokens + self.params.gen_length
-        return Demand(
-            rows=2 * length if self.params.cfg_scale > 0 else length,
-            cached_positions=0 if self.params.cache == "none" else length,
-        )
+    def take_part(self, usage: StepUsage | None) -> None:
+        """It took part in a step that used so much memory."""
+        if usage is not None and (
+            self.largest is None or usage.peak_bytes > self.largest.peak_bytes
+        ):
+            self.largest = usage
 
 
 @dataclass
@@ -95,9 +99,9 @@ class DiffusionScheduler(SchedulerInterface):
     ) -> None:
         self._model = served_model(vllm_config)
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
-        self._planner = Planner(
-            row_budget(vllm_config), self._model.vocab_size, self._model.cached_positions
-        )
+        self._shape, self._row_budget = model_shape(vllm_config), row_budget(vllm_config)
+        self._planner: Planner | None = None  # until the worker has said what memory there is
+        self.last_usage: StepUsage | None = None
         self._log_stats = log_stats
         self._seen = metrics.Observations(enabled=log_stats)
         self._last_report = 0.0  # time.monotonic() of the newest results
@@ -122,7 +126,8 @@ class DiffusionScheduler(SchedulerInterface):
             return
         if decided.seed is None:
             decided = decided.with_seed(secrets.randbits(params.SEED_BITS))
-        self._queues.waiting.append(_Scheduled(request, decided))
+        demand = demand_of(decided, request.num_prompt_tokens)
+        self._queues.waiting.append(_Scheduled(request, decided, demand))
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -176,12 +181,18 @@ class DiffusionScheduler(SchedulerInterface):
         )
 
     def _admit(self) -> list[NewCanvas]:
-        admitted = []
+        admitted: list[NewCanvas] = []
         passed: list[_Scheduled] = []  # came earlier, do not fit now; the first was passed most
+        planner = self._planner
+        if planner is None:
+            return admitted
         for item in list(self._queues.waiting):
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 break
-            if not self._may_start(item):
+            if self._is_refused(item, planner):
+                self._queues.waiting.remove(item)
+                continue
+            if not self._may_start(item, planner):
                 passed.append(item)
                 if len(passed) == MAX_PASSED:
                     break
@@ -202,7 +213,16 @@ class DiffusionScheduler(SchedulerInterface):
         prompt = list(item.request.prompt_token_ids or [])
         return NewCanvas(item.request.request_id, prompt, item.params)
 
-    def _may_start(self, item: _Scheduled) -> bool:
+    def _is_refused(self, item: _Scheduled, planner: Planner) -> bool:
+        """Whether it would not fit alone; then its refusal is on its way."""
+        try:
+            planner.check(item.demand)
+        except ActivationBudgetError as error:
+            self._queues.refused.append((item.request, str(error)))
+            return True
+        return False
+
+    def _may_start(self, item: _Scheduled, planner: Planner) -> bool:
         running = self._queues.running.values()
         if not running:
             return True
@@ -210,13 +230,14 @@ class DiffusionScheduler(SchedulerInterface):
             return False
         if len(running) >= self._max_running:
             return False
-        return self._planner.admits([r.demand for r in running], item.demand)
+        return planner.admits([r.demand for r in running], item.demand)
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self._observe_step(scheduler_output, model_runner_output)
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        self._learn(model_runner_output.usage)
         for request, message in self._queues.refused:
             outputs[request.client_index].append(self._refuse(request, message))
         self._queues.refused = []
@@ -224,6 +245,7 @@ class DiffusionScheduler(SchedulerInterface):
             item = self._queues.running.get(req_id)
             if item is None:
                 continue  # aborted while the step ran
+            item.take_part(model_runner_output.usage)
             output = self._advance(item, result)
             if output is not None:
                 outputs[item.request.client_index].append(output)
@@ -254,6 +276,14 @@ class DiffusionScheduler(SchedulerInterface):
             waited = _seconds_since_arrival(item.request)
             self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
         item.num_forwards, item.num_committed = result.num_forwards, result.num_committed
+
+    def _learn(self, usage: StepUsage | None) -> None:
+        """Take in what memory there is, and what the step took of it."""
+        if usage is None:
+            return
+        self.last_usage = usage
+        if self._planner is None or self._planner.budget_bytes != usage.budget_bytes:
+            self._planner = Planner(self._shape, usage.budget_bytes, self._row_budget)
 
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)
@@ -316,6 +346,7 @@ class DiffusionScheduler(SchedulerInterface):
             "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
             "denoise_ms": round(1000 * ran, 3),
             "seed": item.params.seed,
+            **(item.largest.report() if item.largest is not None else {}),
             **({"infilled": result.infilled} if result.infilled else {}),
         }
 

@@ -11,10 +11,12 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs
 from vllm.diffusion.config import row_budget, served_model
+from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.layers.attention_backends import can_be_captured
-from vllm.diffusion.memory import GraphMemory, Planner
+from vllm.diffusion.memory import ActivationPool, GraphMemory, Planner, activation_pool
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     get_tensor_model_parallel_world_size,
@@ -74,27 +76,48 @@ class DiffusionWorker(WorkerBase):
             model: DiffusionModel = get_model_loader(self.load_config).load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
-        self.model_runner = DiffusionModelRunner(
-            model,
-            Planner(row_budget(self.vllm_config), model.vocab_size),
-            self._device(),
-            is_reporting=self.is_driver_worker,
-            may_fail_alone=get_tensor_model_parallel_world_size() == 1,
-            graph_memory=self._graph_memory(model),
-            max_model_len=self.model_config.max_model_len,
-        )
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         logger.info(
             "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
         )
+        device, budget = self._device(), self._activation_budget()
+        pool = activation_pool(
+            budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
+        )
+        planner = Planner(
+            model_shape(self.vllm_config),
+            planning_budget(budget),
+            row_budget(self.vllm_config),
+            uses_host=envs.use_host_residual(),
+        )
+        self.model_runner = DiffusionModelRunner(
+            model,
+            planner,
+            pool,
+            device,
+            is_reporting=self.is_driver_worker,
+            may_fail_alone=get_tensor_model_parallel_world_size() == 1,
+            graph_memory=self._graph_memory(model, pool),
+            max_model_len=self.model_config.max_model_len,
+        )
+        logger.info("activation pool: %.2f GiB", budget / 2**30)
 
-    def _graph_memory(self, model: DiffusionModel) -> GraphMemory | None:
+    def _activation_budget(self) -> int:
+        """Bytes of the activation pool, the same on all ranks."""
+        utilization = self.vllm_config.cache_config.gpu_memory_utilization
+        return activation_budget(self._device(), utilization)
+
+    def activation_budget_bytes(self) -> int:
+        """What steps and kept keys and values may take; the API server asks for it."""
+        return self.model_runner.budget_bytes
+
+    def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
         """None where the layers run without CUDA graphs."""
         wanted = envs.use_chunkwise_graph() and not self.model_config.enforce_eager
         alone = get_tensor_model_parallel_world_size() == 1
         device = self._device()
         if wanted and alone and can_be_captured(model.dtype, model.head_dim, device):
-            return GraphMemory(device)
+            return GraphMemory(device, pool)
         return None
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
-__all__ = ["AttentionLayout", "KeySource", "SelfAttention", "Span"]
+__all__ = ["AttentionLayout", "HeadGroup", "KeySource", "SelfAttention", "Span"]
 
 
 class KeySource(NamedTuple):
@@ -44,12 +45,26 @@ class KeySource(NamedTuple):
 
 
 @dataclass(frozen=True)
+class HeadGroup:
+    """One of several equal groups of key/value heads, with the query heads that read them."""
+
+    index: int
+    count: int
+
+    def part(self, size: int) -> slice:
+        """This group's part of `size` heads, or channels of heads."""
+        share = size // self.count
+        return slice(self.index * share, (self.index + 1) * share)
+
+
+@dataclass(frozen=True)
 class SelfAttention:
     """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
 
-    `q_norm` and `k_norm` are of one kind, and there both or not at all: `RMSNorm` for a model that
-    norms each head [hd], `AllHeadsRMSNorm` for one that norms all heads together. `clip` bounds the
-    projections' elements, before the norms.
+    Both exist for all heads at once, where projections lie side by side in one product, and for
+    one group of heads at a time. `q_norm` and `k_norm` are of one kind, and there both or not at
+    all: `RMSNorm` for a model that norms each head [hd], `AllHeadsRMSNorm` for one that norms all
+    heads together. `clip` bounds the projections' elements, before the norms.
     """
 
     norm: RMSNorm
@@ -59,7 +74,13 @@ class SelfAttention:
     k_norm: RMSNorm | None = None
     clip: float | None = None
 
-    def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor) -> None:
+    @property
+    def can_group_heads(self) -> bool:
+        """Whether the stages exist for groups of heads: plain matrices, no norm of all heads."""
+        is_plain = ops.is_plain(self.qkv_proj) and ops.is_plain(self.out_proj)
+        return is_plain and not isinstance(self.k_norm, AllHeadsRMSNorm)
+
+    def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers) -> None:
         """Write this layer's projections of the rows of a chunk, queries and keys rotated.
 
         Args:
@@ -67,13 +88,14 @@ class SelfAttention:
             rotary: the table rows of these rows' positions.
             out: [R, (H + 2 KV) hd], queries, keys and values side by side; or [R, 2 KV hd],
                 keys and values alone. Written; `split` finds the parts.
+            buffers: scratch memory.
         """
         if x.shape[0] == 0:
             return
-        columns = slice(self._width - out.shape[1], None)
-        self._project(x, columns, out)
-        q, k, _ = self.split(out)
-        self._rotate(q, k, rotary)
+        with buffers.scope("keys-values"):
+            self._project(self._normed(x, buffers), slice(-out.shape[1], None), out, buffers)
+            q, k, _ = self.split(out)
+            self._rotate(q, k, rotary)
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Queries [R, H, hd], if they are there, keys and values [R, KV, hd]; views of `product`.
@@ -89,7 +111,12 @@ class SelfAttention:
         return (q if num_heads else None), k, v
 
     def attend(
-        self, x: Tensor, rotary: Rotary, sources: Sequence[KeySource], q: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        sources: Sequence[KeySource],
+        q: Tensor | None,
+        buffers: Buffers,
     ) -> None:
         """x += Wo attention(q, k, v), in place, summed over the ranks.
 
@@ -98,18 +125,68 @@ class SelfAttention:
             rotary: the table rows of these rows' positions.
             sources: what the rows read; they tile the rows. Keys and values are complete.
             q: [R, H, hd] as `keys_values` wrote them; None computes them from x.
+            buffers: scratch memory.
         """
         if x.shape[0] == 0:
             return
-        if q is None:
-            q = self._queries(x, rotary)
-        ops.add_linear(x, _attend_all(q, sources).flatten(1), self.out_proj)
+        with buffers.scope("attend"):
+            if q is None:
+                q = self._queries(x, rotary, HeadGroup(0, 1), buffers)
+            self._add(x, q, sources, HeadGroup(0, 1), buffers)
 
-    def _queries(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """The rotated queries [R, H, hd] of a chunk of the residual stream."""
-        num_heads, head_dim = self.qkv_proj.num_heads, self.qkv_proj.head_size
-        product = self._project(x, slice(0, num_heads * head_dim))
-        q = product.view(-1, num_heads, head_dim)
+    def keys_values_of(
+        self, group: HeadGroup, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, buffers: Buffers
+    ) -> None:
+        """Write the keys, rotated, and the values of one group of heads.
+
+        Args:
+            group: which heads.
+            x: [R, D], the residual stream.
+            rotary: the table rows of these rows' positions.
+            k, v: [R, KV / groups, hd], contiguous, written.
+            buffers: scratch memory.
+        """
+        with buffers.scope("keys-values"):
+            normed = self._normed(x, buffers)
+            first, width = self._query_width, self._key_width
+            for number, heads in enumerate((k, v)):
+                columns = group.part(width)
+                start = first + number * width
+                columns = slice(start + columns.start, start + columns.stop)
+                self._project(normed, columns, heads.flatten(1), buffers)
+            self._rotate(None, k, rotary)
+
+    def attend_of(
+        self,
+        group: HeadGroup,
+        x: Tensor,
+        rotary: Rotary,
+        sources: Sequence[KeySource],
+        updated: Tensor,
+        buffers: Buffers,
+    ) -> None:
+        """updated += Wo attention(q, k, v) of one group of heads, summed over the ranks.
+
+        Args:
+            group: which heads.
+            x: [R, D], the residual stream, not yet updated by this layer.
+            rotary: the table rows of these rows' positions.
+            sources: what the rows read; keys and values of this group.
+            updated: [R, D], written; x itself where there is one group.
+            buffers: scratch memory.
+        """
+        with buffers.scope("attend"):
+            q = self._queries(x, rotary, group, buffers)
+            self._add(updated, q, sources, group, buffers)
+
+    def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
+        """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
+        columns, head_dim = group.part(self._query_width), self.qkv_proj.head_size
+        shape = (x.shape[0], columns.stop - columns.start)
+        out = buffers.take("queries", shape, x.dtype)
+        with buffers.scope("attend"):
+            self._project(self._normed(x, buffers), columns, out, buffers)
+        q = out.view(x.shape[0], -1, head_dim)
         self._rotate(q, None, rotary)
         return q
 
@@ -131,23 +208,57 @@ class SelfAttention:
             weights = (q_norm.weight, k_norm.weight)
             ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin)
 
-    def _project(self, x: Tensor, columns: slice, out: Tensor | None = None) -> Tensor:
+    def _add(
+        self,
+        x: Tensor,
+        q: Tensor,
+        sources: Sequence[KeySource],
+        group: HeadGroup,
+        buffers: Buffers,
+    ) -> None:
+        """x += Wo attention, of one group of heads."""
+        product = None
+        if not ops.adds_in_place(x, self.out_proj):
+            product = buffers.take("projected", x.shape, x.dtype)
+        heads = _attend_all(q, sources, buffers).flatten(1)
+        features = slice(None) if group.count == 1 else group.part(self._query_width)
+        ops.add_linear(x, heads, self.out_proj, product, features=features)
+
+    def _normed(self, x: Tensor, buffers: Buffers) -> Tensor:
+        normed: Tensor = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
+        return normed
+
+    def _project(self, normed: Tensor, columns: slice, out: Tensor, buffers: Buffers) -> None:
         """Columns of the fused product of the normed rows, clipped where the model does so."""
-        product = ops.linear(self.norm(x), self.qkv_proj, out=out, columns=columns)
-        return product if self.clip is None else product.clamp_(-self.clip, self.clip)
+        if not ops.is_plain(self.qkv_proj):
+            row_bytes = (self._query_width + 2 * self._key_width) * normed.element_size()
+            buffers.expect("unsliced projection", len(normed) * row_bytes)
+        ops.linear(normed, self.qkv_proj, out=out, columns=columns)
+        if self.clip is not None:
+            out.clamp_(-self.clip, self.clip)
 
     @property
-    def _width(self) -> int:
-        """Columns of the fused product on this rank."""
-        heads = self.qkv_proj.num_heads + 2 * self.qkv_proj.num_kv_heads
-        return int(heads * self.qkv_proj.head_size)
+    def _query_width(self) -> int:
+        """Columns of the queries in the fused product on this rank."""
+        return int(self.qkv_proj.num_heads * self.qkv_proj.head_size)
+
+    @property
+    def _key_width(self) -> int:
+        """Columns of the keys, and as many of the values."""
+        return int(self.qkv_proj.num_kv_heads * self.qkv_proj.head_size)
 
 
-def _attend_all(q: Tensor, sources: Sequence[KeySource]) -> Tensor:
+def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Tensor:
     """Attention [R, H, hd] of the rows of every source to its keys."""
+    num_bytes = q.numel() * q.element_size()
+    buffers.expect("attention", num_bytes)
+    buffers.expect("statistics", q.shape[0] * q.shape[1] * torch.float32.itemsize)
     if len(sources) == 1:
-        return attend(q, sources[0].k, sources[0].v, sources[0].layout)
-    heads = torch.empty_like(q, memory_format=torch.contiguous_format)
+        layout = sources[0].layout
+        if layout.spans is not None and len(layout.spans) > 1:
+            buffers.expect("collected attention", num_bytes)
+        return attend(q, sources[0].k, sources[0].v, layout)
+    heads = buffers.take("collected attention", tuple(q.shape), q.dtype)
     for rows, k, v, layout in sources:
         attend(q[rows], k, v, layout, out=heads[rows])
     return heads

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vllm.diffusion.layers.devices import capability, num_multiprocessors
+from vllm.diffusion.layers.devices import capability
 from vllm.diffusion.layers.split_attention import can_split, split_attention
 
 if TYPE_CHECKING:
@@ -109,14 +109,11 @@ class Backend(enum.Enum):
 
 # What the choice among them goes by; docs/performance.md, section Attention, has the measurements.
 
-# A tile of torch's flash kernel: queries of one head of one sequence. It is the slower one where
-# most of a tile is empty, or where there are fewer tiles than multiprocessors.
-_FLASH_QUERIES = 128
 # Queries of a sequence from which cuDNN and FlashAttention 3 are ahead of all others.
 _MANY_QUERIES = 512
 # cuDNN makes a plan for every new shape, which takes 35 ms. That of a whole sequence serves all
 # layers and steps, and gains as much in 50 steps of this many keys, in 12 of twice as many.
-_KEYS_OF_WHOLE = 1024
+KEYS_OF_WHOLE = 1024
 # Rows that are read after the last layer may be others in every step. With this many keys a step
 # takes so long that the plan does not matter.
 _KEYS_OF_PART = 16384
@@ -183,23 +180,12 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
             return Backend.FLASH3
         if all(_is_worth_a_plan(span) for span in spans):
             return Backend.SDPA
-    if _leaves_flash_idle(q, layout) and can_serve(Backend.SPLIT, q, layout):
-        return Backend.SPLIT
-    return Backend.FLASH
+    return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.FLASH
 
 
 def _is_worth_a_plan(span: Span) -> bool:
     num_queries, num_keys = span.q_end - span.q_start, span.kv_end - span.kv_start
-    return num_keys >= (_KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
-
-
-def _leaves_flash_idle(q: Tensor, layout: AttentionLayout) -> bool:
-    """Whether torch's flash kernel has tiles mostly empty, or too few; by the mean sequence."""
-    num_rows, num_heads, _ = q.shape
-    num_sequences = len(layout.key_counts)
-    tiles = num_sequences * -(-num_rows // (num_sequences * _FLASH_QUERIES))
-    is_empty = 2 * num_rows <= tiles * _FLASH_QUERIES
-    return is_empty or tiles * num_heads <= num_multiprocessors(q.device)
+    return num_keys >= (KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from vllm.diffusion import ops
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -30,10 +31,23 @@ class ExpertsMLP:
     num_chosen: int
     bias: nn.Parameter | None = None
 
-    def feed_forward(self, x: Tensor) -> None:
+    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x += sum over the chosen experts of weight * expert(norm(x)); x [R, D], in place."""
         if x.shape[0] == 0:
             return
-        normed = self.norm(x)
-        routing = ops.route(ops.linear(normed, self.gate), self.num_chosen, self.bias)
-        ops.add_experts(x, normed, routing, self.w1, self.w2)
+        with buffers.scope("feed-forward"):
+            normed = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
+            routing = self._route(normed, buffers)
+            rows, row_bytes = x.shape[0] * self.num_chosen, x.shape[1] * x.element_size()
+            inner_bytes = self.w2.shape[2] * x.element_size()
+            buffers.expect("activated of experts", rows * inner_bytes)
+            buffers.expect("terms of experts", rows * row_bytes)
+            ops.add_experts(x, normed, routing, self.w1, self.w2)
+
+    def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
+        """The experts of every row; scores are done with when they are chosen."""
+        shape = (len(normed), len(self.w1))
+        scores = ops.linear(normed, self.gate, out=buffers.take("scores", shape, normed.dtype))
+        chosen_bytes = self.num_chosen * (normed.element_size() + 4)  # weights, int32 slots
+        buffers.expect("routing", len(normed) * (len(self.w1) + chosen_bytes))
+        return ops.route(scores, self.num_chosen, self.bias)

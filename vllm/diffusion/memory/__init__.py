@@ -1,18 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a step: admission, chunk plans, buffers and caches."""
 
+from vllm.diffusion.memory.activation_pool import (
+    ActivationPool,
+    PoolExhaustedError,
+    activation_pool,
+)
 from vllm.diffusion.memory.caches import CachePool, CacheRange
+from vllm.diffusion.memory.footprint import Experts, ModelShape, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
+from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
-from vllm.diffusion.memory.pool import BufferPool
+from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
+from vllm.diffusion.memory.usage import Usage, UsageMeter
 
 __all__ = [
-    "BufferPool",
+    "ActivationPool",
     "CachePool",
     "CacheRange",
     "Demand",
+    "DeviceRows",
+    "Experts",
     "GraphMemory",
+    "HostBuffers",
+    "HostRows",
+    "ModelShape",
     "Plan",
     "Planner",
+    "PoolExhaustedError",
+    "Rows",
+    "StepShape",
+    "Usage",
+    "UsageMeter",
+    "activation_pool",
     "chunks",
 ]

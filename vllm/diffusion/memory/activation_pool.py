@@ -18,12 +18,15 @@ import torch
 
 from vllm.diffusion.errors import DiffusionError
 from vllm.diffusion.ops import arena as vmm
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from vllm.diffusion.memory.usage import UsageMeter
+
+logger = init_logger(__name__)
 
 ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
 MAX_KNOWN_PLACES = 4096
@@ -50,6 +53,7 @@ class Backing(Protocol):
     """Where a pool's bytes come from."""
 
     keeps_places: bool  # the same offset is the same memory for as long as it is held
+    sees_temporaries: bool  # what PyTorch allocates within `temporaries` is in `temporary_bytes`
 
     def reserve(self, num_bytes: int) -> None:
         """Have the first `num_bytes` ready. Raises PoolExhaustedError."""
@@ -57,8 +61,14 @@ class Backing(Protocol):
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
 
+    def keep(self, name: str, num_bytes: int) -> torch.Tensor:
+        """Bytes [num_bytes] that stay, in the place of what was kept under this name before."""
+
     def temporaries(self) -> AbstractContextManager[None]:
         """Within it, PyTorch's own allocations count against the budget where that can be."""
+
+    def drop_unused(self) -> None:
+        """Give back what PyTorch caches for nobody."""
 
     def graph_pool(self) -> tuple[int, int] | None:
         """The `pool` argument of a graph's capture; None leaves the choice to PyTorch."""
@@ -75,16 +85,18 @@ class Backing(Protocol):
 
     @property
     def temporary_bytes(self) -> int:
-        """Memory of temporaries and graphs."""
+        """Memory of what is kept, and, where the backing sees them, of temporaries and graphs."""
 
 
 class TorchBacking:
     """PyTorch's allocator: a tensor for every buffer, gone with its scope."""
 
     keeps_places = False
+    sees_temporaries = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._kept: dict[str, int] = {}
 
     def reserve(self, num_bytes: int) -> None:
         """Nothing: PyTorch's allocator keeps freed memory itself."""
@@ -92,21 +104,32 @@ class TorchBacking:
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
+    def keep(self, name: str, num_bytes: int) -> torch.Tensor:
+        self._kept[name] = num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def temporaries(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def drop_unused(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def graph_pool(self) -> tuple[int, int] | None:
         return None
 
     def trim(self, num_bytes: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.drop_unused()
 
     def close(self) -> None:
+        self._kept.clear()
         self.trim(0)
 
     held_bytes = 0  # PyTorch counts them
-    temporary_bytes = 0
+
+    @property
+    def temporary_bytes(self) -> int:
+        return sum(self._kept.values())
 
 
 class ArenaBacking:
@@ -119,11 +142,13 @@ class ArenaBacking:
     """
 
     keeps_places = True
+    sees_temporaries = True
 
     def __init__(
         self, device: torch.device, budget_bytes: int, chunk_bytes: int | None = None
     ) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         card = torch.cuda.get_device_properties(index).total_memory
         self._budget_bytes = budget_bytes
         # Addresses cost next to nothing: each of the three regions could hold the whole card.
@@ -137,8 +162,7 @@ class ArenaBacking:
         try:
             self._arena.grow(num_bytes)
         except (vmm.LimitError, vmm.OutOfMemoryError):
-            self._temporaries.trim()  # what PyTorch caches for nobody comes back as spares
-            torch.cuda.empty_cache()
+            self.drop_unused()  # comes back as spares
             self._grow_or_say_why(num_bytes)
 
     def _grow_or_say_why(self, num_bytes: int) -> None:
@@ -159,8 +183,16 @@ class ArenaBacking:
         self.reserve(offset + num_bytes)
         return self._arena.tensor(offset, (num_bytes,), torch.uint8)
 
+    def keep(self, name: str, num_bytes: int) -> torch.Tensor:
+        with self._temporaries.use():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def temporaries(self) -> AbstractContextManager[None]:
         return self._temporaries.use()
+
+    def drop_unused(self) -> None:
+        self._temporaries.trim()
+        torch.cuda.empty_cache()
 
     def graph_pool(self) -> tuple[int, int] | None:
         return self._graphs.id
@@ -247,6 +279,7 @@ class ActivationPool:
         self._scopes = [_Scope("", 0)]
         self._end = 0  # of what is taken
         self._peak = 0  # of the bytes in use since the last mark
+        self._high_water = 0  # since it was last reset
         self._known: dict[tuple[int, int], _Place] = {}
         self._meter: UsageMeter | None = None
 
@@ -273,14 +306,26 @@ class ActivationPool:
         in_place = outgrown is not None and outgrown.end == self._end
         offset = outgrown.offset if outgrown is not None and in_place else self._end
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        in_use = offset + size + self._backing.temporary_bytes
-        if in_use > self.budget_bytes:
-            raise PoolExhaustedError(name, in_use, self.budget_bytes)
+        in_use = self._room_until(name, offset + size)
         place = self._place(offset, size)
         places[name] = place
         self._end = offset + size
-        self._peak = max(self._peak, in_use)
+        self._count(in_use)
         return place
+
+    def _count(self, in_use: int) -> None:
+        self._peak = max(self._peak, in_use)
+        self._high_water = max(self._high_water, in_use)
+
+    def _room_until(self, name: str, end: int) -> int:
+        """Bytes in use when the buffers end there."""
+        in_use = end + self._backing.temporary_bytes
+        if in_use > self.budget_bytes:
+            self._backing.drop_unused()
+            in_use = end + self._backing.temporary_bytes
+        if in_use > self.budget_bytes:
+            raise PoolExhaustedError(name, in_use, self.budget_bytes)
+        return in_use
 
     def _place(self, offset: int, num_bytes: int) -> _Place:
         if not self._backing.keeps_places:
@@ -292,6 +337,32 @@ class ActivationPool:
             place = _Place(offset, self._backing.memory(offset, num_bytes))
             self._known[offset, num_bytes] = place
         return place
+
+    def expect(self, name: str, num_bytes: int) -> None:
+        """PyTorch itself will allocate so much before the scope ends.
+
+        It is counted here where the backing does not see PyTorch's memory.
+
+        Raises:
+            PoolExhaustedError: the budget has no room.
+        """
+        if self._backing.sees_temporaries:
+            return
+        end = self._end + num_bytes
+        self._count(self._room_until(name, end))
+        self._end = end
+
+    def keep(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor [shape] that outlives steps, for one owner.
+
+        It replaces what was kept under this name, which the owner may still copy from.
+
+        Raises:
+            PoolExhaustedError: the budget has no room for both; nothing has changed.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        self._room_until(name, self._end + num_bytes)
+        return self._backing.keep(name, num_bytes).view(dtype).view(shape)
 
     @contextlib.contextmanager
     def scope(self, stage: str = "") -> Iterator[None]:
@@ -328,6 +399,10 @@ class ActivationPool:
             raise PoolExhaustedError("reserve", num_bytes, self.budget_bytes)
         self._backing.reserve(num_bytes)
 
+    def drop_unused(self) -> None:
+        """Give back what PyTorch caches for nobody; a step with other buffers may need it."""
+        self._backing.drop_unused()
+
     def trim(self) -> None:
         """Give back what no buffer, tensor or graph refers to. Waits for the device."""
         self._known.clear()
@@ -337,7 +412,7 @@ class ActivationPool:
         """Forget all buffers and give everything back."""
         self._known.clear()
         self._scopes = [_Scope("", 0)]
-        self._end = self._peak = 0
+        self._end = self._peak = self._high_water = 0
         self._backing.close()
 
     def measure(self, meter: UsageMeter | None) -> None:
@@ -359,6 +434,25 @@ class ActivationPool:
         return self._end + self._backing.temporary_bytes
 
     @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use since `reset_peak`."""
+        return self._high_water
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from the present bytes."""
+        self._high_water = self.used_bytes
+
+    @property
+    def sees_graphs(self) -> bool:
+        """`used_bytes` holds the memory of graphs."""
+        return self._backing.sees_temporaries
+
+    @property
+    def outermost_bytes(self) -> int:
+        """Bytes of what was taken outside all scopes, which stays."""
+        return self._scopes[1].start if len(self._scopes) > 1 else self._end
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the pool holds of the device, as far as its backing knows them."""
         return max(self._backing.held_bytes, self.used_bytes)
@@ -375,6 +469,10 @@ def activation_pool(
         use_vmm: False takes PyTorch's allocator everywhere.
         chunk_bytes: unit of physical memory; None for the allocator's default.
     """
+    backing: Backing | None = None
     if use_vmm and device.type == "cuda" and vmm.is_built():
-        return ActivationPool(budget_bytes, ArenaBacking(device, budget_bytes, chunk_bytes))
-    return ActivationPool(budget_bytes, TorchBacking(device))
+        try:
+            backing = ArenaBacking(device, budget_bytes, chunk_bytes)
+        except vmm.VmmError as error:
+            logger.warning("activation pool on PyTorch's allocator: %s", error)
+    return ActivationPool(budget_bytes, backing or TorchBacking(device))

@@ -4,8 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from vllm.diffusion.memory.activation_pool import PoolExhaustedError
+
+if TYPE_CHECKING:
+    from vllm.diffusion.memory.activation_pool import ActivationPool
 
 
 @dataclass
@@ -35,7 +41,7 @@ class CachePool:
     Args:
         num_layers, num_kv_heads, head_dim: L, KV and hd of the model on this rank.
         dtype: the model dtype.
-        device: where the model lives.
+        pool: where the memory comes from.
 
     Attributes:
         generation: counts how often the buffer has moved; addresses of an older one are stale.
@@ -47,10 +53,11 @@ class CachePool:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: torch.device,
+        pool: ActivationPool,
     ) -> None:
         self._row_shape = (num_layers, 2, num_kv_heads, head_dim)
-        self._rows = torch.empty(0, *self._row_shape, dtype=dtype, device=device)
+        self._dtype, self._pool = dtype, pool
+        self._rows = self._new_rows(0)
         self._ranges: dict[str, CacheRange] = {}
         self.generation = 0
 
@@ -63,7 +70,11 @@ class CachePool:
         return self._rows[:, layer, 1]
 
     def allocate(self, req_id: str, length: int) -> CacheRange:
-        """Rows for a request of `length` positions, not initialised."""
+        """Rows for a request of `length` positions, not initialised.
+
+        Raises:
+            PoolExhaustedError: the pool has no room for them.
+        """
         start = self._find_gap(length)
         if start is None:
             self._close_gaps()
@@ -75,6 +86,12 @@ class CachePool:
     def release(self, req_id: str) -> None:
         """Give back the rows of a request, if it has some."""
         self._ranges.pop(req_id, None)
+
+    def trim(self) -> None:
+        """Give back the memory of rows that nobody uses."""
+        if self.used_rows < len(self._rows):
+            self._close_gaps()
+            self._move_to(self.used_rows)
 
     @property
     def device(self) -> torch.device:
@@ -130,8 +147,17 @@ class CachePool:
         """Let the buffer hold at least `num_rows`; it at least doubles, so that it moves rarely."""
         if num_rows <= len(self._rows):
             return
-        used = self.used_rows
-        rows = self._rows.new_empty(max(num_rows, 2 * len(self._rows)), *self._row_shape)
+        try:
+            self._move_to(max(num_rows, 2 * len(self._rows)))
+        except (PoolExhaustedError, torch.OutOfMemoryError):
+            self._move_to(num_rows)
+
+    def _move_to(self, num_rows: int) -> None:
+        """Let a new buffer of so many rows, the first of which are in use, replace the old one."""
+        used, rows = self.used_rows, self._new_rows(num_rows)
         rows[:used].copy_(self._rows[:used])
         self._rows = rows
         self.generation += 1
+
+    def _new_rows(self, num_rows: int) -> torch.Tensor:
+        return self._pool.keep("caches", (num_rows, *self._row_shape), self._dtype)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from vllm.diffusion.memory.activation_pool import ActivationPool
 
 GRAPH_MEMORY_SHARE = 0.02  # of the device's memory
 
@@ -21,12 +23,16 @@ class GraphMemory:
 
     Args:
         device: a CUDA device.
+        pool: whose memory the graphs take, where it has some of its own for them.
         budget_bytes: what the graphs may take; by default a share of the device's memory.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, pool: ActivationPool, budget_bytes: int | None = None
+    ) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        own = pool.graph_pool()
+        self._pool: Any = torch.cuda.graph_pool_handle() if own is None else own
         total = torch.cuda.mem_get_info(device)[1]
         self.budget_bytes = (
             int(total * GRAPH_MEMORY_SHARE) if budget_bytes is None else budget_bytes

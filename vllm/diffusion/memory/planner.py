@@ -1,29 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a step are cut into chunks, and which requests may share a step.
+"""How the rows of a step are cut into chunks, so that the step stays within a budget of bytes.
 
-This planner has a fixed row budget: requests share a step while their rows stay within it, and a
-request is never refused for its own rows alone. Every stage runs as one chunk, but for the
-logits, which are cut so that the largest `[rows, vocabulary]` buffer stays small.
+A plan is found when a step of its shape first comes: nothing is measured or stored beforehand. A
+step that fits as a whole runs as a whole. Else every way to keep its rows (`Layout`) is tried; each
+stage takes the longest chunks that fit beside what is resident, and of the plans that fit the one
+with the least predicted time is taken. Nothing here imports torch or upstream.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.memory.cost import Costs, Work
+from vllm.diffusion.memory.footprint import (
+    ROUNDING_BYTES,
+    Footprint,
+    Layout,
+    StepShape,
+    is_streamed,
+    total,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-LOGITS_CHUNK_ELEMENTS = 1 << 27  # 256 MiB of bf16
+    from vllm.diffusion.memory.footprint import ModelShape
+
+MIN_CHUNK_ROWS = 16
+TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
+LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
+# Up to here a step that fits runs as a whole. Beyond, the row-wise stages gain nothing from longer
+# chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
+WHOLE_STEP_ROWS = 16_384
+FULL_SPEED_ROWS = 4_096
+MAX_KNOWN_PLANS = 4_096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows per chunk of every stage of one step.
+    """Rows per chunk of every stage of one step, and what stays on the device.
 
     Attributes:
         keep_queries: queries are computed together with keys and values and kept for the step.
-        keys_values_rows, attend_rows, feed_forward_rows, logits_rows: chunk sizes, in rows.
+        keys_values_rows, attend_rows, feed_forward_rows: chunk sizes, in rows.
+        logits_rows: rows that are read after the last layer at a time.
+        head_groups: keys and values of one of so many groups of heads exist at a time.
+        host_residual: the residual stream lies in host memory.
+        predicted_peak_bytes: of the device, with what requests keep between steps.
+        predicted_average_bytes: weighted by predicted time.
+        predicted_seconds: of the step.
     """
 
     keep_queries: bool
@@ -31,6 +59,16 @@ class Plan:
     attend_rows: int
     feed_forward_rows: int
     logits_rows: int
+    head_groups: int = 1
+    host_residual: bool = False
+    predicted_peak_bytes: int = 0
+    predicted_average_bytes: int = 0
+    predicted_seconds: float = 0.0
+
+    @property
+    def is_streamed(self) -> bool:
+        """Layers run by groups of heads, or on rows that come from the host."""
+        return is_streamed(Layout(self.keep_queries, self.head_groups, self.host_residual))
 
     def is_whole(self, num_rows: int) -> bool:
         """Whether every stage of a layer takes `num_rows` rows as one chunk."""
@@ -43,6 +81,24 @@ class Plan:
             self, keys_values_rows=num_rows, attend_rows=num_rows, feed_forward_rows=num_rows
         )
 
+    def __str__(self) -> str:
+        """The plan in words and numbers, on one line."""
+        rows = (
+            f"{name} {size}"
+            for name, size in (
+                ("keys-values", self.keys_values_rows),
+                ("attend", self.attend_rows),
+                ("feed-forward", self.feed_forward_rows),
+                ("logits", self.logits_rows),
+            )
+        )
+        extras = [f"{self.head_groups} head groups"] if self.head_groups > 1 else []
+        extras += ["residual in host memory"] if self.host_residual else []
+        return (
+            f"rows a chunk: {', '.join(rows)}{''.join(f'; {extra}' for extra in extras)}; "
+            f"predicted peak {gib(self.predicted_peak_bytes)}, time {self.predicted_seconds:.3g} s"
+        )
+
 
 def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
     """Consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
@@ -50,46 +106,338 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + rows_per_chunk, num_rows))
 
 
+def gib(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
 @dataclass(frozen=True)
 class Demand:
     """What a request takes while it runs.
 
     Attributes:
-        rows: rows of one of its steps.
-        cached_positions: positions whose keys and values it keeps.
+        length: positions of its sequence.
+        read_positions: of these, positions that are sampled in one step, at most.
+        num_sequences: 2 with guidance, which runs the sequence twice.
+        keeps_cache: it keeps the keys and values of all its positions.
     """
 
-    rows: int
-    cached_positions: int = 0
+    length: int
+    read_positions: int
+    num_sequences: int = 1
+    keeps_cache: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.length * self.num_sequences
+
+    @property
+    def read_rows(self) -> int:
+        return self.read_positions * self.num_sequences
+
+    @property
+    def cached_positions(self) -> int:
+        return self.length if self.keeps_cache else 0
 
 
 class Planner:
-    """Admission and chunk sizes under a fixed row budget, and a budget for kept keys and values.
+    """Plans and admission for one model under a budget.
 
     Args:
+        shape: the model's sizes on one rank.
+        budget_bytes: of the activation pool: buffers of a step, kept keys and values, graphs.
         row_budget: rows that several requests may share in one step.
-        vocab_size: columns of the logits on this rank.
-        cached_positions: positions whose keys and values fit into the memory for caches.
+        uses_host: the residual stream may lie in host memory where nothing else fits as well.
     """
 
-    def __init__(self, row_budget: int, vocab_size: int, cached_positions: int = 2**63 - 1) -> None:
+    def __init__(
+        self, shape: ModelShape, budget_bytes: int, row_budget: int, *, uses_host: bool = True
+    ) -> None:
+        self.shape = shape
+        self.budget_bytes = budget_bytes
         self.row_budget = row_budget
-        self.vocab_size = vocab_size
-        self.cached_positions = cached_positions
+        self._footprint = Footprint(shape)
+        self._costs = Costs(shape)
+        self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
+        # Ways to run with chunks, from the one that computes least to the one that takes least.
+        self._layouts = [
+            Layout(False, groups, host_residual)
+            for host_residual in ((False, True) if uses_host else (False,))
+            for groups in shape.head_groups
+        ]
+        self._row_bytes: dict[tuple[Layout, bool], _RowBytes] = {}
+        self._known: dict[tuple[StepShape, int], Plan] = {}
+        self.num_found = 0  # plans that were not known
 
-    def admits(self, running: Sequence[Demand], new: Demand) -> bool:
+    @property
+    def cached_positions(self) -> int:
+        """Positions whose keys and values may be kept: in half of the budget."""
+        return self.budget_bytes // 2 // self.shape.cache_bytes
+
+    # ---- admission ----
+
+    def admits(self, running: Sequence[Demand], new: Demand, kept_bytes: int = 0) -> bool:
         """Whether a request may join those that run; alone it may have any number of rows."""
         together = [*running, new]
-        rows_fit = not running or sum(d.rows for d in together) <= self.row_budget
-        return rows_fit and sum(d.cached_positions for d in together) <= self.cached_positions
+        if running and sum(d.rows for d in together) > self.row_budget:
+            return False
+        positions = sum(d.cached_positions for d in together)
+        if positions > self.cached_positions:
+            return False
+        try:
+            self.plan_of(together, kept_bytes + positions * self.shape.cache_bytes)
+        except ActivationBudgetError:
+            return False
+        return True
 
-    def plan(self, num_rows: int) -> Plan:
-        """The plan of a step of `num_rows` rows."""
-        rows = max(num_rows, 1)
+    def check(self, new: Demand, kept_bytes: int = 0) -> None:
+        """Refuse a request that would not fit alone, nor its kept keys and values.
+
+        Raises:
+            ActivationBudgetError: with the bytes it would take, those there are, and the longest
+                request of its kind that fits.
+        """
+        cached_bytes = new.cached_positions * self.shape.cache_bytes
+        if new.cached_positions > self.cached_positions:
+            raise ActivationBudgetError(
+                new.length, 2 * cached_bytes, self.budget_bytes, self.cached_positions
+            )
+        self.plan_of([new], kept_bytes + cached_bytes)
+
+    def plan_of(self, demands: Sequence[Demand], kept_bytes: int = 0) -> Plan:
+        """The plan of the largest step of these requests. Raises as `plan` does."""
+        return self.plan(_step_of(demands), kept_bytes)
+
+    # ---- plans ----
+
+    def plan(self, step: StepShape, kept_bytes: int = 0) -> Plan:
+        """The plan of a step.
+
+        Args:
+            step: its sizes.
+            kept_bytes: of the budget, taken by what outlives the step.
+
+        Raises:
+            ActivationBudgetError: no plan fits.
+        """
+        key = (step, kept_bytes)
+        plan = self._known.get(key)
+        if plan is None:
+            if len(self._known) >= MAX_KNOWN_PLANS:
+                self._known.clear()
+            plan = self._known[key] = self._find(step, kept_bytes)
+            self.num_found += 1
+        return plan
+
+    def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
+        """Whether a step of so many rows, whatever is read of them, needs no chunks."""
+        step = StepShape(num_rows, num_rows, num_rows)
+        try:
+            return self.plan(step, kept_bytes).is_whole(num_rows)
+        except ActivationBudgetError:
+            return False
+
+    def _find(self, step: StepShape, kept_bytes: int) -> Plan:
+        available = self.budget_bytes - kept_bytes
+        whole = self._draft(Layout(keep_queries=True), step)
+        may_be_whole = step.rows <= WHOLE_STEP_ROWS
+        if may_be_whole and whole.whole_bytes <= available:
+            return self._finish(whole, available, kept_bytes)
+        drafts = [whole] if may_be_whole else []
+        drafts += [self._draft(layout, step) for layout in self._layouts]
+        fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
+        if not fitting:
+            raise self._refusal(step, kept_bytes, min(d.smallest_bytes for d in drafts))
+        plans = (self._finish(draft, available, kept_bytes) for draft in fitting)
+        return min(plans, key=lambda plan: plan.predicted_seconds)
+
+    def _draft(self, layout: Layout, step: StepShape) -> _Draft:
+        key = (layout, step.num_sequences > 1)
+        row_bytes = self._row_bytes.get(key)
+        if row_bytes is None:
+            row_bytes = self._row_bytes[key] = _RowBytes.of(self._footprint, *key)
+        return _Draft(layout, step, row_bytes, self._most_read)
+
+    def _finish(self, draft: _Draft, available: int, kept_bytes: int) -> Plan:
+        """The longest chunks that fit, and what they cost."""
+        sizes, layout = draft.sizes(available), draft.layout
+        peaks = draft.peaks(sizes)
+        times = self._times(draft.step, layout, sizes)
+        seconds = sum(times)
+        weighted = sum(peak * time for peak, time in zip(peaks, times, strict=True))
         return Plan(
-            keep_queries=True,
-            keys_values_rows=rows,
-            attend_rows=rows,
-            feed_forward_rows=rows,
-            logits_rows=max(1, LOGITS_CHUNK_ELEMENTS // self.vocab_size),
+            keep_queries=layout.keep_queries,
+            keys_values_rows=sizes.keys_values,
+            attend_rows=sizes.attend,
+            feed_forward_rows=sizes.feed_forward,
+            logits_rows=sizes.read,
+            head_groups=layout.head_groups,
+            host_residual=layout.host_residual,
+            predicted_peak_bytes=kept_bytes + max(peaks),
+            predicted_average_bytes=kept_bytes + int(weighted / seconds),
+            predicted_seconds=seconds,
         )
+
+    def _times(
+        self, step: StepShape, layout: Layout, sizes: _Sizes
+    ) -> tuple[float, float, float, float]:
+        """Seconds of each stage over all layers."""
+        costs, rows, layers = self._costs, step.rows, self.shape.num_layers
+        groups, keep = layout.head_groups, layout.keep_queries
+        # Of the last layer only the rows that are read are attended to and fed forward.
+        updated = layers if is_streamed(layout) else layers - 1 + step.read_rows / max(rows, 1)
+        keys_values = costs.keys_values(
+            Work(rows, sizes.keys_values), with_queries=keep, groups=groups
+        )
+        attend = costs.attend(
+            Work(rows, sizes.attend), keys=step.longest, with_queries=not keep, groups=groups
+        )
+        feed_forward = costs.feed_forward(Work(rows, sizes.feed_forward))
+        if layout.host_residual:
+            # Each group reads the rows twice, and adds to the updated ones; copies both ways and
+            # computing overlap.
+            visit = costs.visit(rows)
+            keys_values = max(keys_values, groups * visit)
+            attend = max(attend, groups * visit * (2 if groups > 1 else 1))
+            feed_forward = max(feed_forward, visit)
+        logits = costs.logits(Work(step.read_rows, sizes.read))
+        return layers * keys_values, updated * attend, updated * feed_forward, logits
+
+    def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
+        available = self.budget_bytes - kept_bytes
+        fits, too_many = 0, step.rows
+        while fits + 1 < too_many:
+            rows = (fits + too_many) // 2
+            if self._smallest_bytes(_scaled(step, rows)) <= available:
+                fits = rows
+            else:
+                too_many = rows
+        longest = _scaled(step, fits).longest
+        return ActivationBudgetError(
+            step.longest, required + kept_bytes, self.budget_bytes, longest
+        )
+
+    def _smallest_bytes(self, step: StepShape) -> int:
+        return min(self._draft(layout, step).smallest_bytes for layout in self._layouts)
+
+
+class _Sizes(NamedTuple):
+    """Rows of a chunk of every stage."""
+
+    keys_values: int
+    attend: int
+    feed_forward: int
+    read: int
+
+
+class _RowBytes(NamedTuple):
+    """What a row takes: of the step, of those that are read, and of a chunk of every stage."""
+
+    resident: int
+    results: int
+    keys_values: int
+    attend: int
+    feed_forward: int
+    read: int
+
+    @classmethod
+    def of(cls, footprint: Footprint, layout: Layout, is_packed: bool) -> _RowBytes:
+        return cls(
+            total(footprint.resident(layout)),
+            total(footprint.read_results()),
+            total(footprint.keys_values(layout)),
+            total(footprint.attend(layout, is_packed=is_packed)),
+            total(footprint.feed_forward(layout)),
+            total(footprint.read(layout, is_packed=is_packed)),
+        )
+
+
+class _Draft:
+    """One way to keep a step's rows, its chunks still open.
+
+    Args:
+        layout: the way.
+        step: the step.
+        row_bytes: of this layout.
+        most_read: rows that may have logits at a time.
+    """
+
+    def __init__(
+        self, layout: Layout, step: StepShape, row_bytes: _RowBytes, most_read: int
+    ) -> None:
+        self.layout, self.step = layout, step
+        self._of_row = row_bytes
+        self._resident = row_bytes.resident * step.rows + row_bytes.results * step.read_rows
+        self._resident += ROUNDING_BYTES
+        self._most_read = min(step.read_rows, most_read)
+
+    def _bytes(self, rows: int) -> int:
+        """With chunks of at most so many rows in every stage."""
+        of_row = self._of_row
+        widest = max(of_row.keys_values, of_row.attend, of_row.feed_forward)
+        of_layers = min(rows, self.step.rows) * widest
+        return self._resident + max(of_layers, min(rows, self._most_read) * of_row.read)
+
+    @property
+    def smallest_bytes(self) -> int:
+        return self._bytes(MIN_CHUNK_ROWS)
+
+    @property
+    def whole_bytes(self) -> int:
+        return self._bytes(self.step.rows)
+
+    def sizes(self, available: int) -> _Sizes:
+        """The longest chunks that fit into `available` bytes."""
+        rows, of_row, free = self.step.rows, self._of_row, available - self._resident
+        attend = _chunk_rows(rows, free // of_row.attend)
+        if rows > WHOLE_STEP_ROWS:
+            enough = FULL_SPEED_ROWS * of_row.feed_forward
+            free = min(free, max(attend * of_row.attend, enough))
+        feed_forward = _chunk_rows(rows, free // of_row.feed_forward)
+        most_read = max(min(self._most_read, attend, feed_forward), 1)
+        return _Sizes(
+            _chunk_rows(rows, free // of_row.keys_values),
+            attend,
+            feed_forward,
+            _chunk_rows(most_read, free // of_row.read),
+        )
+
+    def peaks(self, sizes: _Sizes) -> tuple[int, int, int, int]:
+        """Bytes of each stage while it runs, with what is resident."""
+        of_row, rows = self._of_row, self.step.rows
+        return (
+            self._resident + min(sizes.keys_values, rows) * of_row.keys_values,
+            self._resident + min(sizes.attend, rows) * of_row.attend,
+            self._resident + min(sizes.feed_forward, rows) * of_row.feed_forward,
+            self._resident + min(sizes.read, self.step.read_rows) * of_row.read,
+        )
+
+
+def _chunk_rows(num_rows: int, most: int) -> int:
+    """Rows of as few chunks as possible, of equal size, in whole tiles where that fits."""
+    if most >= num_rows:
+        return max(num_rows, 1)
+    most = max(most, 1)
+    most -= most % TILE_ROWS if most > TILE_ROWS else 0
+    even = -(-num_rows // -(-num_rows // most))
+    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)
+
+
+def _step_of(demands: Sequence[Demand]) -> StepShape:
+    """A step in which all of them take part."""
+    return StepShape(
+        rows=sum(d.rows for d in demands),
+        read_rows=sum(d.read_rows for d in demands),
+        longest=max(d.length for d in demands),
+        num_sequences=sum(d.num_sequences for d in demands),
+    )
+
+
+def _scaled(step: StepShape, rows: int) -> StepShape:
+    """A step of fewer rows of the same kind."""
+    share = rows / step.rows
+    return step._replace(
+        rows=rows,
+        read_rows=math.ceil(step.read_rows * share),
+        longest=int(step.longest * share),
+    )

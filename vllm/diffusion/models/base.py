@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from torch import nn
 
 from vllm.diffusion.layers.attention import AttentionLayout, KeySource, Span
+from vllm.diffusion.layers.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.families import Family
     from vllm.diffusion.layers.attention import SelfAttention
+    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.layers.rotary import Rotary
 
 
 class FeedForward(Protocol):
     """The feed-forward stage of a layer."""
 
-    def feed_forward(self, x: Tensor) -> None:
+    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x [R, D] += feed-forward of its norm, in place."""
 
 
@@ -36,7 +38,8 @@ class DiffusionLayer(nn.Module):
     """One layer as three stages; all but the attention between rows is row-wise.
 
     Every stage accepts any chunk of rows, also none. Under tensor parallelism `attend` and
-    `feed_forward` end in one all-reduce each, so all ranks must use the same chunks.
+    `feed_forward` end in one all-reduce each, so all ranks must use the same chunks. What a stage
+    needs besides its results is taken from `buffers`; without them PyTorch allocates it.
 
     A family's layer owns the weights under their checkpoint names and sets the two attributes.
 
@@ -48,26 +51,33 @@ class DiffusionLayer(nn.Module):
     attention: SelfAttention
     mlp_stage: FeedForward
 
-    def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor) -> None:
+    def keys_values(
+        self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers | None = None
+    ) -> None:
         """Write the projections of x [R, D] to out, queries and keys rotated.
 
         `out` is [R, (H + 2 KV) hd], or [R, 2 KV hd] where the queries are not wanted.
         """
-        self.attention.keys_values(x, rotary, out)
+        self.attention.keys_values(x, rotary, out, buffers or FreshBuffers(x.device))
 
     def attend(
-        self, x: Tensor, rotary: Rotary, sources: Sequence[KeySource], q: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        sources: Sequence[KeySource],
+        q: Tensor | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         """x [R, D] += output projection of attention to the keys of `sources`, in place.
 
         Without q [R, H, hd] the queries are computed from x, which this layer must not have
         updated yet.
         """
-        self.attention.attend(x, rotary, sources, q)
+        self.attention.attend(x, rotary, sources, q, buffers or FreshBuffers(x.device))
 
-    def feed_forward(self, x: Tensor) -> None:
+    def feed_forward(self, x: Tensor, buffers: Buffers | None = None) -> None:
         """x [R, D] += feed-forward of its norm, in place."""
-        self.mlp_stage.feed_forward(x)
+        self.mlp_stage.feed_forward(x, buffers or FreshBuffers(x.device))
 
 
 class DiffusionModel(nn.Module, ABC):
@@ -110,8 +120,11 @@ class DiffusionModel(nn.Module, ABC):
         """Write the embeddings of ids [T] to out [T, D], and return out."""
 
     @abstractmethod
-    def rotary(self, positions: Tensor) -> Rotary:
-        """Rotary table rows of positions [T]; a position counts from its sequence's start."""
+    def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
+        """Rotary table rows of positions [T], in `buffers` where they are given.
+
+        A position counts from its sequence's start.
+        """
 
     @abstractmethod
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:

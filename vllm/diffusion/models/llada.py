@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.models.configs import LLaDAConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -192,12 +193,13 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
             out.mul_(self.hidden_size**0.5)
         return out
 
-    def rotary(self, positions: Tensor) -> Rotary:
+    def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
         return rotary_rows(
             positions,
             theta=self.config.rope_theta,
             rotary_dim=self.head_dim,
             dtype=torch.float32 if self.config.rope_full_precision else self.dtype,
+            buffers=buffers,
         )
 
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.models.configs import DreamConfig, LLaDAMoEConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -270,12 +271,13 @@ class LlamaNamedModel(DiffusionModel, SupportsQuant, ABC):
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         return embed_rows(self.model.embed_tokens, ids, out)
 
-    def rotary(self, positions: Tensor) -> Rotary:
+    def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
         return rotary_rows(
             positions,
             theta=self.config.rope_theta,
             rotary_dim=self.config.rotary_dim,
             dtype=self.dtype,
+            buffers=buffers,
         )
 
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:

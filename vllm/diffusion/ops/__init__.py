@@ -12,6 +12,7 @@ from vllm.diffusion.ops.fused import (
 )
 from vllm.diffusion.ops.linear import (
     add_linear,
+    adds_in_place,
     gated_linear,
     is_plain,
     linear,
@@ -35,6 +36,7 @@ __all__ = [
     "Staging",
     "add_experts",
     "add_linear",
+    "adds_in_place",
     "apply_rotary",
     "candidates",
     "gated_linear",

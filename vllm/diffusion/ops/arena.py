@@ -7,7 +7,16 @@ from vmm_allocator import (
     LimitError,
     OutOfMemoryError,
     TorchPool,
+    VmmError,
     is_built,
 )
 
-__all__ = ["Arena", "InUseError", "LimitError", "OutOfMemoryError", "TorchPool", "is_built"]
+__all__ = [
+    "Arena",
+    "InUseError",
+    "LimitError",
+    "OutOfMemoryError",
+    "TorchPool",
+    "VmmError",
+    "is_built",
+]

@@ -71,7 +71,9 @@ def linear(
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def gated_linear(x: Tensor, layer: ParallelLayer, out: Tensor | None = None) -> Tensor:
+def gated_linear(
+    x: Tensor, layer: ParallelLayer, out: Tensor | None = None, gate_up: Tensor | None = None
+) -> Tensor:
     """silu(gate) * up of this rank's columns, where gate and up are the halves of `linear`.
 
     For few rows one kernel does it all where that was measured faster; it rounds where the two
@@ -81,6 +83,7 @@ def gated_linear(x: Tensor, layer: ParallelLayer, out: Tensor | None = None) -> 
         x: [R, in], model dtype.
         layer: a layer of both matrices, the gate's columns first.
         out: [R, columns / 2] contiguous; None allocates.
+        gate_up: [R, columns] contiguous, overwritten where the product is stored; None allocates.
 
     Returns:
         [R, columns / 2]: `out`, or a new tensor.
@@ -89,10 +92,22 @@ def gated_linear(x: Tensor, layer: ParallelLayer, out: Tensor | None = None) -> 
         weight = plain_weight(layer)
         if is_skinny_faster(x, weight, Epilogue.SILU_MUL):
             return skinny_linear(x, weight, out, epilogue=Epilogue.SILU_MUL, early=_AT_REST)
-    return silu_mul(linear(x, layer), out=out)
+    return silu_mul(linear(x, layer, out=gate_up if is_plain(layer) else None), out=out)
 
 
-def add_linear(x: Tensor, h: Tensor, layer: RowParallelLinear) -> None:
+def adds_in_place(x: Tensor, layer: RowParallelLinear) -> bool:
+    """Whether `add_linear` adds to x in the product's epilogue and stores no product."""
+    return x.is_cuda and layer.tp_size == 1 and is_plain(layer) and _local_bias(layer) is None
+
+
+def add_linear(
+    x: Tensor,
+    h: Tensor,
+    layer: RowParallelLinear,
+    product: Tensor | None = None,
+    *,
+    features: slice = _ALL,
+) -> None:
     """x += h W^T + b in place, summed over the ranks.
 
     On a GPU of its own a plain layer adds in the product's epilogue: one rounding to the model
@@ -100,17 +115,38 @@ def add_linear(x: Tensor, h: Tensor, layer: RowParallelLinear) -> None:
 
     Args:
         x: [R, out], model dtype, contiguous.
-        h: [R, in], this rank's part of the features.
+        h: [R, in], this rank's part of the features, or those of `features`.
         layer: a row-parallel layer.
+        product: the shape of x, overwritten unless `adds_in_place`; None allocates.
+        features: of this rank's part; fewer than all of a plain layer's. The bias comes with the
+            first.
     """
-    if x.is_cuda and layer.tp_size == 1 and is_plain(layer) and _local_bias(layer) is None:
+    if features != _ALL:
+        _add_features(x, h, layer, product, features)
+    elif adds_in_place(x, layer):
         weight = plain_weight(layer)
         if is_skinny_faster(h, weight, Epilogue.RESIDUAL):
             skinny_linear(h, weight, x, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
         else:
             x.addmm_(h, weight.t())
     else:
-        x.add_(tensor_model_parallel_all_reduce(linear(h, layer)))
+        out = product if is_plain(layer) else None
+        x.add_(tensor_model_parallel_all_reduce(linear(h, layer, out=out)))
+
+
+def _add_features(
+    x: Tensor, h: Tensor, layer: RowParallelLinear, product: Tensor | None, features: slice
+) -> None:
+    """`add_linear` with some columns of a plain matrix."""
+    weight = plain_weight(layer)[:, features]
+    bias = _local_bias(layer) if features.start == 0 else None
+    if adds_in_place(x, layer):
+        x.addmm_(h, weight.t())
+        return
+    product = torch.mm(h, weight.t(), out=product)
+    if bias is not None:
+        product.add_(bias)
+    x.add_(tensor_model_parallel_all_reduce(product))
 
 
 def _local_bias(layer: ParallelLayer) -> Tensor | None:

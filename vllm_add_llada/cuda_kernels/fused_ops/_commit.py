@@ -19,8 +19,8 @@ def commit(
 ) -> Committed:
     """Choose among the candidates of S requests, write the chosen tokens, and count what is left.
 
-    For a loop that keeps its canvases on the GPU: one launch ends the step of every request, and the
-    host need only copy two numbers a request to know which of them go on.
+    For a loop that keeps its canvases on the GPU: one launch ends the step of every request, and
+    the host copies two numbers a request to know which of them go on.
 
     A request with a quota commits that many of its candidates (all, if there are fewer): the most
     certain, ties by ascending index. One with a threshold commits every candidate whose score is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that live for one denoise step, reused from step to step."""
+"""Host memory that steps reuse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import math
 import torch
 
 
-class BufferPool:
-    """Named scratch buffers on one device; each grows to the largest size asked for.
+class HostBuffers:
+    """Named buffers in host memory; each grows to the largest size asked for.
 
     The contents are undefined when a buffer is taken: whoever takes it writes it first.
+
+    Args:
+        is_pinned: copies from and to a GPU need not wait for the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
         self._storage: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -23,7 +26,8 @@ class BufferPool:
         count = math.prod(shape)
         storage = self._storage.get((name, dtype))
         if storage is None or storage.numel() < count:
-            storage = torch.empty(count, dtype=dtype, device=self._device)
+            self._storage.pop((name, dtype), None)  # first, so that never both are held
+            storage = torch.empty(count, dtype=dtype, pin_memory=self._is_pinned)
             self._storage[name, dtype] = storage
         return storage[:count].view(shape)
 

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One length: start a server, send one request, read what it took, stop the server."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from test_api_request import FAMILIES, refusal  # noqa: E402
+
+from benchmarks.context_length import records  # noqa: E402
+from benchmarks.context_length.memory import (  # noqa: E402
+    GpuMemory,
+    MemoryUse,
+    PeakMemory,
+    memory_of,
+)
+from benchmarks.context_length.records import Point  # noqa: E402
+from benchmarks.server_process import ServerFailed, ServerProcess  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+STEP_TIME = re.compile(r"execute_diffusion_once time = ([\d.]+) ms")
+PLAN = re.compile(r"plan for T = .*")
+NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+DYING_S = 15.0  # from the death of an engine to the end of its server
+
+
+@dataclass(frozen=True)
+class Server:
+    """How the server of a point is started.
+
+    Attributes:
+        command: the command line.
+        variables: environment variables.
+        port: where these make it listen.
+        startup_s, shutdown_s: what it is given to become healthy, and to end.
+        gpu: index or UUID of its GPU; None: those that it finds.
+    """
+
+    command: Sequence[str]
+    variables: dict[str, str]
+    port: int
+    startup_s: float
+    shutdown_s: float
+    gpu: str | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The one request of a point.
+
+    Attributes:
+        family: of the model, as scripts/test_api_request.py names it.
+        length: prompt and canvas together, in tokens, at least 2.
+        alpha: share of the prompt.
+        steps: denoise steps.
+        timeout_s: for the answer.
+    """
+
+    family: str
+    length: int
+    alpha: float
+    steps: int
+    timeout_s: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; it and the canvas have at least one."""
+        return min(max(round(self.alpha * self.length), 1), self.length - 1)
+
+    @property
+    def gen_tokens(self) -> int:
+        """Tokens of the canvas."""
+        return self.length - self.prompt_tokens
+
+    def body(self, ordinary_ids: Sequence[int]) -> dict[str, Any]:
+        """The JSON body: a random prompt, one block, the whole canvas back as token ids."""
+        known = FAMILIES[self.family]
+        one_block = {} if known.block_length is None else {"block_length": self.gen_tokens}
+        return {
+            "prompt": random.Random(self.length).choices(ordinary_ids, k=self.prompt_tokens),
+            "gen_length": self.gen_tokens,
+            "output_length": self.gen_tokens,
+            "steps": self.steps,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            **one_block,
+            **known.fields,
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request; `status` and `reason` as in `Point`."""
+
+    status: str
+    reason: str = ""
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def ordinary_ids(model: Path) -> Sequence[int]:
+    """Token ids for a random prompt; the special ones of the released models are the last of all.
+
+    Raises:
+        KeyError, OSError, ValueError: config.json cannot be read, or gives no vocab_size.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    special = {value for key, value in config.items() if key.endswith("_token_id")}
+    return [number for number in range(config["vocab_size"] // 2) if number not in special]
+
+
+def measure(
+    server: Server,
+    request: Request,
+    prompt_ids: Sequence[int],
+    log: Path,
+    tell: Callable[[str], None],
+    tick: Callable[[], None],
+) -> Point:
+    """Start, ask, stop.
+
+    Args:
+        server, request: what is started and asked.
+        prompt_ids: the ids that a prompt is drawn from.
+        log: file for the server's output.
+        tell: takes what is being done, in a few words.
+        tick: called now and then while the request runs.
+    """
+    point = Point(request.length, request.prompt_tokens, request.gen_tokens, records.NOT_STARTED)
+    gpu = GpuMemory(server.gpu)
+    tell("starting the server")
+    started = time.monotonic()
+    with ServerProcess(
+        server.command,
+        log,
+        port=server.port,
+        variables=server.variables,
+        stop_s=server.shutdown_s,
+    ) as process:
+        try:
+            process.wait_until_healthy(server.startup_s)
+        except ServerFailed as error:
+            return replace(point, reason=str(error))
+        point = replace(point, startup_s=round(time.monotonic() - started, 3))
+        tell("denoising")
+        point = _ask(process, request, prompt_ids, gpu, tick, point)
+        tell("stopping the server")
+    return point
+
+
+def _ask(
+    process: ServerProcess,
+    request: Request,
+    prompt_ids: Sequence[int],
+    gpu: GpuMemory,
+    tick: Callable[[], None],
+    point: Point,
+) -> Point:
+    """The point with what the request took."""
+
+    def memory_now() -> MemoryUse:
+        return memory_of(process.processes(), gpu)
+
+    body = request.body(prompt_ids)
+    idle, mark = memory_now(), process.log_size()
+    started = time.monotonic()
+    with PeakMemory(memory_now, tick) as memory:
+        answer = send(process, body, request, mark)
+    request_s = time.monotonic() - started
+    log = process.log_text(mark)
+    step_ms = [float(text) for text in STEP_TIME.findall(log)]
+    median_ms = round(statistics.median(step_ms), 3) if step_ms else None
+    return replace(
+        point,
+        status=answer.status,
+        reason=answer.reason,
+        num_steps=len(step_ms),
+        first_ms=step_ms[0] if step_ms else None,
+        median_ms=median_ms,
+        last_ms=step_ms[-1] if step_ms else None,
+        request_s=round(request_s, 3),
+        gpu_idle_bytes=idle.gpu_bytes,
+        gpu_peak_bytes=memory.peak.gpu_bytes,
+        host_idle_bytes=idle.host_bytes,
+        host_peak_bytes=memory.peak.host_bytes,
+        activation_peak_bytes=answer.report.get("peak_bytes"),
+        activation_average_bytes=answer.report.get("average_bytes"),
+        activation_budget_bytes=answer.report.get("budget_bytes"),
+        plan=next(reversed(PLAN.findall(log)), ""),
+        diffusion=answer.report,
+    )
+
+
+def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: int) -> Answer:
+    """Send a request and say what came of it.
+
+    Args:
+        mark: size of the server's log before the request.
+    """
+    timeout = httpx.Timeout(request.timeout_s, connect=30.0)
+    try:
+        with httpx.Client(base_url=process.url, timeout=timeout, trust_env=False) as client:
+            response = client.post("/generate", json=body)
+    except httpx.TimeoutException:
+        return Answer(records.TIMEOUT, f"no answer within {request.timeout_s:g} s")
+    except httpx.TransportError as error:
+        return failure(process, f"the connection broke off: {error!r}", mark)
+    if response.status_code >= 500:
+        return failure(process, f"{response.status_code}: {refusal(response.text)}", mark)
+    if response.status_code != 200:
+        return Answer(records.REFUSED, f"{response.status_code}: {refusal(response.text)}")
+    return checked(response.json(), request)
+
+
+def checked(content: dict[str, Any], request: Request) -> Answer:
+    """An answer with the whole canvas, or what is wrong with it."""
+    report = content.get("diffusion", {})
+    given = len(content["token_ids"][0])
+    if given != request.gen_tokens:
+        reason = f"wanted {request.gen_tokens} tokens in the answer, got {given}"
+        return Answer(records.FAILED, reason, report)
+    return Answer(records.OK, report=report)
+
+
+def failure(process: ServerProcess, message: str, mark: int) -> Answer:
+    """A request without an answer: no memory, a dead server, or another error."""
+    if NO_MEMORY.search(message) or NO_MEMORY.search(process.log_text(mark)):
+        return Answer(records.OUT_OF_MEMORY, message)
+    if process.is_healthy():
+        return Answer(records.FAILED, message)
+    process.has_ended(DYING_S)
+    return Answer(records.SERVER_DIED, f"{message}; {process.last_words(mark)}")

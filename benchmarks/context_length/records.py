@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured at each length, and the folder that keeps it from one run to the next."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+OK = "ok"
+REFUSED = "refused"
+OUT_OF_MEMORY = "out of memory"
+TIMEOUT = "timeout"
+SERVER_DIED = "server died"
+FAILED = "failed"
+NOT_STARTED = "not started"
+
+NAME = "context_length"
+GIB = 2**30
+JSON_ONLY = ("diffusion",)
+
+
+class SettingsDiffer(Exception):
+    """A folder holds measurements with other settings; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One length: a server started, a request sent, the server stopped.
+
+    Attributes:
+        length: prompt and canvas together, in tokens.
+        status: "ok", or how it failed: "refused" (HTTP 4xx), "out of memory", "timeout", "server
+            died", "failed" (any other answer), "not started".
+        reason: of a failure, in the server's words.
+        num_steps: denoise steps that the server logged.
+        first_ms, median_ms, last_ms: their times.
+        request_s: from sending the request to its answer.
+        startup_s: from starting the server to its first good /health.
+        gpu_idle_bytes, host_idle_bytes: memory of the server before the request.
+        gpu_peak_bytes, host_peak_bytes: the most seen during the request.
+        activation_peak_bytes, activation_average_bytes, activation_budget_bytes: of the server's
+            activation pool, as it reports them.
+        plan: how the server cut the step into chunks, in its words.
+        diffusion: the whole of the server's report.
+    """
+
+    length: int
+    prompt_tokens: int
+    gen_tokens: int
+    status: str
+    reason: str = ""
+    num_steps: int = 0
+    first_ms: float | None = None
+    median_ms: float | None = None
+    last_ms: float | None = None
+    request_s: float | None = None
+    startup_s: float | None = None
+    gpu_idle_bytes: int | None = None
+    gpu_peak_bytes: int | None = None
+    host_idle_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    activation_peak_bytes: int | None = None
+    activation_average_bytes: int | None = None
+    activation_budget_bytes: int | None = None
+    plan: str = ""
+    diffusion: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the request was answered."""
+        return self.status == OK
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it says something about the length; a server that never ran does not."""
+        return self.status != NOT_STARTED
+
+
+class Results:
+    """The points of a folder, written anew after each.
+
+    Args:
+        folder: gets context_length.json and context_length.csv.
+        settings: what the points depend on, as JSON knows it.
+        run: record of machine and software.
+
+    Raises:
+        SettingsDiffer: the folder holds points with other settings, or none that can be read.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        self._folder, self._settings, self._run = folder, dict(settings), dict(run)
+        self._points: dict[int, Point] = {}
+        if self.path("json").exists():
+            self._read(self.path("json"))
+
+    def path(self, suffix: str) -> Path:
+        """The file of a kind: json, csv or png."""
+        return self._folder / f"{NAME}.{suffix}"
+
+    def points(self) -> list[Point]:
+        """All points, the shortest first."""
+        return [self._points[length] for length in sorted(self._points)]
+
+    def final(self, length: int) -> Point | None:
+        """The point of a length, if it need not be measured again."""
+        point = self._points.get(length)
+        return point if point is not None and point.is_final else None
+
+    def add(self, point: Point) -> None:
+        """Keep a point and write the files."""
+        self._points[point.length] = point
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(point) for point in self.points()]
+        content = {"run": self._run, "kind": NAME, "settings": self._settings, "points": rows}
+        # Whole or not at all: the run may be ended at any time.
+        draft = self.path("json.draft")
+        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(draft, self.path("json"))
+        with self.path("csv").open("w", newline="", encoding="utf-8") as file:
+            columns = [f.name for f in fields(Point) if f.name not in JSON_ONLY]
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def _read(self, path: Path) -> None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            before = content["settings"]
+            points = [Point(**row) for row in content["points"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingsDiffer(f"{path}: it is no result of this benchmark: {error!r}") from None
+        now = json.loads(json.dumps(self._settings))
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if changed:
+            told = ", ".join(f"{n}: {before.get(n)!r} then, {now.get(n)!r} now" for n in changed)
+            raise SettingsDiffer(
+                f"{path} was measured with other settings ({told}); wanted the same, or another "
+                "--output-dir"
+            )
+        self._points = {point.length: point for point in points}
+
+
+# --- telling ---------------------------------------------------------------------------------
+
+HEADER = (
+    f"{'length':>9} {'prompt':>9} {'canvas':>9} | {'steps':>5} {'first ms':>11} {'median ms':>11} "
+    f"{'last ms':>11} | {'GPU GiB':>8} {'host GiB':>8} {'act. GiB':>8} {'KiB/token':>9} "
+    f"{'peak/avg':>8} | status"
+)
+
+
+def line_of(point: Point) -> str:
+    """One row of the printed table."""
+    activation, average = point.activation_peak_bytes, point.activation_average_bytes
+    per_token = None if activation is None else activation / 1024 / point.length
+    ratio = activation / average if activation and average else None
+    told = point.status if point.runs else f"{point.status}: {_shortened(point.reason)}"
+    return (
+        f"{point.length:>9} {point.prompt_tokens:>9} {point.gen_tokens:>9} | "
+        f"{point.num_steps:>5} {_cell(point.first_ms):>11} {_cell(point.median_ms):>11} "
+        f"{_cell(point.last_ms):>11} | {_gib(point.gpu_peak_bytes):>8} "
+        f"{_gib(point.host_peak_bytes):>8} {_gib(activation):>8} {_cell(per_token):>9} "
+        f"{_cell(ratio):>8} | {told}"
+    )
+
+
+def _gib(num_bytes: int | None) -> str:
+    return _cell(None if num_bytes is None else num_bytes / GIB)
+
+
+def _cell(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
+
+
+def _shortened(text: str, limit: int = 160) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a request may be, and what its steps cost: the command behind the entry points.
+
+    benchmarks/llada/run_benchmark.py --model-path CHECKPOINT --start 8192 --step 8192 --max 204800
+    benchmarks/dream/run_benchmark.py ...
+    benchmarks/llada_moe/run_benchmark.py ...
+
+For each length a server of its own is started with the family's script, asked for one canvas, and
+stopped: round(alpha x length) random prompt tokens, the rest generated as one block, at
+temperature 0. Lengths go from --start to --max by --step; after a failure, the limit is searched
+between the last success and it, down to --precision.
+
+Written into --output-dir after each length: context_length.json and .csv with every length,
+failures with their reason; at the end context_length.png, time and memory against length; in logs/
+what each server printed. The same command goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from benchmarks.context_length import records
+from benchmarks.context_length.measure import Request, Server, measure, ordinary_ids
+from benchmarks.context_length.plot import plot
+from benchmarks.context_length.records import HEADER, Results, SettingsDiffer, line_of
+from benchmarks.context_length.search import Found, Range, search
+from benchmarks.run_record import first_line, software_record
+from benchmarks.server_process import free_port, is_free
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from benchmarks.context_length.records import Point
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class BenchmarkError(Exception):
+    """The benchmark cannot go on; the message is one line for the user."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the run in order.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def main(family: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command for a family; returns the exit status."""
+    options = parse_arguments(family, arguments)
+    try:
+        with interrupting(SIGNALS):
+            run(family, options)
+    except (BenchmarkError, SettingsDiffer, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except Interrupted as error:
+        sys.stderr.write(f"error: interrupted; the same command goes on in {options.output_dir}\n")
+        return 128 + error.number
+    return 0
+
+
+@contextmanager
+def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Within the block these signals raise `Interrupted`, but for those that nohup ignores."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        # Not by sys.stderr: the signal may have come in the middle of one of its writes.
+        os.write(2, b"\ninterrupted: the server is ended; once more, and it is killed\n")
+        raise Interrupted(number)
+
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=f"The longest {NAMES[family]} request, and what its steps cost."
+    )
+
+    def add(name: str, kind: Any, about: str, default: Any = None, **more: Any) -> None:
+        told = "" if default is None else " (default: %(default)s)"
+        parser.add_argument(name, type=kind, default=default, help=about + told, **more)
+
+    add("--project-path", absolute, "repository whose scripts start the server", ROOT)
+    add("--model-path", absolute, "checkpoint folder", required=True)
+    results = ROOT / "results" / records.NAME / family
+    add("--output-dir", absolute, "for the results; an interrupted run goes on there", results)
+    add("--start", int, "first length, prompt and canvas, in tokens", 8192)
+    add("--step", int, "from one length to the next", 8192)
+    add("--max", int, "last length", 204800)
+    add("--precision", int, "how exactly the limit is searched, in tokens", 1024)
+    add("--steps", int, "denoise steps of a request", 1)
+    add("--alpha", float, "share of the prompt in a length", 0.5)
+    add("--gpu", str, "CUDA_VISIBLE_DEVICES of the server (default: as it is set)")
+    add("--port", int, "port of the server (default: a free one)")
+    seconds = {"metavar": "SECONDS"}
+    add("--startup-timeout", float, "for a server to become healthy", 1800.0, **seconds)
+    add("--request-timeout", float, "for an answer", 64800.0, **seconds)
+    add("--shutdown-timeout", float, "for a server to end, then it is killed", 300.0, **seconds)
+    add("--gpu-memory-utilization", float, "share of the GPU's memory", 0.92)
+    add("--activation-pool-size-bytes", int, "budget of activations (default: the server's)")
+    add("--max-model-len", int, "longest length of the server (default: that of --max)")
+    add("--load-format", str, "of the weights; dummy for a checkpoint without any")
+    options = parser.parse_args(arguments)
+    if min(options.start - 1, options.step, options.precision, options.steps) < 1:
+        parser.error("wanted --start from 2, and --step, --precision and --steps from 1")
+    if options.max < options.start:
+        parser.error(f"--max: wanted at least --start, {options.start}, got {options.max}")
+    if not 0 < options.alpha < 1:
+        parser.error(f"--alpha: wanted a share between 0 and 1, got {options.alpha:g}")
+    if options.max_model_len is None:
+        options.max_model_len = options.max
+    return options
+
+
+def absolute(text: str) -> Path:
+    """A path that means the same in another folder."""
+    return Path(text).expanduser().absolute()
+
+
+def run(family: str, options: argparse.Namespace) -> None:
+    """All lengths, a line each, then the table and the plot.
+
+    Raises:
+        BenchmarkError: an argument does not lead to a server, a server does not start, or the
+            first length fails.
+        SettingsDiffer: the folder belongs to other settings.
+    """
+    script = options.project_path / "scripts" / f"run_{family.replace('-', '_')}_server.sh"
+    if not script.is_file():
+        raise BenchmarkError(f"--project-path: wanted a repository with {script.name}, no {script}")
+    try:
+        prompt_ids = ordinary_ids(options.model_path)
+    except (OSError, ValueError, KeyError) as error:
+        raise BenchmarkError(f"--model-path: no config.json with vocab_size: {error!r}") from None
+    results = Results(options.output_dir, settings_of(family, options), run_record(options.gpu))
+    sweep = Sweep(family, script, options, results, prompt_ids)
+    try:
+        found = sweep.run()
+    finally:
+        sweep.tell_results()
+    if found.longest is None:
+        raise BenchmarkError(f"the first length, {options.start} tokens, fails already")
+
+
+def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What measurements depend on; with other values a folder is not gone on with."""
+    names = (
+        *("start", "step", "max", "precision", "steps", "alpha", "gpu", "gpu_memory_utilization"),
+        *("activation_pool_size_bytes", "max_model_len", "load_format", "request_timeout"),
+    )
+    return {
+        "family": family,
+        "model_path": str(options.model_path),
+        **{name: getattr(options, name) for name in names},
+        "extra_vllm_args": os.environ.get("EXTRA_VLLM_ARGS", ""),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("VLLM_", "DLLM_")) and "KEY" not in name and "TOKEN" not in name
+        },
+    }
+
+
+def run_record(gpu: str | None) -> dict[str, Any]:
+    """Machine, software and command line; this process itself leaves the GPU alone."""
+    select = [] if gpu is None else ["-i", gpu]
+    query = "--query-gpu=name,memory.total,driver_version"
+    told = first_line("nvidia-smi", *select, query, "--format=csv,noheader,nounits")
+    record = software_record()
+    if told is not None and told.count(",") == 2:
+        record["gpu"], mib, record["driver"] = (part.strip() for part in told.split(","))
+        record["gpu_memory_gib"] = round(int(mib) / 1024, 1)
+    return record
+
+
+@dataclass
+class Sweep:
+    """The lengths of one run, with what tells of them.
+
+    Attributes:
+        family, script: what is served, and what serves it.
+        options: of the command line.
+        results: takes the points.
+        prompt_ids: the ids that prompts are drawn from.
+    """
+
+    family: str
+    script: Path
+    options: argparse.Namespace
+    results: Results
+    prompt_ids: Sequence[int]
+
+    def run(self) -> Found:
+        """Measure what is not in the results yet."""
+        options = self.options
+        tried = Range(options.start, options.step, options.max, options.precision)
+        server = self._server()
+        print(f"server of each length: {told_command(server)}")
+        print(
+            f"lengths: {options.start} to {options.max} by {options.step}; if one fails, its limit "
+            f"to {options.precision} tokens\n\n{HEADER}",
+            flush=True,
+        )
+        with tqdm(total=len(tried.lengths), unit="length", leave=False) as self._progress:
+            return search(tried, self._runs)
+
+    def _runs(self, length: int, left: int) -> bool:
+        """Whether a length runs; see `search`."""
+        progress = self._progress
+        progress.total = progress.n + left
+        point, told = self.results.final(length), " (measured before)"
+        if point is None:
+            point, told = self._measure(length), ""
+            self.results.add(point)
+        progress.write(line_of(point) + told)
+        sys.stdout.flush()
+        progress.update()
+        if not point.is_final:
+            raise BenchmarkError(f"{point.reason}; all of it is in {self._log(length)}")
+        return point.runs
+
+    def _measure(self, length: int) -> Point:
+        options, progress = self.options, self._progress
+
+        def tell(doing: str) -> None:
+            progress.set_postfix_str(f"{length}: {doing}")
+
+        request = Request(
+            self.family, length, options.alpha, options.steps, options.request_timeout
+        )
+        tick = progress.refresh if sys.stderr.isatty() else _nothing
+        return measure(self._server(), request, self.prompt_ids, self._log(length), tell, tick)
+
+    def _log(self, length: int) -> Path:
+        log: Path = self.options.output_dir / "logs" / f"server_{length}.log"
+        return log
+
+    def _server(self) -> Server:
+        """The family's script with its variables.
+
+        Raises:
+            BenchmarkError: something else listens on the port.
+        """
+        options = self.options
+        port = free_port() if options.port is None else options.port
+        if not is_free(port):
+            raise BenchmarkError(f"--port: {port} is in use; wanted a free one")
+        variables = {
+            "MOSAIC_HOME": str(options.project_path),
+            "MODEL_DIR": str(options.model_path),
+            "HOST": "127.0.0.1",
+            "PORT": str(port),
+            "MAX_MODEL_LEN": str(options.max_model_len),
+            "GPU_MEMORY_UTILIZATION": str(options.gpu_memory_utilization),
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_LOG_DIFFUSION_STEPS": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",  # of the lines with the times of steps
+            "VLLM_API_KEY": "",
+        }
+        if options.gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = options.gpu
+        if options.activation_pool_size_bytes is not None:
+            variables["VLLM_ACTIVATION_POOL_SIZE_BYTES"] = str(options.activation_pool_size_bytes)
+        load_format = [] if options.load_format is None else ["--load-format", options.load_format]
+        return Server(
+            command=["bash", str(self.script), *load_format],
+            variables=variables,
+            port=port,
+            startup_s=options.startup_timeout,
+            shutdown_s=options.shutdown_timeout,
+            gpu=options.gpu,
+        )
+
+    def tell_results(self) -> None:
+        """Print the table of all lengths and what it comes to, and draw the plot."""
+        points = self.results.points()
+        if not points:
+            return
+        print("", HEADER, *map(line_of, points), "", sep="\n")
+        longest = max((point.length for point in points if point.runs), default=None)
+        failure = next((point for point in points if not point.runs and point.is_final), None)
+        print(f"longest length that runs: {longest or 'none'}")
+        if failure is not None:
+            print(f"shortest that fails: {failure.length} ({failure.status}: {failure.reason})")
+        title = f"{self.options.model_path.name}, {self.options.steps} steps"
+        plot(self.results.path("png"), points, title)
+        print(f"written: {self.options.output_dir}", flush=True)
+
+
+def told_command(server: Server) -> str:
+    """How a server is started, as a line for a shell."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in server.variables.items()]
+    return " ".join([*variables, shlex.join(server.command)])
+
+
+def _nothing() -> None:
+    """Where nobody looks at the bar, it is drawn at changes only."""

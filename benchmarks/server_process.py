@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server process for the length of a block, ended with all its processes whatever happens.
+
+    with ServerProcess(command, log, port=8901) as server:
+        server.wait_until_healthy(600)
+        httpx.post(f"{server.url}/generate", ...)
+
+A guard process (benchmarks/process_guard.py) ends the server when the block is left, and when the
+process of the block is gone, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[1]
+GUARD = ROOT / "benchmarks" / "process_guard.py"
+STOP_S = 60.0
+POLL_S = 0.2
+TAIL_LINES = 5
+# `EXCEPTION: message` behind what the logger puts before it. The first in a log is the cause.
+CAUSE = re.compile(r"(?:^|[\s\]])((?!RuntimeError: Engine core init)\w*(?:Error|Exception): \S.*)")
+
+
+class ServerFailed(Exception):
+    """A server did not do what was waited for; the message is one line with its log's end."""
+
+
+class ServerProcess:
+    """A server on this machine, running while the block does.
+
+    Args:
+        command: the command line; it must make the server listen on `port` of 127.0.0.1.
+        log: file that takes its output.
+        port: see `command`.
+        variables: environment variables on top of this process's.
+        stop_s: seconds that it has for an orderly end; then it is killed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        port: int,
+        variables: Mapping[str, str] | None = None,
+        stop_s: float = STOP_S,
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, str(GUARD), str(stop_s), *command]
+        self._environment = environment(variables or {})
+        self._log = log
+
+    def __enter__(self) -> ServerProcess:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as output:
+            self._guard = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,  # its end is the sign to end the server
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        try:
+            self._guard.wait()
+        except KeyboardInterrupt:  # once more: do not wait for an orderly end
+            self._guard.terminate()
+            self._guard.wait()
+            raise
+
+    def is_healthy(self) -> bool:
+        """Whether /health answers 200."""
+        with httpx.Client(base_url=self.url, timeout=10.0, trust_env=False) as client:
+            return is_healthy(client)
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Return when /health answers 200.
+
+        Raises:
+            ServerFailed: the server has ended, or `timeout_s` seconds have passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.is_healthy():
+            if self.has_ended():
+                raise ServerFailed(f"the server ended at its start; {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"the server was not healthy within {timeout_s:g} s; {self.last_words()}"
+                )
+            time.sleep(POLL_S)
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether the server ends within `timeout_s` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(timeout_s)
+        return self._guard.returncode is not None
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of the server, as far as they run."""
+        try:
+            found: list[psutil.Process] = psutil.Process(self._guard.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return found
+
+    def log_size(self) -> int:
+        """Bytes of the log so far."""
+        return self._log.stat().st_size
+
+    def log_text(self, start: int = 0) -> str:
+        """The log from byte `start` on."""
+        with self._log.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+
+    def last_words(self, start: int = 0) -> str:
+        """The first exception that the log tells of from byte `start` on, and its last lines."""
+        lines = [line.strip() for line in self.log_text(start).splitlines() if line.strip()]
+        cause = next((match[1] for line in lines if (match := CAUSE.search(line))), None)
+        told = f"{cause}; " if cause else ""
+        return f"{told}its log ends with: {' | '.join(lines[-TAIL_LINES:])}"
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a server of its own, with `variables` on top.
+
+    The interpreter's folder comes first on PATH: scripts find the same Python.
+    """
+    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**inherited, "PATH": path, **variables}
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether a server of this machine may listen on a port."""
+    with socket.socket() as wanted:
+        wanted.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            wanted.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def is_healthy(client: httpx.Client) -> bool:
+    """Whether the server of `client` answers /health with 200."""
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

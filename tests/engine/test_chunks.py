@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks, head groups and rows in host memory change no token, and take what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, running
+from vllm.diffusion.engine.budget import planning_budget
+from vllm.diffusion.memory import Plan, Planner
+from vllm.diffusion.memory.footprint import Footprint, Layout, total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from tests.engine.harness import Answer, Engine
+    from vllm.diffusion.engine.messages import StepUsage
+
+FAMILIES = ["gqa", "bias", "dream", "moe_dense_mix"]
+SHORT: dict[str, Any] = {
+    "algorithm": "semi_ar",
+    "gen_length": 16,
+    "block_length": 8,
+    "steps": 4,
+    "ignore_eos": True,
+}
+# Whole sequences, one of them guided, and windows of kept keys and values share their steps.
+REQUESTS: list[tuple[int, dict[str, Any]]] = [
+    (20, SHORT),
+    (5, {**SHORT, "cfg_scale": 1.0}),
+    (33, {**SHORT, "cache": "dual"}),
+    (3, {**SHORT, "cache": "prefix"}),
+    (9, {**SHORT, "temperature": 0.7, "seed": 3}),
+]
+# Sizes that divide nothing, so that chunks cross sequences and requests.
+CUT = Plan(
+    keep_queries=False, keys_values_rows=37, attend_rows=29, feed_forward_rows=23, logits_rows=5
+)
+PLANS = {
+    "chunks": CUT,
+    "chunks, queries kept": replace(CUT, keep_queries=True),
+    "2 head groups": replace(CUT, head_groups=2),
+    "rows in host memory": replace(CUT, host_residual=True),
+    "2 head groups, rows in host memory": replace(CUT, head_groups=2, host_residual=True),
+    "one chunk, 2 head groups": Plan(False, 1000, 1000, 1000, 1000, head_groups=2),
+    "one chunk in host memory": Plan(False, 1000, 1000, 1000, 1000, host_residual=True),
+}
+
+
+def asks() -> list[Ask]:
+    return [
+        Ask(random_prompt(length, seed), extra) for seed, (length, extra) in enumerate(REQUESTS)
+    ]
+
+
+def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:
+    return [(answer.token_ids, answer.num_forwards) for answer in answers]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def whole(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]
+) -> Iterator[tuple[Engine, list[tuple[list[int], int | None]]]]:
+    """An engine, and what it answers without chunks."""
+    with running(checkpoint(request.param)) as engine:
+        wanted = tokens(engine.ask(*asks()))
+        assert all(len(ids) == 16 for ids, _ in wanted)
+        yield engine, wanted
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_mixed_batch_gives_the_same_tokens(
+    whole: tuple[Engine, list[tuple[list[int], int | None]]],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, wanted = whole
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    assert tokens(engine.ask(*asks())) == wanted
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+
+
+@pytest.mark.parametrize("head_groups", [2, 4])
+def test_every_head_may_be_a_group(
+    head_groups: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(checkpoint("mha")) as engine:
+        wanted = tokens(engine.ask(*asks()))
+        plan = replace(CUT, head_groups=head_groups, host_residual=True)
+        monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+        assert tokens(engine.ask(*asks())) == wanted
+
+
+# ---- predicted and measured ----
+
+LONG = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2}
+
+
+def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
+    """The plan and the measured memory of every step from now on."""
+    found: list[tuple[Plan, StepUsage]] = []
+    planned: list[Plan] = []
+    plan, execute = engine.runner.planner.plan, engine.runner.execute
+
+    def recording_plan(*arguments: Any) -> Plan:
+        planned.append(plan(*arguments))
+        return planned[-1]
+
+    def recording_execute(message: Any) -> Any:
+        output = execute(message)
+        if output.results:
+            found.append((planned[-1], output.usage))
+        return output
+
+    monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
+    monkeypatch.setattr(engine.runner, "execute", recording_execute)
+    return found
+
+
+@pytest.mark.parametrize("family", ["mha", "gqa", "dream", "moe", "moe_dense_mix"])
+def test_measured_peaks_are_the_predicted_ones(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a pool in which a step is whole to one in which it hardly fits."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    requests = [Ask(random_prompt(512), LONG), Ask(random_prompt(200), {**LONG, "cfg_scale": 1.0})]
+    wanted: list[tuple[list[int], int | None]] = []
+    seen = set()
+    with running(checkpoint(family), max_model_len=2048, max_num_batched_tokens=4096) as engine:
+        largest = 0
+        for share in (1.0, 0.7, 0.5, 0.35, 0.25):
+            if largest:
+                shrink(engine, int(share * largest))
+            found = record(engine, monkeypatch)
+            (answer,) = engine.ask(requests[0])
+            wanted = wanted or tokens([answer])
+            assert tokens([answer]) == wanted
+            largest = largest or max(usage.peak_bytes for _, usage in found)
+            for plan, usage in found:
+                seen.add((plan.is_whole(1024), plan.is_streamed))
+                assert usage.peak_bytes <= engine.runner.pool.budget_bytes
+                assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+                assert 0 < usage.average_bytes <= usage.peak_bytes
+        assert (True, False) in seen and (False, True) in seen
+        found = record(engine, monkeypatch)
+        engine.ask(*requests)
+        for plan, usage in found:
+            assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+
+
+def shrink(engine: Engine, budget_bytes: int) -> None:
+    """Give the engine a smaller pool."""
+    runner = engine.runner
+    runner.pool.budget_bytes = budget_bytes
+    runner.planner = Planner(runner.planner.shape, planning_budget(budget_bytes), 4096)
+
+
+# ---- all memory there is, not only the pool's ----
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made within it hold at a time, whoever allocated them.
+
+    Args:
+        weights: tensors that were there before.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._total = 0  # with what is gone since it was last looked through
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        if self._total > self.peak:
+            self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+            self._total = sum(num_bytes for _, num_bytes in self._live.values())
+            self.peak = max(self.peak, self._total)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._live and storage._cdata not in self._weights:
+            self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self._total += storage.nbytes()
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("host_residual", [False, True])
+def test_nothing_grows_with_the_sequence_but_what_is_resident(
+    head_groups: int,
+    host_residual: bool,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks are short here, so whatever all rows had besides what was planned would show.
+
+    The smallest such thing, the rotary tables, would take half a MiB.
+    """
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    prompt, asked = random_prompt(4032), {**SHORT, "gen_length": 64, "block_length": 64, "steps": 1}
+    with running(checkpoint("mha"), max_model_len=4096) as engine:
+        footprint = Footprint(engine.runner.planner.shape)
+        layout = Layout(False, head_groups, host_residual)
+        planned = 4096 * total(footprint.resident(layout))
+        plan = Plan(False, 32, 32, 32, 5, head_groups, host_residual)
+        monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+        with LiveBytes(engine.runner.model.parameters()) as live:
+            engine.ask(Ask(prompt, asked))
+        on_host = engine.runner.host.num_bytes
+        assert on_host == (4096 * 256 * min(head_groups, 2) if host_residual else 0)
+        assert planned <= live.peak - on_host <= planned + 250_000

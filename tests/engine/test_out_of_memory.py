@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running out of memory in the middle of a step ends one request, never the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.engine.harness import BLOCKS, as_request, clear_case
+from tests.engine.test_batching import assert_decoded
+from vllm.diffusion.memory import PoolExhaustedError
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Engine
+    from tests.reference.llada_model import LLaDAReference
+
+
+@pytest.mark.parametrize("error", ["pool", "torch"])
+def test_running_out_of_memory_fails_the_largest_request_alone(
+    error: str,
+    engine: Engine,
+    model: LLaDAReference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others get their tokens in the same step, and the same tokens."""
+    lengths = (20, 90, 40)
+    cases = [clear_case(model, length, **BLOCKS) for length in lengths]
+    asks = [as_request(prompt, **BLOCKS) for prompt, _ in cases]
+    launch, count = engine.runner.launch, 0
+
+    def launch_until_full(req_ids: list[str]) -> Any:
+        nonlocal count
+        rows = sum(engine.runner.canvases[req_id].length for req_id in req_ids)
+        count += 1
+        step = launch(req_ids)
+        if count >= 6 and rows > 130:
+            if error == "pool":
+                raise PoolExhaustedError("normed", 10, 5)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step
+
+    with monkeypatch.context() as small:
+        small.setattr(engine.runner, "launch", launch_until_full)
+        first, largest, last = engine.ask(*asks)
+    assert largest.finish_reason == "error"
+    assert "memory" in largest.report["error"] or "wanted 10 bytes" in largest.report["error"]
+    assert_decoded([first, last], [cases[0][1], cases[2][1]])
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+    assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+
+
+def test_a_step_that_never_fits_fails_all_its_requests_and_no_other(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+
+    def full(name: str, *_: Any) -> Any:
+        raise PoolExhaustedError(name, 10, 5)
+
+    with monkeypatch.context() as no_memory:
+        no_memory.setattr(engine.runner.pool, "take", full)
+        answers = engine.ask(*[as_request(prompt, **BLOCKS)] * 2)
+    assert [answer.finish_reason for answer in answers] == ["error", "error"]
+    assert engine.is_idle()
+    (again,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert again.token_ids == wanted.ids

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes that plans are made of: from the configuration, and those of the loaded model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.models.support import engine_config
+from vllm.diffusion.engine.sizes import model_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vllm.diffusion.memory import ModelShape
+    from vllm.diffusion.models.base import DiffusionModel
+
+CASES = [
+    *("mha", "gqa", "padded_vocab", "bias", "qk_norm", "model_dtype_rope", "one_kv_head"),
+    *("dream", "dream_tied", "moe", "moe_dense_mix", "moe_partial_clipped", "moe_all_dense"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sizes_from_the_configuration_are_those_of_the_model(
+    case: str,
+    case_model: Callable[[str], DiffusionModel],
+    case_path: Callable[[str], Path],
+) -> None:
+    model, shape = case_model(case), model_shape(engine_config(case_path(case)))
+    assert (shape.num_layers, shape.hidden_size) == (len(model.layers), model.hidden_size)
+    assert (shape.num_heads, shape.num_kv_heads) == (model.num_heads, model.num_kv_heads)
+    assert (shape.head_dim, shape.num_columns) == (model.head_dim, model.num_columns)
+    assert shape.element_bytes == model.dtype.itemsize
+    tables = model.rotary(torch.arange(3))
+    assert 3 * shape.rotary_bytes == tables.cos.nbytes + tables.sin.nbytes
+    assert shape.is_plain
+    assert shape.can_group_heads == model.layers[0].attention.can_group_heads
+    assert_same_widths(shape, [layer.mlp_stage for layer in model.layers])
+
+
+def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
+    dense = [stage.down_proj.input_size for stage in stages if hasattr(stage, "down_proj")]
+    assert shape.mlp_width == max(dense, default=0)
+    mixtures = [stage for stage in stages if hasattr(stage, "w2")]
+    if not mixtures:
+        assert shape.experts is None
+        return
+    assert shape.experts is not None
+    count, _, width = mixtures[0].w2.shape
+    assert (shape.experts.count, shape.experts.width) == (count, width)
+    assert shape.experts.chosen == mixtures[0].num_chosen
+
+
+def test_ranks_share_heads_widths_and_columns(case_path: Callable[[str], Path]) -> None:
+    config = engine_config(case_path("gqa"))
+    alone = model_shape(config)
+    config.parallel_config.tensor_parallel_size = 4
+    shared = model_shape(config)
+    assert (shared.num_heads, shared.num_kv_heads, shared.num_ranks) == (1, 1, 4)
+    assert 4 * shared.mlp_width == alone.mlp_width
+    assert 4 * shared.num_columns == alone.num_columns
+    assert shared.hidden_size == alone.hidden_size

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/plan_memory.py: plans of a checkpoint's configuration, without weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plan_memory.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_memory", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "moe"])
+def test_plans_terms_and_refusals(
+    family: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    folder = make_checkpoint(tmp_path, family=family, seed=1)
+    pool = ["--pool-gib", "0.01"]
+    assert script.main([str(folder), "--tokens", "100", "10000", *pool, "--terms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("T = 100: rows a chunk: keys-values 100, attend 100")
+    assert lines[1].startswith("  resident: ") and ", keys and values " in lines[1]
+    assert lines[6].startswith("T = 10000: ") and " KiB a token" in lines[6]
+    assert script.main([str(folder), "--tokens", "10000000", *pool]) == 1
+    assert "prompt + gen_length: given 10000000; " in capsys.readouterr().out

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts far beyond the checkpoint's own length, as ids and as text, through a server script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.server.client import GENERATE, Client, refusal
+from tests.server.process import ROOT, ServerProcess, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_MODEL_LEN = 2**21
+LONG = 102_400  # tokens of the prompt of a request of 204,800
+
+
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A checkpoint of 256 positions, served with 2,097,152 by the script and its variables."""
+    folder: Path = tmp_path_factory.mktemp("long")
+    model = make_checkpoint(folder / "model", seed=3, n_layers=2)
+    port = free_port()
+    process = ServerProcess(
+        ["bash", str(ROOT / "scripts" / "run_llada_server.sh")],
+        folder / "server.log",
+        port=port,
+        MODEL_DIR=str(model),
+        PORT=str(port),
+        MAX_MODEL_LEN=str(MAX_MODEL_LEN),
+        EXTRA_VLLM_ARGS="--dtype float32",
+    )
+    try:
+        process.wait_until_healthy()
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def long_client(long_server: ServerProcess) -> Iterator[Client]:
+    with long_server.client() as http:
+        yield Client(http)
+        assert http.get("/health").status_code == 200
+    assert "Traceback" not in long_server.log()
+
+
+@pytest.mark.parametrize("kind", ["ids", "text"])
+def test_a_long_prompt_passes_the_door(long_client: Client, kind: str) -> None:
+    """All of it is read before its canvas is refused, for which no prompt would leave room."""
+    prompt = random_prompt(LONG) if kind == "ids" else "long " * (LONG // 4)
+    num_tokens = LONG
+    if kind == "text":
+        num_tokens = long_client.answer("/tokenize", {"prompt": prompt})["count"]
+        assert num_tokens >= LONG
+    body = {"prompt": prompt, "gen_length": MAX_MODEL_LEN}
+    error = refusal(long_client.http.post(GENERATE, json=body))
+    assert error["param"] == "gen_length"
+    told = f"a prompt of {num_tokens} tokens and a canvas of {MAX_MODEL_LEN} exceed max_model_len"
+    assert told in error["message"]
+
+
+def test_more_positions_than_the_checkpoint_has(long_client: Client) -> None:
+    """The same seed gives the same canvas with its text and without."""
+    body: dict[str, Any] = {
+        "prompt": random_prompt(4000),
+        "gen_length": 96,
+        "block_length": 96,
+        "steps": 2,
+        "ignore_eos": True,
+        "seed": 1,
+    }
+    answer = long_client.generate(**body)
+    assert answer["usage"]["prompt_tokens"] == 4000
+    assert len(answer["token_ids"][0]) == 96
+    assert answer["text"][0]
+    silent = long_client.generate(**body, detokenize=False)
+    assert silent["token_ids"] == answer["token_ids"]
+    assert silent["text"] == [""]
+
+
+def test_stop_strings_need_the_text(long_client: Client) -> None:
+    body = {"prompt": "hello", "gen_length": 8, "stop": "a", "detokenize": False}
+    assert "detokenize" in refusal(long_client.http.post(GENERATE, json=body))["message"]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a worker's activation pool may take."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from vllm.diffusion import envs
+from vllm.diffusion.errors import ServerConfigError
+from vllm.distributed import get_tp_group
+
+# What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
+# tensors of steps that a graph runs.
+OUTSIDE_BYTES = 512 << 20
+# Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
+ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
+
+
+def activation_budget(device: torch.device, utilization: float) -> int:
+    """Bytes of the activation pool of this rank: as set, else what is free now less a margin.
+
+    Args:
+        device: with the weights loaded.
+        utilization: of the device's memory, upstream's `gpu_memory_utilization`.
+
+    Returns:
+        the least that any tensor-parallel rank has, as all of them follow the same plans.
+
+    Raises:
+        ServerConfigError: nothing is free.
+    """
+    budget = envs.activation_pool_size_bytes()
+    if budget is None:
+        budget = _free_bytes(device, utilization)
+    group = get_tp_group()
+    if group.world_size > 1:
+        least = torch.tensor(budget)
+        torch.distributed.all_reduce(
+            least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group
+        )
+        budget = int(least)
+    if budget < 1:
+        raise ServerConfigError(
+            f"gpu_memory_utilization: given {utilization}; no memory is left for activations "
+            "beside the weights: wanted more, or VLLM_ACTIVATION_POOL_SIZE_BYTES"
+        )
+    return budget
+
+
+def planning_budget(pool_bytes: int) -> int:
+    """The part of a pool that plans may use."""
+    return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available * utilization)
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free
+    return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes, in bytes: every buffer of every stage, by name.
+
+A step has memory that stays from its first to its last stage, and memory of the stage that runs.
+The first grows with the rows of the step, the second with the rows of the stage's chunk, so
+
+    peak = kept + resident + max over the stages (rows of a chunk x bytes of a row) + rounding
+
+with what requests keep between steps as `kept`. Letters: D hidden size, H and KV query and
+key/value heads of this rank, hd head width, M width of an MLP on this rank, C logit columns of
+this rank, e bytes of an element of the model dtype, G head groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+STATISTICS_BYTES = 4  # log-sum-exp that attention kernels store for each query and head, fp32
+INPUT_BYTES = 3 * 8  # token, position and slot of a row, int64
+READ_INPUT_BYTES = 2 * 8  # row and position of a row that is read, int64
+RESULT_BYTES = 3 * 8  # what sampling finds for a row, float64
+ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
+NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: E of them, k for a row, each of this width on this rank."""
+
+    count: int
+    chosen: int
+    width: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model on one rank that its memory and its time follow from.
+
+    Attributes:
+        num_layers: L.
+        hidden_size: D.
+        num_heads, num_kv_heads, head_dim: H, KV, hd.
+        mlp_width: M of the widest dense MLP; 0 where every layer has experts.
+        experts: of the layers that have them, if any do.
+        num_columns: C.
+        element_bytes: e.
+        rotary_bytes: of the cosines and sines of one position.
+        is_plain: projections are unquantised matrices, which can be sliced.
+        can_group_heads: they are, and no norm spans all heads.
+        adds_in_place: the output projection of attention adds to the residual stream itself.
+        num_ranks: tensor-parallel ranks, whose products are summed.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    num_columns: int
+    element_bytes: int
+    rotary_bytes: int
+    experts: Experts | None = None
+    is_plain: bool = True
+    can_group_heads: bool = True
+    adds_in_place: bool = True
+    num_ranks: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        """D e: one row of the residual stream."""
+        return self.hidden_size * self.element_bytes
+
+    @property
+    def query_bytes(self) -> int:
+        """H hd e: the queries of one row."""
+        return self.num_heads * self.head_dim * self.element_bytes
+
+    @property
+    def key_value_bytes(self) -> int:
+        """2 KV hd e: keys and values of one row in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one position in all layers."""
+        return self.num_layers * self.key_value_bytes
+
+    @property
+    def head_groups(self) -> tuple[int, ...]:
+        """Into how many groups the heads can be cut: powers of two that divide KV."""
+        if not self.can_group_heads:
+            return (1,)
+        powers = (1 << exponent for exponent in range(self.num_kv_heads.bit_length()))
+        return tuple(power for power in powers if self.num_kv_heads % power == 0)
+
+
+class StepShape(NamedTuple):
+    """The sizes of a step.
+
+    Attributes:
+        rows: T of all sequences together.
+        read_rows: rows whose hidden states are sampled, or guide the sampling of others.
+        longest: keys of the longest sequence.
+        num_sequences: sequences.
+    """
+
+    rows: int
+    read_rows: int
+    longest: int
+    num_sequences: int = 1
+
+
+class Layout(NamedTuple):
+    """What stays on the device for a whole step.
+
+    Attributes:
+        keep_queries: queries, and tables of the rotary embedding, are computed once for all rows,
+            else by every chunk for itself.
+        head_groups: G; keys and values of one group of heads exist at a time.
+        host_residual: the residual stream lies in host memory and visits the device in chunks.
+    """
+
+    keep_queries: bool
+    head_groups: int = 1
+    host_residual: bool = False
+
+
+Terms = dict[str, int]  # bytes, by what they are for
+
+
+class Footprint:
+    """Bytes of the stages of one model.
+
+    Every stage method gives the bytes that one row of its chunk takes while the stage runs.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+
+    def resident(self, layout: Layout) -> Terms:
+        """Bytes a row of the step takes on the device from its first to its last stage."""
+        shape = self.shape
+        terms = {
+            "inputs": INPUT_BYTES,
+            "keys and values": shape.key_value_bytes // layout.head_groups,
+        }
+        if not layout.host_residual:
+            terms["residual"] = shape.row_bytes
+            if layout.head_groups > 1:
+                terms["updated residual"] = shape.row_bytes
+        if layout.keep_queries:
+            terms["queries"] = shape.query_bytes
+            terms["rotary tables"] = shape.rotary_bytes
+        return terms
+
+    def keys_values(self, layout: Layout) -> Terms:
+        """The norm of the rows; their projections are resident."""
+        terms = {"normed": self.shape.row_bytes}
+        if not self.shape.is_plain:
+            terms["unsliced projection"] = self.shape.query_bytes + self.shape.key_value_bytes
+        return terms | self._visiting(layout) | self._rotary(layout)
+
+    def attend(self, layout: Layout, *, is_packed: bool) -> Terms:
+        """Queries, attention and its projection; what computes the queries is gone by then.
+
+        Args:
+            layout: of the step.
+            is_packed: a chunk may hold rows of several sequences, whose results are collected.
+        """
+        terms = self._visiting(layout, num_streams=2 if layout.head_groups > 1 else 1)
+        terms |= self._rotary(layout)
+        return terms | self._attending(layout, is_packed, has_queries=layout.keep_queries)
+
+    def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Terms:
+        shape, groups = self.shape, layout.head_groups
+        attending = {
+            "attention": shape.query_bytes // groups,
+            "statistics": STATISTICS_BYTES * shape.num_heads // groups,
+        }
+        if is_packed:
+            attending["collected attention"] = shape.query_bytes // groups
+        if not shape.adds_in_place:
+            attending["projected"] = shape.row_bytes
+        attending |= self._summed()
+        if has_queries:
+            return attending
+        projecting = {"normed": shape.row_bytes}
+        if not shape.is_plain:
+            projecting["unsliced projection"] = shape.query_bytes + shape.key_value_bytes
+        queries = {"queries": shape.query_bytes // groups}
+        return queries | max((attending, projecting), key=total)
+
+    def feed_forward(self, layout: Layout) -> Terms:
+        """The widest MLP of the model; the output projection takes the place of the norm."""
+        terms = {"normed": self.shape.row_bytes} | self._widest_mlp() | self._summed()
+        return terms | self._visiting(layout)
+
+    def read(self, layout: Layout, *, is_packed: bool) -> Terms:
+        """Rows that are read after the last layer: the rest of that layer, then their logits.
+
+        With head groups or a host residual the last layer is over by then.
+        """
+        shape = self.shape
+        logits = {"normed": shape.row_bytes, "logits": shape.num_columns * shape.element_bytes}
+        if is_streamed(layout):
+            return {"read rows": shape.row_bytes} | logits
+        attending = self._attending(layout, is_packed, has_queries=False)
+        largest = max((attending, self.feed_forward(layout), logits), key=total)
+        return {"read rows": shape.row_bytes + shape.rotary_bytes} | largest
+
+    def read_results(self) -> Terms:
+        """Bytes that a row that is read takes for the rest of the step."""
+        return {"read inputs": READ_INPUT_BYTES, "results": RESULT_BYTES}
+
+    def _summed(self) -> Terms:
+        """What the ranks' products are summed in."""
+        return {"summed over ranks": self.shape.row_bytes} if self.shape.num_ranks > 1 else {}
+
+    def _rotary(self, layout: Layout) -> Terms:
+        if layout.keep_queries:
+            return {}
+        return {"rotary tables": self.shape.rotary_bytes}
+
+    def _visiting(self, layout: Layout, num_streams: int = 1) -> Terms:
+        """Rows that come from the host, the next ones on their way while these are worked on."""
+        if not layout.host_residual:
+            return {}
+        return {"visiting rows": num_streams * NUM_STREAM_BUFFERS * self.shape.row_bytes}
+
+    def _widest_mlp(self) -> Terms:
+        element = self.shape.element_bytes
+        width = self.shape.mlp_width
+        dense = {"gate and up": 2 * width * element, "activated": width * element}
+        experts = self.shape.experts
+        if experts is None:
+            return dense
+        rows, inner = experts.chosen, experts.width
+        mixture = {
+            # weights in the model dtype, slots int32, choices int8
+            "routing": experts.count * (element + 1) + rows * (element + 4),
+            "activated of experts": rows * inner * element,
+            "terms of experts": rows * self.shape.row_bytes,
+        }
+        return max((dense, mixture), key=total)
+
+
+def is_streamed(layout: Layout) -> bool:
+    """Whether layers run group by group or chunk by chunk from the host, see `Layout`."""
+    return layout.head_groups > 1 or layout.host_residual
+
+
+def total(terms: Terms) -> int:
+    """The sum of the terms."""
+    return sum(terms.values())

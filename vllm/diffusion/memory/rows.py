@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the residual stream, on the device or in host memory, visited chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from vllm.diffusion.memory.footprint import NUM_STREAM_BUFFERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm.diffusion.memory.activation_pool import ActivationPool
+    from vllm.diffusion.ops import Array
+
+    Chunks = Sequence[slice]
+
+
+class Rows(Protocol):
+    """T rows of D numbers, most of which need not be on the device at a time."""
+
+    def visit(
+        self, chunks: Chunks, *, reads: bool = True, writes: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """Each chunk of rows in turn, [R, D] on the device.
+
+        A chunk is good until the next one is asked for, and the last one's changes are lost unless
+        the iterator is used up.
+
+        Args:
+            chunks: ranges of rows.
+            reads: what the rows hold is wanted; else they come uninitialised.
+            writes: what is written into a chunk stays.
+        """
+
+    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
+        """Copy single rows [R] int64, given on the device and on the host, to `out` [R, D]."""
+
+
+class DeviceRows:
+    """All rows lie on the device; chunks are views."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def visit(
+        self, chunks: Chunks, *, reads: bool = True, writes: bool = False
+    ) -> Iterator[torch.Tensor]:
+        for rows in chunks:
+            yield self._x[rows]
+
+    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
+        torch.index_select(self._x, 0, rows, out=out)
+
+
+class HostRows:
+    """All rows lie in host memory; the next chunk is on its way while one is worked on.
+
+    Copies run on streams of their own, one for each way, so that they overlap with computing and
+    with each other. On the CPU they are plain copies.
+
+    Args:
+        x: [T, D] on the host; pinned where there is a GPU.
+        pool: of the device, for the chunks.
+        name: of the chunks in the pool.
+        device: where the pool is.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, pool: ActivationPool, name: str, device: torch.device
+    ) -> None:
+        self._x, self._pool, self._name = x, pool, name
+        self._copies = CopyStreams(device)
+
+    def visit(
+        self, chunks: Chunks, *, reads: bool = True, writes: bool = False
+    ) -> Iterator[torch.Tensor]:
+        if not chunks:
+            return
+        longest = max(rows.stop - rows.start for rows in chunks)
+        shape = (longest, self._x.shape[1])
+        number = min(NUM_STREAM_BUFFERS, len(chunks))
+        buffers = [
+            self._pool.take(f"{self._name} {index}", shape, self._x.dtype)
+            for index in range(number)
+        ]
+        copies = self._copies
+        copies.begin()
+
+        def fetch(index: int) -> torch.Tensor:
+            rows = chunks[index]
+            chunk = buffers[index % number][: rows.stop - rows.start]
+            if reads:
+                copies.fetch(self._x[rows], chunk, index % number)
+            else:
+                copies.claim(index % number)
+            return chunk
+
+        ahead = fetch(0)
+        for index, rows in enumerate(chunks):
+            chunk = ahead
+            if number > 1 and index + 1 < len(chunks):
+                copies.wait_until_free((index + 1) % number)
+                ahead = fetch(index + 1)
+            copies.wait_until_fetched(index % number)
+            yield chunk
+            if writes:
+                copies.store(chunk, self._x[rows], index % number)
+            else:
+                copies.release(index % number)
+        copies.end()
+
+    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
+        self._copies.finish_stores()
+        out.copy_(self._x.index_select(0, torch.from_numpy(host_rows)))
+
+
+class CopyStreams:
+    """Streams for copies between host and device, and who must wait for whom.
+
+    A buffer is fetched into, worked on, stored from, and then free again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_async = device.type == "cuda"
+        if self._is_async:
+            self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            events = (torch.cuda.Event() for _ in range(2 * NUM_STREAM_BUFFERS))
+            self._fetched = [next(events) for _ in range(NUM_STREAM_BUFFERS)]
+            self._free = [next(events) for _ in range(NUM_STREAM_BUFFERS)]
+
+    def begin(self) -> None:
+        """What has been computed and stored so far comes before anything that is fetched."""
+        if self._is_async:
+            self._inward.wait_stream(torch.cuda.current_stream())
+            self._inward.wait_stream(self._outward)
+            for event in self._free:
+                event.record(self._inward)
+
+    def fetch(self, source: torch.Tensor, chunk: torch.Tensor, buffer: int) -> None:
+        """Start to copy rows to the device, into a buffer that is free."""
+        if not self._is_async:
+            chunk.copy_(source)
+            return
+        with torch.cuda.stream(self._inward):
+            chunk.copy_(source, non_blocking=True)
+            self._fetched[buffer].record(self._inward)
+
+    def claim(self, buffer: int) -> None:
+        """What is launched from here on may write a buffer that nothing is fetched into."""
+        if self._is_async:
+            torch.cuda.current_stream().wait_event(self._free[buffer])
+
+    def wait_until_fetched(self, buffer: int) -> None:
+        """What is launched from here on sees the rows in a buffer."""
+        if self._is_async:
+            torch.cuda.current_stream().wait_event(self._fetched[buffer])
+
+    def store(self, chunk: torch.Tensor, target: torch.Tensor, buffer: int) -> None:
+        """Copy rows back when what was launched so far is done; then their buffer is free."""
+        if not self._is_async:
+            target.copy_(chunk)
+            return
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            target.copy_(chunk, non_blocking=True)
+            self._free[buffer].record(self._outward)
+
+    def release(self, buffer: int) -> None:
+        """A buffer is free when what was launched so far is done."""
+        if self._is_async:
+            self._free[buffer].record(torch.cuda.current_stream())
+
+    def wait_until_free(self, buffer: int) -> None:
+        """What is fetched from here on finds a buffer free."""
+        if self._is_async:
+            self._inward.wait_event(self._free[buffer])
+
+    def end(self) -> None:
+        """What is launched from here on may reuse the buffers."""
+        if self._is_async:
+            torch.cuda.current_stream().wait_stream(self._outward)
+
+    def finish_stores(self) -> None:
+        """Wait, on the host, until all rows that were stored are there."""
+        if self._is_async:
+            self._outward.synchronize()
