@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from vllm.diffusion import params
+from vllm.diffusion.api.protocol import GenerateBody
 from vllm.diffusion.metrics import METRICS, REQUESTS_ABORTED, REQUESTS_REFUSED, observations_in
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
@@ -18,8 +19,13 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.v1.metrics.stats import SchedulerStats
 
-_FIELDS = frozenset(name for field in params.FIELDS for name in (field.name, *field.aliases))
-_REASONS = frozenset({"api_key", "body_size", "draining", "engine", "prompt", "messages", "n"})
+_REASONS = frozenset(
+    {
+        *("api_key", "body_size", "draining", "engine"),
+        *GenerateBody.model_fields,
+        *(name for field in params.FIELDS for name in (field.name, *field.aliases)),
+    }
+)
 _installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion engine
 
 
@@ -110,4 +116,4 @@ def count_refusal(reason: str) -> None:
     Names that a client made up count as `other`, so that no client can fill the registry.
     """
     for logger in _installed:
-        logger.refused(reason if reason in _FIELDS | _REASONS else "other")
+        logger.refused(reason if reason in _REASONS else "other")
