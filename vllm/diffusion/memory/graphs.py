@@ -33,8 +33,7 @@ class GraphMemory:
         self, device: torch.device, pool: ActivationPool, budget_bytes: int | None = None
     ) -> None:
         self._device, self._activation_pool = device, pool
-        own = pool.graph_pool()
-        self._pool: Any = torch.cuda.graph_pool_handle() if own is None else own
+        self._own_pool = torch.cuda.graph_pool_handle()
         if budget_bytes is None:
             total = torch.cuda.mem_get_info(device)[1]
             budget_bytes = int(min(total * DEVICE_SHARE, pool.budget_bytes * POOL_SHARE))
@@ -55,9 +54,11 @@ class GraphMemory:
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what the block launches into `graph`, and count the memory it took."""
+        # Asked anew each time: after trimming, the pool's memory for graphs is another one.
+        pool: Any = self._activation_pool.graph_pool() or self._own_pool
         torch.cuda.synchronize(self._device)
         free_before = torch.cuda.mem_get_info(self._device)[0]
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
         torch.cuda.synchronize(self._device)
         self._measured_bytes += max(free_before - torch.cuda.mem_get_info(self._device)[0], 0)

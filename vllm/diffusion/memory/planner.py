@@ -66,6 +66,12 @@ class Plan:
     predicted_seconds: float = 0.0
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """What the sizes of a layer's buffers follow from, besides the rows of the step."""
+        rows = (self.keys_values_rows, self.attend_rows, self.feed_forward_rows)
+        return (*rows, self.head_groups, self.host_residual, self.keep_queries)
+
+    @property
     def is_streamed(self) -> bool:
         """Layers run by groups of heads, or on rows that come from the host."""
         return is_streamed(Layout(self.keep_queries, self.head_groups, self.host_residual))
