@@ -259,7 +259,7 @@ def test_tilings_give_each_multiprocessor_one_block():
 @pytest.mark.parametrize(("num_columns", "depth", "gated"), SKINNY)
 @pytest.mark.parametrize("early", [False, True])
 def test_skinny_against_float64(generator, num_rows, num_columns, depth, gated, early):
-    wide = torch.randn(128, depth + 8, generator=generator).to("cuda", torch.bfloat16)
+    wide = torch.randn(max(SKINNY_ROWS), depth + 8, generator=generator).to("cuda", torch.bfloat16)
     x = wide[:num_rows, :depth]
     weight = torch.randn(num_columns, depth, generator=generator).to("cuda", torch.bfloat16)
     bias = torch.randn(num_columns, generator=generator).to("cuda", torch.bfloat16)
@@ -283,7 +283,7 @@ def test_skinny_against_float64(generator, num_rows, num_columns, depth, gated, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", SKINNY_ROWS)
+@pytest.mark.parametrize("num_rows", [rows for rows in SKINNY_ROWS if rows <= 128])
 def test_gated_skinny_rounds_as_its_parts(generator, num_rows):
     x = torch.randn(num_rows, 256, generator=generator).to("cuda", torch.bfloat16)
     weight = torch.randn(24576, 256, generator=generator).to("cuda", torch.bfloat16) / 16

@@ -36,6 +36,7 @@ ROW_BUCKETS = (
     *range(256, 512, 64),
     *range(512, 1024 + 1, 128),
 )
+LAUNCHING_SECONDS = 0.012  # of a whole step, kernel by kernel, on a slow host
 ROWS_PER_SEQUENCE = 16  # at least, on average, in a bucket for several sequences
 
 
@@ -97,7 +98,9 @@ class GraphRunner:
 
     def run(self, batch: StepBatch, plan: Plan) -> BodyOutputs | None:
         """The layers of a batch by its bucket's graph; None where no graph serves it."""
-        bucket = find_bucket(batch) if plan.is_whole(batch.num_rows) else None
+        if not plan.is_whole(batch.num_rows) or is_faster_without(batch, plan):
+            return None
+        bucket = find_bucket(batch)
         if bucket is None:
             return None
         captured = self._captured.get(bucket)
@@ -146,14 +149,20 @@ class GraphRunner:
         return BodyInputs(token_ids, positions, slots, attending)
 
 
+def is_faster_without(batch: StepBatch, plan: Plan) -> bool:
+    """Whether a batch is one sequence whose fastest attention no graph can hold, and computes long
+    enough to hide that its kernels are launched one by one."""
+    is_whole_sequence = len(batch.sequences) == 1 and batch.num_whole == batch.num_rows
+    hides_launching = plan.predicted_seconds > LAUNCHING_SECONDS
+    return is_whole_sequence and hides_launching and batch.num_rows >= KEYS_OF_WHOLE
+
+
 def find_bucket(batch: StepBatch) -> Bucket | None:
     """The smallest bucket that holds a batch, if there is one."""
     num_sequences = len(batch.sequences)
     is_cached = batch.num_whole == 0
     if not is_cached and batch.num_whole < batch.num_rows:
         return None
-    if not is_cached and num_sequences == 1 and batch.num_rows >= KEYS_OF_WHOLE:
-        return None  # a graph cannot hold the attention that is the fastest for it
     for rows in ROW_BUCKETS:
         most = 1 if num_sequences == 1 else rows // ROWS_PER_SEQUENCE
         if rows >= batch.num_rows and most >= num_sequences:
