@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +23,11 @@ from vllm.diffusion.memory.footprint import Footprint, Layout, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     from tests.engine.harness import Answer, Engine
     from vllm.diffusion.engine.messages import StepUsage
 
+DUMMY = Path(__file__).resolve().parents[2] / "scripts" / "make_dummy_checkpoint.py"
 FAMILIES = ["gqa", "bias", "dream", "moe_dense_mix"]
 SHORT: dict[str, Any] = {
     "algorithm": "semi_ar",
@@ -224,3 +227,55 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
         on_host = engine.runner.host.num_bytes
         assert on_host == (4096 * 256 * min(head_groups, 2) if host_residual else 0)
         assert planned <= live.peak - on_host <= planned + 250_000
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_vmm", ["0", "1"])
+def test_plans_on_a_gpu_give_the_same_tokens(
+    use_vmm: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams, pinned memory and buffers that are laid out anew for every plan."""
+    monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
+    with running(checkpoint("mha"), enforce_eager=True) as engine:
+        wanted = tokens(engine.ask(*asks()))
+        for plan in PLANS.values():
+            with monkeypatch.context() as planned:
+                planned.setattr(engine.runner.planner, "plan", lambda *_, plan=plan: plan)
+                assert tokens(engine.ask(*asks())) == wanted
+        assert tokens(engine.ask(*asks())) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_vmm", ["0", "1"])
+@pytest.mark.parametrize("uses_host", ["0", "1"])
+def test_long_steps_on_a_gpu_stay_within_the_pool(
+    use_vmm: str, uses_host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of the LLaDA-8B shape, 32,768 tokens, 32 KiB a token and 16."""
+    length = 32_768
+    kibibytes = 16 if uses_host == "1" else 32
+    for name, value in {
+        "VLLM_USE_VMM": use_vmm,
+        "VLLM_USE_HOST_RESIDUAL": uses_host,
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_ACTIVATION_POOL_SIZE_BYTES": str(kibibytes * 1024 * length),
+    }.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "two-layers"
+    command = [sys.executable, str(DUMMY), "--family", "llada", "--num-layers", "2", str(folder)]
+    subprocess.run(command, check=True)
+    settings = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": length}
+    with running(folder, **settings, enforce_eager=True) as engine:
+        found = record(engine, monkeypatch)
+        half = length // 2
+        asked = {**SHORT, "gen_length": half, "block_length": half, "steps": 2}
+        (answer,) = engine.ask(Ask([5] * half, asked))
+        assert len(answer.token_ids) == half
+        for plan, usage in found:
+            assert plan.host_residual == (uses_host == "1")
+            assert usage.peak_bytes <= engine.runner.pool.budget_bytes
+            assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.1)
+            assert usage.peak_bytes <= 1.25 * usage.average_bytes

@@ -35,12 +35,19 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool_bytes", [None, 110_000], ids=["whole", "in chunks"])
+def test_two_ranks_equal_the_reference(
+    pool_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads, vocabulary and noise are split; in a batch, after a refusal, and alone.
+
+    In a small pool steps run in chunks, which must be the same on both ranks.
 
     300 logit columns are no multiple of what upstream pads to, so the second rank has columns
     that no token may come from.
     """
+    if pool_bytes is not None:
+        monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(pool_bytes))
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
     cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]

@@ -24,12 +24,13 @@ from vllm.diffusion.memory import (
     Experts,
     HostBuffers,
     ModelShape,
+    Plan,
     Planner,
     StepShape,
     chunks,
 )
 from vllm.diffusion.memory.activation_pool import TorchBacking
-from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Layout, total
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Layout, temporary, total
 from vllm.diffusion.params import ServedModel, SpecialIds
 
 CPU = torch.device("cpu")
@@ -153,19 +154,24 @@ def test_only_plain_heads_without_a_common_norm_can_be_grouped() -> None:
 # ---- plans ----
 
 
+@pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("length", [1, 17, 500, 4096, 20_000, 200_000, 1_000_000])
-def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int) -> None:
+def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_split: bool) -> None:
     """From the smallest budget that has a plan to one in which the step is whole."""
     shape, step = SHAPES[name], half_masked(length)
+
+    def plan_within(budget: int) -> Plan:
+        return Planner(shape, budget, row_budget=1, is_split=is_split).plan(step)
+
     with pytest.raises(ActivationBudgetError) as refused:
-        Planner(shape, 1, row_budget=1).plan(step)
+        plan_within(1)
     required = refused.value.required_bytes
     with pytest.raises(ActivationBudgetError):
-        Planner(shape, required - 1, row_budget=1).plan(step)
+        plan_within(required - 1)
     budget, slowest = required, math.inf
     while True:
-        plan = Planner(shape, budget, row_budget=1).plan(step)
+        plan = plan_within(budget)
         assert 0 < plan.predicted_average_bytes <= plan.predicted_peak_bytes <= budget
         sizes = (plan.keys_values_rows, plan.attend_rows, plan.feed_forward_rows)
         assert all(1 <= size <= length for size in sizes)
@@ -200,11 +206,42 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
         assert plan.predicted_peak_bytes == resident + max(stages) + ROUNDING_BYTES
 
 
+def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() -> None:
+    """Attention's results are PyTorch's; the feed-forward stage cannot have that memory."""
+    step, layout = half_masked(50_000), Layout(keep_queries=False)
+    footprint = Footprint(LLADA_8B)
+    resident = total(footprint.resident(layout)) * step.rows
+    resident += total(footprint.read_results()) * step.read_rows + ROUNDING_BYTES
+    attend = footprint.attend(layout, is_packed=False)
+    assert temporary(attend) == attend["attention"] + attend["statistics"]
+    for share in (1.05, 1.2, 1.5, 3.0):
+        planner = Planner(
+            LLADA_8B, int(share * resident), row_budget=1, uses_host=False, is_split=True
+        )
+        plan = planner.plan(step)
+        if plan.is_streamed:
+            continue
+        stages = (
+            (plan.keys_values_rows, footprint.keys_values(layout)),
+            (plan.attend_rows, attend),
+            (plan.feed_forward_rows, footprint.feed_forward(layout)),
+            (plan.logits_rows, footprint.read(layout, is_packed=False)),
+        )
+        buffers = max(rows * (total(terms) - temporary(terms)) for rows, terms in stages)
+        temporaries = max(rows * temporary(terms) for rows, terms in stages)
+        assert plan.predicted_peak_bytes == resident + buffers + temporaries
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("shape", [LLADA_8B, LLADA_MOE], ids=["llada-8b", "llada-moe"])
 @pytest.mark.parametrize("length", [128, 1024, 4096, 16_384])
-def test_what_fits_is_not_cut(length: int) -> None:
-    plan = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(half_masked(length))
+def test_what_fits_is_not_cut(length: int, shape: ModelShape, is_split: bool) -> None:
+    planner = Planner(shape, 100 * GIB, row_budget=4096, is_split=is_split)
+    plan = planner.plan(half_masked(length))
     assert plan.is_whole(length)
     assert not plan.is_streamed
+    just = Planner(shape, plan.predicted_peak_bytes, row_budget=4096, is_split=is_split)
+    assert just.plan(half_masked(length)) == plan
 
 
 def test_only_the_stage_that_is_the_peak_is_cut() -> None:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.config import decide, row_budget, served_model
-from vllm.diffusion.engine.sizes import demand_of, model_shape
+from vllm.diffusion.config import decide, served_model
+from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.memory import Planner
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.memory import Planner
     from vllm.diffusion.params import DiffusionParams, ServedModel
 
 _marked = threading.local()
@@ -65,8 +65,7 @@ class Door:
 
     def learn_budget(self, budget_bytes: int) -> None:
         """From here on, refuse what does not fit into so much activation memory."""
-        shape, rows = model_shape(self._vllm_config), row_budget(self._vllm_config)
-        self._planner = Planner(shape, budget_bytes, rows)
+        self._planner = make_planner(self._vllm_config, budget_bytes)
 
     def decide(self, sampling_params: Any, prompt_token_ids: list[int]) -> DiffusionParams:
         """The request's parameters.

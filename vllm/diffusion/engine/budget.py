@@ -30,9 +30,8 @@ def activation_budget(device: torch.device, utilization: float) -> int:
     Raises:
         ServerConfigError: nothing is free.
     """
-    budget = envs.activation_pool_size_bytes()
-    if budget is None:
-        budget = _free_bytes(device, utilization)
+    free_bytes = _free_bytes(device, utilization)
+    budget = envs.activation_pool_size_bytes() or free_bytes
     group = get_tp_group()
     if group.world_size > 1:
         least = torch.tensor(budget)
@@ -56,6 +55,11 @@ def planning_budget(pool_bytes: int) -> int:
 def _free_bytes(device: torch.device, utilization: float) -> int:
     if device.type != "cuda":
         return int(psutil.virtual_memory().available * utilization)
+    # cuBLAS allocates its workspace with its first product, and keeps it.
+    some = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.mm(some, some)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what loading the weights has left behind
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free
     return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import metrics, params
-from vllm.diffusion.config import decide, row_budget, served_model
+from vllm.diffusion.config import decide, served_model
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -27,9 +27,8 @@ from vllm.diffusion.engine.messages import (
     StepResult,
     StepUsage,
 )
-from vllm.diffusion.engine.sizes import demand_of, model_shape
+from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
-from vllm.diffusion.memory import Demand, Planner
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.memory import Demand, Planner
     from vllm.diffusion.params import DiffusionParams
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.outputs import DraftTokenIds
@@ -99,7 +99,7 @@ class DiffusionScheduler(SchedulerInterface):
     ) -> None:
         self._model = served_model(vllm_config)
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
-        self._shape, self._row_budget = model_shape(vllm_config), row_budget(vllm_config)
+        self._vllm_config = vllm_config
         self._planner: Planner | None = None  # until the worker has said what memory there is
         self.last_usage: StepUsage | None = None
         self._log_stats = log_stats
@@ -283,7 +283,7 @@ class DiffusionScheduler(SchedulerInterface):
             return
         self.last_usage = usage
         if self._planner is None or self._planner.budget_bytes != usage.budget_bytes:
-            self._planner = Planner(self._shape, usage.budget_bytes, self._row_budget)
+            self._planner = make_planner(self._vllm_config, usage.budget_bytes)
 
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)

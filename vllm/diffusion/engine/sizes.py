@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.diffusion import envs
+from vllm.diffusion.config import row_budget
 from vllm.diffusion.families import BY_ARCHITECTURE, LLADA, LLADA_MOE
-from vllm.diffusion.memory import Demand, Experts, ModelShape
+from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner
+from vllm.diffusion.ops import arena
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,6 +20,18 @@ if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
 
 FP32_BYTES = 4
+
+
+def make_planner(vllm_config: VllmConfig, budget_bytes: int) -> Planner:
+    """The planner of an engine whose steps and caches may take `budget_bytes` on each rank."""
+    is_on_gpu = vllm_config.device_config.device_type == "cuda"
+    return Planner(
+        model_shape(vllm_config),
+        budget_bytes,
+        row_budget(vllm_config),
+        uses_host=envs.use_host_residual(),
+        is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
+    )
 
 
 def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:

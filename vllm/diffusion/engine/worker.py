@@ -13,10 +13,10 @@ from vllm.diffusion import envs
 from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
-from vllm.diffusion.engine.sizes import model_shape
+from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.layers.attention_backends import can_be_captured
-from vllm.diffusion.memory import ActivationPool, GraphMemory, Planner, activation_pool
+from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     get_tensor_model_parallel_world_size,
@@ -84,15 +84,9 @@ class DiffusionWorker(WorkerBase):
         pool = activation_pool(
             budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
         )
-        planner = Planner(
-            model_shape(self.vllm_config),
-            planning_budget(budget),
-            row_budget(self.vllm_config),
-            uses_host=envs.use_host_residual(),
-        )
         self.model_runner = DiffusionModelRunner(
             model,
-            planner,
+            make_planner(self.vllm_config, planning_budget(budget)),
             pool,
             device,
             is_reporting=self.is_driver_worker,

@@ -9,9 +9,8 @@ memory: no sequence of request lengths can fragment it.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,7 +20,6 @@ from vllm.diffusion.ops import arena as vmm
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from vllm.diffusion.memory.usage import UsageMeter
@@ -114,7 +112,7 @@ class TorchBacking:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def temporaries(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def drop_unused(self) -> None:
         if self._device.type == "cuda":
@@ -252,11 +250,29 @@ class _Place:
         return view
 
 
-@dataclass
 class _Scope:
-    stage: str
-    start: int
-    places: dict[str, _Place] = field(default_factory=dict)
+    """What has been taken since a stage began."""
+
+    __slots__ = ("places", "stage", "start")
+
+    def __init__(self, stage: str, start: int) -> None:
+        self.stage, self.start = stage, start
+        self.places: dict[str, _Place] = {}
+
+
+class _Guard:
+    """A scope of a pool as a context."""
+
+    __slots__ = ("_pool", "_stage")
+
+    def __init__(self, pool: ActivationPool, stage: str) -> None:
+        self._pool, self._stage = pool, stage
+
+    def __enter__(self) -> None:
+        self._pool._begin(self._stage)
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._end_scope()
 
 
 class ActivationPool:
@@ -289,6 +305,7 @@ class ActivationPool:
         self._end = 0  # of what is taken
         self._peak = 0  # of the bytes in use since the last mark
         self._high_water = 0  # since it was last reset
+        self._elsewhere = 0  # bytes of what is kept, of temporaries and graphs, when last seen
         self._known: dict[tuple[int, int], _Place] = {}
         self._meter: UsageMeter | None = None
 
@@ -328,10 +345,12 @@ class ActivationPool:
 
     def _room_until(self, name: str, end: int) -> int:
         """Bytes in use when the buffers end there."""
-        in_use = end + self._backing.temporary_bytes
-        if in_use > self.budget_bytes:
+        if len(self._scopes) == 1:
+            self._elsewhere = self._backing.temporary_bytes
+        if end + self._elsewhere > self.budget_bytes:
             self._backing.drop_unused()
-            in_use = end + self._backing.temporary_bytes
+            self._elsewhere = self._backing.temporary_bytes
+        in_use = end + self._elsewhere
         if in_use > self.budget_bytes:
             raise PoolExhaustedError(name, in_use, self.budget_bytes)
         return in_use
@@ -370,23 +389,36 @@ class ActivationPool:
             PoolExhaustedError: the budget has no room for both; nothing has changed.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
+        self._look_elsewhere()
         self._room_until(name, self._end + num_bytes)
-        return self._backing.keep(name, num_bytes).view(dtype).view(shape)
+        kept = self._backing.keep(name, num_bytes).view(dtype).view(shape)
+        self._look_elsewhere()
+        return kept
 
-    @contextlib.contextmanager
-    def scope(self, stage: str = "") -> Iterator[None]:
+    def scope(self, stage: str = "") -> AbstractContextManager[None]:
         """What is taken within it is given back at its end."""
-        self._mark(self._scopes[-1].stage)
-        scope = _Scope(stage, self._end)
-        self._scopes.append(scope)
-        try:
-            yield
-        finally:
-            self._mark(stage)
-            self._scopes.pop()
-            self._end = scope.start
-            if self._meter is not None:
-                self._peak = self.used_bytes
+        return _Guard(self, stage)
+
+    def _begin(self, stage: str) -> None:
+        if self._meter is not None:
+            self._mark(self._scopes[-1].stage)
+        elif len(self._scopes) == 1:
+            self._look_elsewhere()
+        self._scopes.append(_Scope(stage, self._end))
+
+    def _end_scope(self) -> None:
+        if self._meter is not None:
+            self._mark(self._scopes[-1].stage)
+        elif len(self._scopes) == 2:
+            self._look_elsewhere()
+        self._end = self._scopes.pop().start
+        if self._meter is not None:
+            self._peak = self._end + self._elsewhere
+
+    def _look_elsewhere(self) -> None:
+        """See how much there is besides the buffers. It takes time, so not with every buffer."""
+        self._elsewhere = self._backing.temporary_bytes
+        self._count(self._end + self._elsewhere)
 
     def temporaries(self) -> AbstractContextManager[None]:
         """Within it, what PyTorch allocates counts against the budget, where the backing can.
@@ -421,7 +453,7 @@ class ActivationPool:
         """Forget all buffers and give everything back."""
         self._known.clear()
         self._scopes = [_Scope("", 0)]
-        self._end = self._peak = self._high_water = 0
+        self._end = self._peak = self._high_water = self._elsewhere = 0
         self._backing.close()
 
     def measure(self, meter: UsageMeter | None) -> None:
@@ -433,9 +465,9 @@ class ActivationPool:
 
     def _mark(self, stage: str) -> None:
         if self._meter is not None:
-            used = self.used_bytes
-            self._meter.mark(stage, max(self._peak, used))
-            self._peak = used
+            self._look_elsewhere()
+            self._meter.mark(stage, self._peak)
+            self._peak = self._end + self._elsewhere
 
     @property
     def used_bytes(self) -> int:
@@ -449,7 +481,8 @@ class ActivationPool:
 
     def reset_peak(self) -> None:
         """Let the peak start again from the present bytes."""
-        self._high_water = self.used_bytes
+        self._elsewhere = self._backing.temporary_bytes
+        self._high_water = self._end + self._elsewhere
 
     @property
     def graph_bytes(self) -> int | None:

@@ -96,6 +96,15 @@ class ModelShape:
         return tuple(power for power in powers if self.num_kv_heads % power == 0)
 
 
+# What PyTorch allocates itself, while the other terms are buffers of the pool.
+TEMPORARIES = frozenset(
+    {
+        *("attention", "statistics", "collected attention", "summed over ranks"),
+        *("unsliced projection", "routing", "activated of experts", "terms of experts"),
+    }
+)
+
+
 class StepShape(NamedTuple):
     """The sizes of a step.
 
@@ -254,3 +263,8 @@ def is_streamed(layout: Layout) -> bool:
 def total(terms: Terms) -> int:
     """The sum of the terms."""
     return sum(terms.values())
+
+
+def temporary(terms: Terms) -> int:
+    """The sum of those terms that PyTorch allocates itself."""
+    return sum(num_bytes for name, num_bytes in terms.items() if name in TEMPORARIES)

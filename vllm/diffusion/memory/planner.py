@@ -20,7 +20,9 @@ from vllm.diffusion.memory.footprint import (
     Footprint,
     Layout,
     StepShape,
+    Terms,
     is_streamed,
+    temporary,
     total,
 )
 
@@ -158,14 +160,23 @@ class Planner:
         budget_bytes: of the activation pool: buffers of a step, kept keys and values, graphs.
         row_budget: rows that several requests may share in one step.
         uses_host: the residual stream may lie in host memory where nothing else fits as well.
+        is_split: memory that PyTorch's temporaries have had in one stage does not serve the buffers
+            of another before the step ends, as it is in a pool on virtual memory.
     """
 
     def __init__(
-        self, shape: ModelShape, budget_bytes: int, row_budget: int, *, uses_host: bool = True
+        self,
+        shape: ModelShape,
+        budget_bytes: int,
+        row_budget: int,
+        *,
+        uses_host: bool = True,
+        is_split: bool = False,
     ) -> None:
         self.shape = shape
         self.budget_bytes = budget_bytes
         self.row_budget = row_budget
+        self._is_split = is_split
         self._footprint = Footprint(shape)
         self._costs = Costs(shape)
         self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
@@ -265,7 +276,8 @@ class Planner:
         key = (layout, step.num_sequences > 1)
         row_bytes = self._row_bytes.get(key)
         if row_bytes is None:
-            row_bytes = self._row_bytes[key] = _RowBytes.of(self._footprint, *key)
+            row_bytes = _RowBytes.of(self._footprint, *key, is_split=self._is_split)
+            self._row_bytes[key] = row_bytes
         return _Draft(layout, step, row_bytes, self._most_read)
 
     def _finish(self, draft: _Draft, available: int, kept_bytes: int) -> Plan:
@@ -340,25 +352,49 @@ class _Sizes(NamedTuple):
     read: int
 
 
+class _Bytes(NamedTuple):
+    """What a row of a stage's chunk takes.
+
+    Attributes:
+        buffers: of the pool; all that it takes, where the pool is not split.
+        temporaries: that PyTorch allocates, where the pool is split.
+    """
+
+    buffers: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, terms: Terms, is_split: bool) -> _Bytes:
+        apart = temporary(terms) if is_split else 0
+        return cls(total(terms) - apart, apart)
+
+    def rows_in(self, buffers: int, temporaries: int) -> int:
+        """Rows that fit into so many bytes of each."""
+        rows = buffers // self.buffers
+        return min(rows, temporaries // self.temporaries) if self.temporaries else rows
+
+
 class _RowBytes(NamedTuple):
     """What a row takes: of the step, of those that are read, and of a chunk of every stage."""
 
     resident: int
     results: int
-    keys_values: int
-    attend: int
-    feed_forward: int
-    read: int
+    keys_values: _Bytes
+    attend: _Bytes
+    feed_forward: _Bytes
+    read: _Bytes
 
     @classmethod
-    def of(cls, footprint: Footprint, layout: Layout, is_packed: bool) -> _RowBytes:
+    def of(
+        cls, footprint: Footprint, layout: Layout, is_packed: bool, *, is_split: bool
+    ) -> _RowBytes:
         return cls(
             total(footprint.resident(layout)),
             total(footprint.read_results()),
-            total(footprint.keys_values(layout)),
-            total(footprint.attend(layout, is_packed=is_packed)),
-            total(footprint.feed_forward(layout)),
-            total(footprint.read(layout, is_packed=is_packed)),
+            _Bytes.of(footprint.keys_values(layout), is_split),
+            _Bytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
+            _Bytes.of(footprint.feed_forward(layout), is_split),
+            _Bytes.of(footprint.read(layout, is_packed=is_packed), is_split),
         )
 
 
@@ -381,46 +417,58 @@ class _Draft:
         self._resident += ROUNDING_BYTES
         self._most_read = min(step.read_rows, most_read)
 
-    def _bytes(self, rows: int) -> int:
-        """With chunks of at most so many rows in every stage."""
-        of_row = self._of_row
-        widest = max(of_row.keys_values, of_row.attend, of_row.feed_forward)
-        of_layers = min(rows, self.step.rows) * widest
-        return self._resident + max(of_layers, min(rows, self._most_read) * of_row.read)
-
     @property
     def smallest_bytes(self) -> int:
-        return self._bytes(MIN_CHUNK_ROWS)
+        return max(self.peaks(self._at_most(MIN_CHUNK_ROWS)))
 
     @property
     def whole_bytes(self) -> int:
-        return self._bytes(self.step.rows)
+        return max(self.peaks(self._at_most(self.step.rows)))
+
+    def _at_most(self, rows: int) -> _Sizes:
+        """Chunks of at most so many rows in every stage."""
+        of_layers = min(rows, self.step.rows)
+        return _Sizes(of_layers, of_layers, of_layers, min(rows, self._most_read))
 
     def sizes(self, available: int) -> _Sizes:
-        """The longest chunks that fit into `available` bytes."""
+        """The longest chunks that fit into `available` bytes; attention comes first.
+
+        What attention leaves, buffers or temporaries, the other stages share.
+        """
         rows, of_row, free = self.step.rows, self._of_row, available - self._resident
-        attend = _chunk_rows(rows, free // of_row.attend)
+        attend = _chunk_rows(rows, free // sum(of_row.attend))
+        attending = attend * of_row.attend.buffers
+        temporaries = attend * of_row.attend.temporaries
+        enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
+        of_others = max(of_row.keys_values.temporaries, of_row.feed_forward.temporaries)
+        temporaries = min(max(temporaries, enough_rows * of_others), free - attending)
+        buffers = free - temporaries
         if rows > WHOLE_STEP_ROWS:
-            enough = FULL_SPEED_ROWS * of_row.feed_forward
-            free = min(free, max(attend * of_row.attend, enough))
-        feed_forward = _chunk_rows(rows, free // of_row.feed_forward)
+            enough = FULL_SPEED_ROWS * of_row.feed_forward.buffers
+            buffers = min(buffers, max(attending, enough))
+        feed_forward = _chunk_rows(rows, of_row.feed_forward.rows_in(buffers, temporaries))
         most_read = max(min(self._most_read, attend, feed_forward), 1)
         return _Sizes(
-            _chunk_rows(rows, free // of_row.keys_values),
+            _chunk_rows(rows, of_row.keys_values.rows_in(buffers, temporaries)),
             attend,
             feed_forward,
-            _chunk_rows(most_read, free // of_row.read),
+            _chunk_rows(most_read, of_row.read.rows_in(buffers, temporaries)),
         )
 
     def peaks(self, sizes: _Sizes) -> tuple[int, int, int, int]:
         """Bytes of each stage while it runs, with what is resident."""
-        of_row, rows = self._of_row, self.step.rows
-        return (
-            self._resident + min(sizes.keys_values, rows) * of_row.keys_values,
-            self._resident + min(sizes.attend, rows) * of_row.attend,
-            self._resident + min(sizes.feed_forward, rows) * of_row.feed_forward,
-            self._resident + min(sizes.read, self.step.read_rows) * of_row.read,
+        rows, of_row = self.step.rows, self._of_row
+        stages = (
+            (min(sizes.keys_values, rows), of_row.keys_values),
+            (min(sizes.attend, rows), of_row.attend),
+            (min(sizes.feed_forward, rows), of_row.feed_forward),
+            (min(sizes.read, self.step.read_rows), of_row.read),
         )
+        stays = self._resident + max(count * stage.temporaries for count, stage in stages)
+        keys_values, attend, feed_forward, read = (
+            stays + count * stage.buffers for count, stage in stages
+        )
+        return keys_values, attend, feed_forward, read
 
 
 def _chunk_rows(num_rows: int, most: int) -> int:
