@@ -94,10 +94,9 @@ class ServerProcess:
             self._guard.wait()
             raise
 
-    def is_healthy(self) -> bool:
-        """Whether /health answers 200."""
-        with httpx.Client(base_url=self.url, timeout=10.0, trust_env=False) as client:
-            return is_healthy(client)
+    def client(self, timeout: float | httpx.Timeout = 10.0) -> httpx.Client:
+        """A client that passes proxies by; `timeout` in seconds."""
+        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
 
     def wait_until_healthy(self, timeout_s: float) -> None:
         """Return when /health answers 200.
@@ -106,14 +105,15 @@ class ServerProcess:
             ServerFailed: the server has ended, or `timeout_s` seconds have passed.
         """
         deadline = time.monotonic() + timeout_s
-        while not self.is_healthy():
-            if self.has_ended():
-                raise ServerFailed(f"the server ended at its start; {self.last_words()}")
-            if time.monotonic() > deadline:
-                raise ServerFailed(
-                    f"the server was not healthy within {timeout_s:g} s; {self.last_words()}"
-                )
-            time.sleep(POLL_S)
+        with self.client() as client:
+            while not is_healthy(client):
+                if self.has_ended():
+                    raise ServerFailed(f"the server ended at its start; {self.last_words()}")
+                if time.monotonic() > deadline:
+                    raise ServerFailed(
+                        f"the server was not healthy within {timeout_s:g} s; {self.last_words()}"
+                    )
+                time.sleep(POLL_S)
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Whether the server ends within `timeout_s` seconds."""

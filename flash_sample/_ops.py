@@ -30,8 +30,7 @@ _KERNEL_DTYPES = {
 }
 
 # An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
-# sums over a vocabulary are good to, the kernel leaves it out: it costs two more transcendental
-# functions a column.
+# sums over a vocabulary are good to, the kernel leaves it out: it costs another read of the logits.
 _NEGLIGIBLE_NATS = 2e-5
 
 

@@ -43,9 +43,9 @@ constexpr int kStages = 2;   // segments that a warp keeps
 constexpr int kMaxWarps = 8;   // of a block
 constexpr int kMaxBlocks = 4;  // of a cluster, a power of two
 constexpr int kMaxMembers = kMaxBlocks * kMaxWarps;
+static_assert(kMaxMembers <= kWarpSize, "one warp joins what they found");
 
-// ---- The warps that share a row
-// ------------------------------------------------------------------
+// ---- The warps that share a row ----
 
 // This warp's place.
 struct Member {
@@ -109,8 +109,7 @@ __device__ void team_wait() {
 #endif
 }
 
-// ---- Sixteen bytes of logits
-// ---------------------------------------------------------------------
+// ---- Sixteen bytes of logits ----
 
 template <typename T>
 struct Vector {
@@ -171,8 +170,7 @@ __device__ float lowest(float) { return negative_infinity(); }
 __device__ __half lowest(__half) { return __ushort_as_half(0xfc00); }
 __device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xff80); }
 
-// ---- What a warp holds of a row
-// ------------------------------------------------------------------
+// ---- What a warp holds of a row ----
 
 __device__ void copy_async(uint4* target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
@@ -322,6 +320,10 @@ struct Partial {
   float weighted;
   float second;
   Draw draw;
+
+  __device__ static Partial none() {
+    return {negative_infinity(), INT_MAX, 0.0f, 0.0f, negative_infinity(), Draw::none()};
+  }
 };
 
 __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
@@ -505,47 +507,40 @@ struct Reducer {
       const bool is_owner = holders != 0 && lane == __ffs(holders) - 1;
       two = warp_max(is_owner ? second : first);
     }
-    return {maximum, column, warp_sum(sum), warp_sum(weighted), two, draw};
+    const float entropy_sum = kScore == Score::kEntropy ? warp_sum(weighted) : 0.0f;
+    return {maximum, column, warp_sum(sum), entropy_sum, two, draw};
   }
 
   __device__ static void finish(const LogitsParams& params, int64_t row_index,
                                 const Partial* partials, int count);
 };
 
-// Joins what the warps of a team found.
+// Joins what the warps of a team found, one to a lane.
 template <bool kHasNoise>
 __device__ Summary join(const Partial* partials, int count, const Row& row, int64_t first_column,
                         int num_columns, int lane) {
-  float lane_max = negative_infinity();
-  for (int i = lane; i < count; i += kWarpSize) lane_max = fmaxf(lane_max, partials[i].maximum);
-  const float maximum = warp_max(lane_max);
-  const float shift = exp_shift(maximum);
-
-  int column = INT_MAX;
-  float sum = 0.0f, weighted = 0.0f;
-  Draw draw = Draw::none();
-  for (int i = lane; i < count; i += kWarpSize) {
-    const Partial& p = partials[i];
-    if (p.maximum == maximum) column = min(column, p.column);
-    const float distance = (p.maximum - shift) * row.scale;
-    const float weight = exp2f(distance);
-    sum += p.sum * weight;
-    weighted += p.weighted * weight;
-    if (p.maximum > negative_infinity()) weighted += p.sum * weigh(weight, distance);
-    if constexpr (kHasNoise) draw = better(row.noise, draw, p.draw, first_column);
-  }
-  column = __reduce_min_sync(kFullMask, column);
-  float second = negative_infinity();
-  for (int i = lane; i < count; i += kWarpSize) {
-    const bool is_best = partials[i].maximum == maximum && partials[i].column == column;
-    second = fmaxf(second, is_best ? partials[i].second : partials[i].maximum);
-  }
+  const Partial mine = lane < count ? partials[lane] : Partial::none();
+  const float maximum = warp_max(mine.maximum);
+  const bool has_maximum = mine.maximum == maximum;
+  int column = __reduce_min_sync(kFullMask, has_maximum ? mine.column : INT_MAX);
+  const float distance = (mine.maximum - exp_shift(maximum)) * row.scale;
+  const float weight = exp2f(distance);
+  float weighted = mine.weighted * weight;
+  if (mine.maximum > negative_infinity()) weighted += mine.sum * weigh(weight, distance);
+  const bool is_best = has_maximum && mine.column == column;
+  const float second = is_best ? mine.second : mine.maximum;
   // A row of NaN: no column equals the maximum, or only those beyond the row's end.
   if (column >= num_columns) column = 0;
-  Summary whole{maximum, first_column + column, warp_sum(sum), warp_sum(weighted), warp_max(second),
-                maximum, first_column + column, maximum};
+  Summary whole{maximum,
+                first_column + column,
+                warp_sum(mine.sum * weight),
+                warp_sum(weighted),
+                warp_max(second),
+                maximum,
+                first_column + column,
+                maximum};
   if constexpr (kHasNoise) {
-    draw = warp_best(row.noise, draw, first_column);
+    const Draw draw = warp_best(row.noise, mine.draw, first_column);
     if (draw.column < num_columns) {  // also none
       whole.token = first_column + draw.column;
       whole.token_logit = draw.logit;
@@ -613,9 +608,7 @@ struct EntropyShare {
   __device__ static void finish(const LogitsParams& params, int64_t row_index, const float* found,
                                 int count) {
     const int lane = threadIdx.x % kWarpSize;
-    float total = 0.0f;
-    for (int i = lane; i < count; i += kWarpSize) total += found[i];
-    total = warp_sum(total);
+    const float total = warp_sum(lane < count ? found[lane] : 0.0f);
     if (lane != 0) return;
     const double* whole = record(params, row_index);
     const bool is_empty = whole[kMaximum] == negative_infinity() || whole[kSumExp] == 0.0;
@@ -661,8 +654,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
   finish(row - member.num_teams, half ^ 1);
 }
 
-// ---- Launch
-// --------------------------------------------------------------------------------------
+// ---- Launch ----
 
 struct Team {
   int num_blocks;

@@ -28,7 +28,7 @@ from benchmarks.context_length.memory import (  # noqa: E402
     memory_of,
 )
 from benchmarks.context_length.records import Point  # noqa: E402
-from benchmarks.server_process import ServerFailed, ServerProcess  # noqa: E402
+from benchmarks.server_process import ServerFailed, ServerProcess, is_healthy  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -214,7 +214,7 @@ def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: i
     """
     timeout = httpx.Timeout(request.timeout_s, connect=30.0)
     try:
-        with httpx.Client(base_url=process.url, timeout=timeout, trust_env=False) as client:
+        with process.client(timeout) as client:
             response = client.post("/generate", json=body)
     except httpx.TimeoutException:
         return Answer(records.TIMEOUT, f"no answer within {request.timeout_s:g} s")
@@ -241,7 +241,8 @@ def failure(process: ServerProcess, message: str, mark: int) -> Answer:
     """A request without an answer: no memory, a dead server, or another error."""
     if NO_MEMORY.search(message) or NO_MEMORY.search(process.log_text(mark)):
         return Answer(records.OUT_OF_MEMORY, message)
-    if process.is_healthy():
-        return Answer(records.FAILED, message)
+    with process.client() as client:
+        if is_healthy(client):
+            return Answer(records.FAILED, message)
     process.has_ended(DYING_S)
     return Answer(records.SERVER_DIED, f"{message}; {process.last_words(mark)}")

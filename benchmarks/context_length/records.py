@@ -98,6 +98,7 @@ class Results:
     def __init__(self, folder: Path, settings: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         self._folder, self._settings, self._run = folder, dict(settings), dict(run)
         self._points: dict[int, Point] = {}
+        self.commit_before: str | None = None  # of the points that were there
         if self.path("json").exists():
             self._read(self.path("json"))
 
@@ -135,6 +136,7 @@ class Results:
             content = json.loads(path.read_text(encoding="utf-8"))
             before = content["settings"]
             points = [Point(**row) for row in content["points"]]
+            self.commit_before = content["run"].get("commit")
         except (ValueError, KeyError, TypeError) as error:
             raise SettingsDiffer(f"{path}: it is no result of this benchmark: {error!r}") from None
         now = json.loads(json.dumps(self._settings))

@@ -84,7 +84,7 @@ def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 
     def interrupt(number: int, _frame: object) -> None:
         # Not by sys.stderr: the signal may have come in the middle of one of its writes.
-        os.write(2, b"\ninterrupted: the server is ended; once more, and it is killed\n")
+        os.write(2, b"\ninterrupted: ending the server; interrupt again to kill it\n")
         raise Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in numbers}
@@ -160,7 +160,10 @@ def run(family: str, options: argparse.Namespace) -> None:
         prompt_ids = ordinary_ids(options.model_path)
     except (OSError, ValueError, KeyError) as error:
         raise BenchmarkError(f"--model-path: no config.json with vocab_size: {error!r}") from None
-    results = Results(options.output_dir, settings_of(family, options), run_record(options.gpu))
+    record = run_record(options.gpu)
+    results = Results(options.output_dir, settings_of(family, options), record)
+    if results.commit_before not in (None, record["commit"]):
+        print(f"note: the lengths so far were measured at commit {results.commit_before}")
     sweep = Sweep(family, script, options, results, prompt_ids)
     try:
         found = sweep.run()
@@ -195,9 +198,10 @@ def run_record(gpu: str | None) -> dict[str, Any]:
     query = "--query-gpu=name,memory.total,driver_version"
     told = first_line("nvidia-smi", *select, query, "--format=csv,noheader,nounits")
     record = software_record()
-    if told is not None and told.count(",") == 2:
-        record["gpu"], mib, record["driver"] = (part.strip() for part in told.split(","))
-        record["gpu_memory_gib"] = round(int(mib) / 1024, 1)
+    parts = [part.strip() for part in (told or "").split(",")]
+    if len(parts) == 3 and parts[1].isdigit():
+        record["gpu"], record["driver"] = parts[0], parts[2]
+        record["gpu_memory_gib"] = round(int(parts[1]) / 1024, 1)
     return record
 
 
@@ -229,16 +233,15 @@ class Sweep:
             f"to {options.precision} tokens\n\n{HEADER}",
             flush=True,
         )
-        with tqdm(total=len(tried.lengths), unit="length", leave=False) as self._progress:
-            return search(tried, self._runs)
+        with tqdm(total=len(tried.lengths), unit="length", leave=False) as progress:
+            return search(tried, lambda length, left: self._runs(length, left, progress))
 
-    def _runs(self, length: int, left: int) -> bool:
+    def _runs(self, length: int, left: int, progress: tqdm) -> bool:
         """Whether a length runs; see `search`."""
-        progress = self._progress
         progress.total = progress.n + left
         point, told = self.results.final(length), " (measured before)"
         if point is None:
-            point, told = self._measure(length), ""
+            point, told = self._measure(length, progress), ""
             self.results.add(point)
         progress.write(line_of(point) + told)
         sys.stdout.flush()
@@ -247,8 +250,8 @@ class Sweep:
             raise BenchmarkError(f"{point.reason}; all of it is in {self._log(length)}")
         return point.runs
 
-    def _measure(self, length: int) -> Point:
-        options, progress = self.options, self._progress
+    def _measure(self, length: int, progress: tqdm) -> Point:
+        options = self.options
 
         def tell(doing: str) -> None:
             progress.set_postfix_str(f"{length}: {doing}")

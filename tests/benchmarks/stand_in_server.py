@@ -3,13 +3,15 @@
 
 Environment: PORT; STAND_IN_LIMIT, the longest prompt and canvas that it serves; STAND_IN_FAILURE,
 what it does with a longer one; STAND_IN_FOLDER, where it notes its process ids, and what it is
-asked. A child that ignores SIGTERM stands in for the engine.
+asked; STAND_IN_STUBBORN, set where it ignores SIGTERM. A child that always does stands in for the
+engine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +84,10 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     if FAILURE == "no start":
         raise ValueError("no such checkpoint")
+    if "STAND_IN_STUBBORN" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log(f"arguments: {sys.argv[1:]}")
+    log(f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}, length {os.environ['MAX_MODEL_LEN']}")
     engine = subprocess.Popen([sys.executable, "-c", ENGINE])
     with (FOLDER / "pids").open("a") as pids:
         pids.write(f"{os.getpid()} {engine.pid}\n")

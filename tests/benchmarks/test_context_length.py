@@ -198,6 +198,15 @@ def test_all_lengths_run(project: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not living(project)
 
 
+def test_options_reach_the_server(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = {"gpu": 1, "load-format": "dummy", "activation-pool-size-bytes": 5000}
+    assert runner.main("llada", arguments(project, max=64, **changed)) == 0
+    log = (project / "out" / "logs" / "server_64.log").read_text()
+    assert "arguments: ['--load-format', 'dummy']" in log
+    assert "GPU 1, length 64" in log
+    assert "VLLM_ACTIVATION_POOL_SIZE_BYTES=5000" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "told"),
     [
@@ -233,6 +242,7 @@ def test_a_run_goes_on_where_it_ended(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
+    monkeypatch.setenv("MOSAIC_COMMIT", "0123abcd")
     assert runner.main("llada", arguments(project)) == 0
     assert asked(project) == [64, 128, 96, 112]
     path = project / "out" / "context_length.json"
@@ -240,10 +250,13 @@ def test_a_run_goes_on_where_it_ended(
     content["points"] = [point for point in content["points"] if point["length"] != 96]
     path.write_text(json.dumps(content))
     capsys.readouterr()
+    monkeypatch.setenv("MOSAIC_COMMIT", "4567cdef")
     assert runner.main("llada", arguments(project)) == 0
     assert asked(project) == [64, 128, 96, 112, 96]
     assert [point["length"] for point in points(project)] == [64, 96, 112, 128]
-    assert capsys.readouterr().out.count("(measured before)") == 3
+    printed = capsys.readouterr().out
+    assert printed.count("(measured before)") == 3
+    assert "note: the lengths so far were measured at commit 0123abcd" in printed
 
 
 def test_other_settings_are_refused(
@@ -320,25 +333,33 @@ def test_defaults_are_those_of_long_runs() -> None:
 # --- a runner that ends before its time --------------------------------------------------------
 
 
-@pytest.fixture
-def hanging(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """A runner, as a user starts it, whose first length is done and whose second one hangs."""
+@contextlib.contextmanager
+def hanging_runner(
+    project: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A runner, as a user starts it, whose request of 128 tokens hangs."""
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
     monkeypatch.setenv("STAND_IN_FAILURE", "hang")
     entry = ROOT / "benchmarks" / "llada" / "run_benchmark.py"
     process = subprocess.Popen(
-        [sys.executable, str(entry), *arguments(project)],
+        [sys.executable, str(entry), *arguments(project, **changed)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=hear_signals,
     )
     try:
-        wait_for(lambda: asked(project) == [64, 128])
+        wait_for(lambda: 128 in asked(project))
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def hanging(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    with hanging_runner(project, monkeypatch) as process:
+        yield process
 
 
 def hear_signals() -> None:
@@ -371,6 +392,21 @@ def test_an_interrupted_run_ends_its_server_and_goes_on(
     monkeypatch.setenv("STAND_IN_LIMIT", "1000")
     assert runner.main("llada", arguments(project)) == 0
     assert asked(project) == [64, 128, 128, 192]
+
+
+def test_a_second_interruption_kills_a_server_that_does_not_end(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_STUBBORN", "1")
+    changed = {"start": 128, "shutdown-timeout": 600}
+    with hanging_runner(project, monkeypatch, **changed) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(2)
+        assert process.poll() is None, "it waits for the server"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert not living(project)
 
 
 def test_ignored_signals_stay_ignored() -> None:

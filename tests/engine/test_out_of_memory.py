@@ -67,3 +67,28 @@ def test_a_step_that_never_fits_fails_all_its_requests_and_no_other(
     assert engine.is_idle()
     (again,) = engine.ask(as_request(prompt, **BLOCKS))
     assert again.token_ids == wanted.ids
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_request_whose_cache_does_not_fit_ends_alone(
+    num_failures: int, engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first failure gives back what steps left behind; the second one counts."""
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    allocate, failures = engine.runner.caches.allocate, 0
+
+    def allocate_late(*arguments: Any) -> Any:
+        nonlocal failures
+        failures += 1
+        if failures <= num_failures:
+            raise PoolExhaustedError("caches", 10, 5)
+        return allocate(*arguments)
+
+    with monkeypatch.context() as full:
+        full.setattr(engine.runner.caches, "allocate", allocate_late)
+        cached, other = engine.ask(
+            as_request(prompt, **BLOCKS, cache="dual"), as_request(prompt, **BLOCKS)
+        )
+    assert cached.finish_reason == ("length" if num_failures == 1 else "error")
+    assert other.token_ids == wanted.ids
+    assert engine.is_idle()

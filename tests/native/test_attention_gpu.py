@@ -62,6 +62,14 @@ def definition(q, k, v, spans):
     return out
 
 
+def poison_unread(spans, k, v):
+    """Rows that no sequence reads become NaN, as what is not yet written may be."""
+    is_read = torch.zeros(len(k), dtype=torch.bool, device=k.device)
+    for span in spans:
+        is_read[span.kv_start : span.kv_end] = True
+    k[~is_read], v[~is_read] = torch.nan, torch.nan
+
+
 def assert_close(result, wanted, dtype):
     assert result.isfinite().all()
     assert (result.double() - wanted).norm() <= ERROR[dtype] * wanted.norm()
@@ -76,6 +84,7 @@ def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spa
     product = random(generator, dtype, NUM_KEYS, num_heads + 2 * num_kv_heads, HEAD_DIM)
     q, k, v = product.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     q = q[: spans[-1].q_end]
+    poison_unread(spans, k, v)
     layout = AttentionLayout.of(spans, "cuda")
     if not can_serve(backend, q, layout):
         pytest.skip(f"{backend} is not there")
@@ -103,6 +112,31 @@ def test_split_in_other_tiles(generator, head_dim, rows):
             config=config,
         )
         assert_close(result, wanted, torch.bfloat16)
+
+
+def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
+    """A server captures graphs of many shapes at its start; Triton compiles for none of them."""
+    triton = pytest.importorskip("triton")
+    compiled = []
+
+    def note(*, fn, **_):
+        compiled.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    num_heads, num_kv_heads = 6, 3  # of no other test
+    pool = random(generator, torch.bfloat16, NUM_KEYS, 2 * num_kv_heads, HEAD_DIM)
+    for num_rows in (16, 17, 48, 112, 640, 1024):
+        product = random(generator, torch.bfloat16, num_rows, 12, HEAD_DIM)
+        q, k, v = product.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        for num_sequences in (1, 2, num_rows // 16 + 1):
+            ends = torch.full((num_sequences + 1,), num_rows, dtype=torch.int32, device="cuda")
+            ends[0] = 0
+            layout = AttentionLayout(ends, 0 * ends, ends[1:], num_rows, num_rows, None)
+            attend(q, k, v, layout, backend=Backend.SPLIT)
+            layout = layout._replace(max_keys=NUM_KEYS)
+            attend(q, *pool.chunk(2, dim=1), layout, backend=Backend.SPLIT)
+    assert compiled.count("part_kernel") == 2  # with the keys split, and not
+    assert compiled.count("merge_kernel") <= 1
 
 
 def test_large_scores(generator):

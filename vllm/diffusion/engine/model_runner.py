@@ -27,7 +27,7 @@ from vllm.diffusion.engine.streamed import StreamedForward
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import CachePool, HostBuffers, PoolExhaustedError, UsageMeter
 from vllm.diffusion.memory.footprint import INPUT_BYTES, READ_INPUT_BYTES, RESULT_BYTES
-from vllm.diffusion.memory.planner import gib
+from vllm.diffusion.memory.planner import readable
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise, sample
 from vllm.logger import init_logger
 
@@ -132,7 +132,7 @@ class DiffusionModelRunner:
         if graph_memory is not None:
             self.graphs = GraphRunner(model, pool, self.caches, graph_memory, max_model_len)
         self._head = PooledHead(model, pool)
-        self._last_plan: Plan | None = None
+        self._last_sizes: tuple[int, ...] = ()
         self._usage = self._idle_usage()
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
@@ -151,13 +151,19 @@ class DiffusionModelRunner:
         """
         for req_id in message.finished_req_ids:
             self._forget(req_id)
+        results: dict[str, StepResult] = {}
         for new in message.admitted:
-            self.canvases[new.req_id] = self._new_canvas(new)
+            error = self._start(new)
+            if error is not None:
+                results[new.req_id] = self._failure(new.req_id, error)
         req_ids = list(message.num_scheduled_tokens)
+        stepping = [req_id for req_id in req_ids if req_id not in results]
+        if stepping:
+            results |= self._advance(stepping)
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            results=self._advance(req_ids) if req_ids else {},
+            results=results,
             usage=self._usage if req_ids else self._idle_usage(),
             num_rows=self._num_rows if req_ids else 0,
         )
@@ -282,7 +288,7 @@ class DiffusionModelRunner:
         if self.planner.num_found > num_found and self._is_reporting:
             level = logging.DEBUG if plan.is_whole(shape.rows) else logging.INFO
             free = self.planner.budget_bytes - self._kept_bytes
-            logger.log(level, "plan for T = %d with %s: %s", shape.rows, gib(free), plan)
+            logger.log(level, "plan for T = %d with %s: %s", shape.rows, readable(free), plan)
         return plan
 
     def _begin_measuring(self, plan: Plan, num_rows: int) -> UsageMeter | None:
@@ -299,9 +305,9 @@ class DiffusionModelRunner:
         pool, model, caches = self.pool, self.model, self.caches
         body = None if self.graphs is None else self.graphs.run(batch, plan)
         parts = list(batch.read_parts(plan.logits_rows))  # while the graph runs, if there is one
-        if plan is not self._last_plan and not plan.is_whole(batch.num_rows):
+        if not plan.is_whole(batch.num_rows) and plan.sizes != self._last_sizes:
             pool.trim()  # buffers and PyTorch's temporaries of other sizes
-            self._last_plan = plan
+            self._last_sizes = plan.sizes
         with pool.scope("step"), nullcontext() if body is not None else pool.temporaries():
             pool.expect("inputs", batch.num_rows * INPUT_BYTES)
             pool.expect("results", batch.shape.read_rows * (READ_INPUT_BYTES + RESULT_BYTES))
@@ -333,7 +339,9 @@ class DiffusionModelRunner:
     @property
     def _unseen_bytes(self) -> int:
         """Of what is fixed, what the pool does not count itself."""
-        return 0 if self.graphs is None or self.pool.sees_graphs else self.graphs.used_bytes
+        if self.graphs is None or self.pool.graph_bytes is not None:
+            return 0
+        return self.graphs.used_bytes
 
     @property
     def _kept_bytes(self) -> int:
@@ -373,6 +381,21 @@ class DiffusionModelRunner:
         self.caches.release(req_id)
         if not self.canvases:
             self._ahead = None  # nobody waits for it
+
+    def _start(self, new: NewCanvas) -> Exception | None:
+        """Take in a request; why it cannot start, if there is no memory for what it keeps."""
+        try:
+            try:
+                self.canvases[new.req_id] = self._new_canvas(new)
+            except OUT_OF_MEMORY:
+                self.pool.trim()  # what steps have left behind
+                self.canvases[new.req_id] = self._new_canvas(new)
+        except OUT_OF_MEMORY as error:
+            if not self._may_fail_alone:
+                raise
+            logger.warning("request %s ends: %s", new.req_id, error)
+            return error
+        return None
 
     def _new_canvas(self, new: NewCanvas) -> Canvas:
         if new.params.cache == "none":

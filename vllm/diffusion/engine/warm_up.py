@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm.diffusion import params
 from vllm.diffusion.engine.graphs import ROW_BUCKETS
 from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.model_runner import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +42,8 @@ def warm_up(
     """
     steps = list(_steps(model, row_budget, max_requests))
     for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
-        runner.run_alone(requests)
+        with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
+            runner.run_alone(requests)
 
 
 def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[list[NewCanvas]]:

@@ -104,15 +104,15 @@ class Backend(enum.Enum):
     SDPA = "torch's scaled_dot_product_attention, a call a sequence; cuDNN where it is there"
     FLASH = "torch's variable-length flash kernel, one launch for all sequences"
     FLASH3 = "upstream's FlashAttention 3, of one sequence"
-    SPLIT = "our kernel that splits the keys, for few queries"
+    SPLIT = "our Triton kernel, one launch for all sequences; with few queries the keys are split"
 
 
 # What the choice among them goes by; docs/performance.md, section Attention, has the measurements.
 
 # Queries of a sequence from which cuDNN and FlashAttention 3 are ahead of all others.
 _MANY_QUERIES = 512
-# cuDNN makes a plan for every new shape, which takes 35 ms. That of a whole sequence serves all
-# layers and steps, and gains as much in 50 steps of this many keys, in 12 of twice as many.
+# cuDNN makes a plan for every new shape, which takes 40 ms. That of a whole sequence serves all
+# layers and steps, and gains as much in 75 steps of this many keys, in 20 of twice as many.
 KEYS_OF_WHOLE = 1024
 # Rows that are read after the last layer may be others in every step. With this many keys a step
 # takes so long that the plan does not matter.

@@ -73,6 +73,10 @@ class Backing(Protocol):
     def graph_pool(self) -> tuple[int, int] | None:
         """The `pool` argument of a graph's capture; None leaves the choice to PyTorch."""
 
+    @property
+    def graph_bytes(self) -> int | None:
+        """Memory of graphs; None where the backing does not see it."""
+
     def trim(self, num_bytes: int) -> None:
         """Give back what lies beyond the first `num_bytes`, and what nothing refers to."""
 
@@ -93,6 +97,7 @@ class TorchBacking:
 
     keeps_places = False
     sees_temporaries = False
+    graph_bytes = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -196,6 +201,10 @@ class ArenaBacking:
 
     def graph_pool(self) -> tuple[int, int] | None:
         return self._graphs.id
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.in_use_bytes
 
     def trim(self, num_bytes: int) -> None:
         for pool in (self._temporaries, self._graphs):
@@ -443,9 +452,9 @@ class ActivationPool:
         self._high_water = self.used_bytes
 
     @property
-    def sees_graphs(self) -> bool:
-        """`used_bytes` holds the memory of graphs."""
-        return self._backing.sees_temporaries
+    def graph_bytes(self) -> int | None:
+        """Memory of graphs, as part of `used_bytes`; None where that does not hold it."""
+        return self._backing.graph_bytes
 
     @property
     def outermost_bytes(self) -> int:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
 
-GRAPH_MEMORY_SHARE = 0.02  # of the device's memory
+DEVICE_SHARE = 0.02  # of the device's memory that graphs may take
+POOL_SHARE = 1 / 16  # and of the activation pool
 
 
 class GraphMemory:
@@ -24,20 +25,26 @@ class GraphMemory:
     Args:
         device: a CUDA device.
         pool: whose memory the graphs take, where it has some of its own for them.
-        budget_bytes: what the graphs may take; by default a share of the device's memory.
+        budget_bytes: what the graphs may take; by default a share of the device's memory and of
+            the pool, whichever is less.
     """
 
     def __init__(
         self, device: torch.device, pool: ActivationPool, budget_bytes: int | None = None
     ) -> None:
-        self._device = device
-        own = pool.graph_pool()
-        self._pool: Any = torch.cuda.graph_pool_handle() if own is None else own
-        total = torch.cuda.mem_get_info(device)[1]
-        self.budget_bytes = (
-            int(total * GRAPH_MEMORY_SHARE) if budget_bytes is None else budget_bytes
-        )
-        self.used_bytes = 0
+        self._device, self._activation_pool = device, pool
+        self._own_pool = torch.cuda.graph_pool_handle()
+        if budget_bytes is None:
+            total = torch.cuda.mem_get_info(device)[1]
+            budget_bytes = int(min(total * DEVICE_SHARE, pool.budget_bytes * POOL_SHARE))
+        self.budget_bytes = budget_bytes
+        self._measured_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What the graphs have taken."""
+        counted = self._activation_pool.graph_bytes
+        return self._measured_bytes if counted is None else counted
 
     @property
     def has_room(self) -> bool:
@@ -47,9 +54,11 @@ class GraphMemory:
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what the block launches into `graph`, and count the memory it took."""
+        # Asked anew each time: after trimming, the pool's memory for graphs is another one.
+        pool: Any = self._activation_pool.graph_pool() or self._own_pool
         torch.cuda.synchronize(self._device)
         free_before = torch.cuda.mem_get_info(self._device)[0]
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
         torch.cuda.synchronize(self._device)
-        self.used_bytes += max(free_before - torch.cuda.mem_get_info(self._device)[0], 0)
+        self._measured_bytes += max(free_before - torch.cuda.mem_get_info(self._device)[0], 0)

@@ -66,6 +66,12 @@ class Plan:
     predicted_seconds: float = 0.0
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """What the sizes of a layer's buffers follow from, besides the rows of the step."""
+        rows = (self.keys_values_rows, self.attend_rows, self.feed_forward_rows)
+        return (*rows, self.head_groups, self.host_residual, self.keep_queries)
+
+    @property
     def is_streamed(self) -> bool:
         """Layers run by groups of heads, or on rows that come from the host."""
         return is_streamed(Layout(self.keep_queries, self.head_groups, self.host_residual))
@@ -96,7 +102,8 @@ class Plan:
         extras += ["residual in host memory"] if self.host_residual else []
         return (
             f"rows a chunk: {', '.join(rows)}{''.join(f'; {extra}' for extra in extras)}; "
-            f"predicted peak {gib(self.predicted_peak_bytes)}, time {self.predicted_seconds:.3g} s"
+            f"predicted peak {readable(self.predicted_peak_bytes)}, "
+            f"time {self.predicted_seconds:.3g} s"
         )
 
 
@@ -106,9 +113,12 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + rows_per_chunk, num_rows))
 
 
-def gib(num_bytes: float) -> str:
+def readable(num_bytes: int) -> str:
     """Bytes for people."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of few queries to many keys: the keys of a sequence are split among programs.
+"""Attention whose keys are split among programs where the queries are few.
 
-A kernel with one program for a tile of queries leaves most of the GPU idle here. So each program
-takes a part of the keys, and a second kernel merges the parts by their sums of exponentials, as
+One program for a tile of queries would leave most of the GPU idle then. So each program takes a
+part of the keys, and a second kernel merges the parts by their sums of exponentials, as
 Flash-Decoding does (Dao, Haziza, Massa, Sizov, 2023).
 
 Letters as in `attention_backends`: R query rows, N key rows, S sequences, H and KV heads, hd width.
@@ -53,8 +53,8 @@ class SplitConfig:
     num_stages: int
 
 
-# Measured on an H200 (docs/performance.md): of 32 to 128 rows and 32 to 128 keys, the fastest or
-# within 6 % of it at every shape, with one sequence and with many, with grouped heads and without.
+# Of tiles of 32 to 128 rows and 32 or 64 keys the fastest on an H200, or within 10 % of it: with
+# one sequence and with many, with grouped heads and without (bench_attention.py --tiles).
 CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
 
 
