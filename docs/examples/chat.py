@@ -5,7 +5,7 @@
 With a server (see README.md), or with an engine inside this process:
 
     python docs/examples/chat.py --server http://127.0.0.1:8901
-    PYTHONPATH=. python docs/examples/chat.py --model models/llada-tiny --local-leap
+    python docs/examples/chat.py --model models/llada-tiny --local-leap
 
 Committed tokens are bright, proposals that may still change are dim, masked positions are dots.
 Ctrl-D ends the conversation. Questions may also be piped in, one a line.
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import httpx
@@ -92,13 +93,15 @@ class Engine:
     """vLLM inside this process."""
 
     def __init__(self, model: str, fields: dict[str, Any]) -> None:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm.sampling_params import RequestOutputKind
 
         from vllm import LLM, SamplingParams
 
-        self._engine = LLM(model=model).llm_engine
+        self._engine = LLM(model=model, use_tqdm_on_load=False).llm_engine
         self._tokenizer = self._engine.get_tokenizer()
         self._sampling = SamplingParams(
             temperature=fields.get("temperature", 0.0),

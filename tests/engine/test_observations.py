@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,12 +14,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, running, sampling_params
 from vllm.diffusion import metrics
-from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.metrics import Metric, Observations, observations_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+
+SMALL = Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True})
 
 
 def sent(observations: Observations) -> list[tuple[str, str, int]]:
@@ -95,14 +98,14 @@ def test_an_abort_after_some_steps_is_an_end(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens per forward are noted for every request that ran, however it ends."""
-    seen = record(monkeypatch)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        engine.ask(SMALL)  # the engine knows its memory from now on
+        seen = record(monkeypatch)
         upstream = engine.llm.llm_engine
         ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
-        req_id = upstream.add_request(
-            "leaves", {"prompt_token_ids": ask.prompt}, sampling_params(ask)
-        )
-        for _ in range(1 + 5):  # the first asks the worker what memory there is
+        prompt: Any = {"prompt_token_ids": ask.prompt}
+        req_id = upstream.add_request("leaves", prompt, sampling_params(ask))
+        for _ in range(5):
             upstream.step()
         upstream.abort_request([req_id], internal=True)
         assert engine.is_idle()
@@ -115,23 +118,40 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budget and what is in use as they are, the peak of all steps so far."""
-    seen = record(monkeypatch)
-    usages = [StepUsage(1000, 10, peak, 5, planner_us=250.0) for peak in (30, 70, 20)]
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
-        execute = engine.runner.execute
+        engine.ask(SMALL)
+        seen = record(monkeypatch)
+        execute, first = engine.runner.execute, engine.scheduler._peak_bytes
+        peaks = [first + 30, first + 70, first + 20]
 
         def told(message: Any) -> Any:
             output = execute(message)
-            output.usage = usages.pop(0) if output.results else StepUsage(1000)
+            if output.results:
+                known: Any = {"in_use_bytes": 10, "peak_bytes": peaks.pop(0), "planner_us": 250.0}
+                output.usage = replace(output.usage, **known)
             return output
 
         monkeypatch.setattr(engine.runner, "execute", told)
-        engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True}))
+        engine.ask(SMALL)
+        budget = engine.runner.budget_bytes
 
-    def values(metric: Metric) -> list[str]:
-        return [value for name, value, _ in seen if name == metric.name]
+    def values(metric: Metric) -> list[float]:
+        return [float(value) for name, value, _ in seen if name == metric.name][:3]
 
-    assert values(metrics.POOL_PEAK)[:3] == ["30", "70", "70"]
-    assert values(metrics.POOL_BUDGET)[:3] == ["1000"] * 3
-    assert values(metrics.POOL_IN_USE)[:3] == ["10"] * 3
-    assert [float(value) for value in values(metrics.PLANNER_TIME)] == [250e-6] * 3
+    assert first > 0
+    assert values(metrics.POOL_PEAK) == [first + 30, first + 70, first + 70]
+    assert values(metrics.POOL_BUDGET) == [budget] * 3
+    assert values(metrics.POOL_IN_USE) == [10] * 3
+    assert values(metrics.PLANNER_TIME) == [250e-6] * 3
+
+
+def test_a_request_that_never_fits_counts_as_such(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(50_000))
+    with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        seen = record(monkeypatch)
+        large = Ask(random_prompt(200), {"gen_length": 32, "cfg_scale": 1.0})
+        (answer,) = engine.ask(large)
+    assert answer.finish_reason == "error"
+    assert ("dllm:requests_refused", "memory", 1) in seen

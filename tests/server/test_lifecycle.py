@@ -50,7 +50,7 @@ def servers(
             LLADA_MODEL_DIR=str(model_dir),
             PORT=str(port),
             MAX_MODEL_LEN="8192",  # longer than config.json says: the script allows it
-            EXTRA_VLLM_ARGS="--served-model-name 'two words'",
+            EXTRA_VLLM_ARGS="--served-model-name 'two words' --shutdown-timeout 120",
             VLLM_LOG_DIFFUSION_STEPS="1",
         ),
         "vllm serve": ServerProcess(

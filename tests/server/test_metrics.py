@@ -87,6 +87,10 @@ def test_the_numbers_are_those_of_the_requests(client: Client) -> None:
     first, queued = "time_to_first_committed_token_seconds_sum", "queue_time_seconds_sum"
     assert rise[first] > rise[queued] >= 0
     assert rise["step_time_seconds_sum"] > 0
+    assert rise["planner_time_seconds_count"] == forwards
+    budget = after["activation_pool_budget_bytes"]
+    assert budget > after["activation_pool_peak_bytes"] > 0
+    assert after["activation_pool_in_use_bytes"] == 0  # nobody keeps keys and values any more
     assert rise["requests_refused_total"] == 3
     assert rise["requests_aborted_total"] == 0
     text = client.http.get("/metrics").text

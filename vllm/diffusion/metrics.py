@@ -131,8 +131,9 @@ PLANNER_TIME = Metric(
 REQUESTS_REFUSED = Metric(
     "dllm:requests_refused",
     "counter",
-    "Requests that were not served; `reason` is the field at fault, `other` for a field that does "
-    "not exist, or one of `api_key`, `body_size`, `draining`, `engine`.",
+    "Requests that were not served; `reason` is the field at fault, `other` for one that does not "
+    "exist, `api_key`, `body_size` or `draining`, `memory` for steps that never fit into it, or "
+    "`engine` for a failure.",
     label="reason",
     per_engine=False,
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.config import decide, served_model
 from vllm.diffusion.engine.sizes import demand_of, make_planner
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -39,10 +39,15 @@ class DiffusionParamsValidator(LogitsProcessor):
 
 
 class RequestRefused(VLLMValidationError):
-    """HTTP 400; the message names the field already, so nothing is appended to it."""
+    """HTTP 400; the message names the field already, so nothing is appended to it.
+
+    Attributes:
+        reason: how it is counted: the field at fault, or `memory` for steps that never fit into it.
+    """
 
     def __init__(self, error: InvalidParameterError) -> None:
         super().__init__(str(error), parameter=error.field)
+        self.reason = "memory" if isinstance(error, ActivationBudgetError) else error.field
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -74,7 +74,8 @@ async def ready(raw_request: Request) -> JSONResponse:
 
 async def refused(raw_request: Request, error: Exception) -> Response:
     """Upstream's answer to a refusal, which is counted."""
-    metrics.count_refusal(getattr(error, "parameter", None) or "other")
+    assert isinstance(error, RequestRefused)
+    metrics.count_refusal(error.reason)
     answer: Response = await exception_handler(raw_request, error)
     return answer
 

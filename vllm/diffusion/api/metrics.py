@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _REASONS = frozenset(
     {
-        *("api_key", "body_size", "draining", "engine"),
+        *("api_key", "body_size", "draining", "memory"),
         *GenerateBody.model_fields,
         *(name for field in params.FIELDS for name in (field.name, *field.aliases)),
     }

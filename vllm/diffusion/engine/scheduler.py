@@ -122,6 +122,7 @@ class DiffusionScheduler(SchedulerInterface):
         try:
             decided = decide(request.sampling_params, self._model, request.prompt_token_ids or [])
         except InvalidParameterError as error:
+            self._seen.count(metrics.REQUESTS_REFUSED, label="engine")
             self._queues.refused.append((request, str(error)))
             return
         if decided.seed is None:
@@ -218,6 +219,7 @@ class DiffusionScheduler(SchedulerInterface):
         try:
             planner.check(item.demand)
         except ActivationBudgetError as error:
+            self._seen.count(metrics.REQUESTS_REFUSED, label="memory")
             self._queues.refused.append((item.request, str(error)))
             return True
         return False
@@ -287,7 +289,6 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)
-        self._seen.count(metrics.REQUESTS_REFUSED, label="engine")
         self._end(request, RequestStatus.FINISHED_ERROR)
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -302,6 +303,7 @@ class DiffusionScheduler(SchedulerInterface):
         """Take in what became final; None when there is nothing to tell the client."""
         request = item.request
         if result.error is not None:
+            self._seen.count(metrics.REQUESTS_REFUSED, label="engine")
             return self._refuse(request, result.error)
         self._observe_progress(item, result)
         new_token_ids = self._accept(item, result.new_token_ids)

@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Many clients with random requests for a long time: does anything differ, hang or leak?
+
+    benchmarks/soak.py --model models/llada-tiny [--clients 64] [--minutes 10]
+
+The server runs in float32. Requests are drawn from a set with mixed algorithms, caches, lengths
+and seeds; each is first sent alone, and its answer kept. Then the clients send them at random, one
+in ten goes away in the middle, and every other answer must be the one that was kept. Memory is the
+resident set of the server's processes, before the load, after a tenth of it, and at its end.
+
+Written: soak.json and server.log. Exit status: 0 only when no answer differed, no request failed or
+hung, and nothing was left in the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import re
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+
+import psutil  # noqa: E402
+from test_api_request import RequestError, post  # noqa: E402
+
+from benchmarks import compare_hf, gpu_timing  # noqa: E402
+from benchmarks.server_process import ServerFailed  # noqa: E402
+from benchmarks.shapes import Shape  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LONGEST_PROMPT = 200
+LONGEST_CANVAS = 96
+NUM_BODIES = 100
+SHARE_LEAVING = 0.1
+ANSWER_S = 300.0  # longer is stuck
+SETTLE_S = 30.0
+WAYS: tuple[dict[str, Any], ...] = (
+    {"algorithm": "semi_ar", "temperature": 1.0},
+    {"algorithm": "semi_ar", "remasking": "random"},
+    {"algorithm": "semi_ar", "cfg_scale": 1.0},
+    {"algorithm": "semi_ar", "cache": "prefix"},
+    {"algorithm": "threshold", "threshold": 0.7, "cache": "dual"},
+    {"algorithm": "factor", "cache": "dual"},
+    {"algorithm": "local_leap"},
+    {"algorithm": "entropy_threshold"},
+    {"algorithm": "hierarchy", "cache": "prefix"},
+    {"algorithm": "multi_block", "cache": "delayed"},
+)
+
+
+@dataclass
+class Outcome:
+    """What the clients saw; resident sets in MiB."""
+
+    seconds: float = 0.0
+    num_answers: int = 0
+    num_left: int = 0
+    different: list[int] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    num_unfinished: float = 0.0
+    rss_before: float = 0.0
+    rss_early: float = 0.0
+    rss_end: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return not self.different and not self.failures and self.num_unfinished == 0
+
+
+class Clients:
+    """Threads that send requests to a server until their time is over.
+
+    Args:
+        url: the server.
+        bodies: what may be sent.
+        wanted: token ids of each body's answer.
+    """
+
+    def __init__(
+        self, url: str, bodies: Sequence[dict[str, Any]], wanted: Sequence[list[int]]
+    ) -> None:
+        self._url = url
+        self._bodies = bodies
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self.outcome = Outcome()
+
+    def run(self, num_clients: int, seconds: float, seed: int) -> Outcome:
+        """Send for so long; returns when the last answer is there."""
+        started = time.monotonic()
+        early = threading.Timer(seconds / 10, self._note_early)
+        early.start()
+        with ThreadPoolExecutor(num_clients) as pool:
+            draws = [random.Random(seed + i) for i in range(num_clients)]
+            list(pool.map(lambda draw: self._client(draw, started + seconds), draws))
+        early.join()
+        self.outcome.seconds = time.monotonic() - started
+        return self.outcome
+
+    def _note_early(self) -> None:
+        self.outcome.rss_early = rss_mib()
+
+    def _client(self, draw: random.Random, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            index = draw.randrange(len(self._bodies))
+            if draw.random() < SHARE_LEAVING:
+                leave(self._url, self._bodies[index], after_s=draw.uniform(0.0, 1.0))
+                with self._lock:
+                    self.outcome.num_left += 1
+                continue
+            try:
+                token_ids = answer(self._url, self._bodies[index])
+            except RequestError as error:
+                with self._lock:
+                    self.outcome.failures.append(str(error))
+                continue
+            with self._lock:
+                self.outcome.num_answers += 1
+                if token_ids != self._wanted[index]:
+                    self.outcome.different.append(index)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    try:
+        outcome = soak(options)
+    except (ServerFailed, RequestError, OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    content = {"kind": "soak", "settings": vars(options), "outcome": asdict(outcome)}
+    content["settings"] = {name: str(value) for name, value in vars(options).items()}
+    gpu_timing.write_record(options.output_dir / "soak.json", content)
+    print(told(outcome))
+    return 0 if outcome.is_good else 1
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line, and what the server is started with."""
+    parser = argparse.ArgumentParser(description="Many clients for a long time.")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder with weights")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "soak")
+    options = parser.parse_args(arguments)
+    if options.clients < 1 or options.minutes <= 0:
+        parser.error("--clients: wanted at least 1; --minutes: more than 0")
+    return options
+
+
+def soak(options: argparse.Namespace) -> Outcome:
+    """Answers alone, then the load, then a look at what is left.
+
+    Raises:
+        ServerFailed: the server does not start.
+        RequestError: a request that is sent alone fails.
+    """
+    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    bodies = random_bodies(Shape.of(config).vocab_size, options.seed)
+    server = argparse.Namespace(
+        **vars(options)
+        | {"prompt_length": LONGEST_PROMPT, "gen_length": LONGEST_CANVAS, "dtype": "float32"}
+        | {"clients": [min(options.clients, 16)]}  # fewer than there are clients: some wait
+    )
+    with compare_hf.running_server(options.model.resolve(), server) as url:
+        wanted = [answer(url, body) for body in bodies]
+        clients = Clients(url, bodies, wanted)
+        clients.outcome.rss_before = rss_mib()
+        outcome = clients.run(options.clients, 60 * options.minutes, options.seed)
+        outcome.num_unfinished = settle(url)
+        outcome.rss_end = rss_mib()
+    return outcome
+
+
+def random_bodies(vocab_size: int, seed: int) -> list[dict[str, Any]]:
+    """The same for the same seed."""
+    draw = random.Random(seed)
+    return [
+        {
+            "prompt": in_process.random_prompt(draw.randint(1, LONGEST_PROMPT), vocab_size, i),
+            "gen_length": draw.choice([32, 64, LONGEST_CANVAS]),
+            "block_length": draw.choice([8, 16, 32]),
+            "ignore_eos": draw.random() < 0.5,
+            "seed": i,
+            **WAYS[i % len(WAYS)],
+        }
+        for i in range(NUM_BODIES)
+    ]
+
+
+def answer(url: str, body: dict[str, Any]) -> list[int]:
+    """Token ids of the answer."""
+    token_ids: list[int] = json.loads(post(f"{url}/generate", body, ANSWER_S))["token_ids"][0]
+    return token_ids
+
+
+def leave(url: str, body: dict[str, Any], after_s: float) -> None:
+    """Send a request and close the connection after a while, answered or not."""
+    found = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(str(found.hostname), found.port, timeout=ANSWER_S)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/generate", json.dumps({**body, "stream": True}), headers)
+    time.sleep(after_s)
+    connection.close()
+
+
+def settle(url: str) -> float:
+    """Requests that the engine still holds when it has had time to hear that nobody waits."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        with opener.open(f"{url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        values = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M)
+        left = sum(map(float, values))
+        if left == 0 or time.monotonic() > deadline:
+            return left
+        time.sleep(1.0)
+
+
+def rss_mib() -> float:
+    """Resident memory of the processes that this one has started."""
+    children = psutil.Process().children(recursive=True)
+    return float(sum(child.memory_info().rss for child in children) / 2**20)
+
+
+def told(outcome: Outcome) -> str:
+    """The outcome in lines."""
+    lines = [
+        f"{outcome.num_answers} answers in {outcome.seconds:.0f} s, "
+        f"{outcome.num_left} requests left in the middle",
+        f"{len(outcome.different)} answers differ from the same request alone",
+        f"{len(outcome.failures)} requests failed, {outcome.num_unfinished:g} are left over",
+        f"memory: {outcome.rss_before:.0f} MiB before, {outcome.rss_early:.0f} after a tenth, "
+        f"{outcome.rss_end:.0f} at the end",
+    ]
+    return "\n".join([*lines, *outcome.failures[:5]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

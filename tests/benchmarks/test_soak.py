@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The soak: what its clients notice; and some seconds of it with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import soak  # noqa: E402
+from benchmarks.soak import Clients, Outcome, random_bodies, settle, told  # noqa: E402
+
+LEFT = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+
+
+class Stand(BaseHTTPRequestHandler):
+    """Answers with the seed of a body: 13 gets another one, 14 an error."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        seed = body["seed"]
+        if seed == 14:
+            self.reply(500, {"error": {"message": "broken"}})
+        else:
+            self.reply(200, {"token_ids": [[99 if seed == 13 else seed]]})
+
+    def do_GET(self) -> None:
+        self.reply(200, LEFT)
+
+    def reply(self, status: int, content: Any) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stand)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def run(url: str, seeds: list[int], monkeypatch: pytest.MonkeyPatch, leaving: float) -> Outcome:
+    monkeypatch.setattr(soak, "SHARE_LEAVING", leaving)
+    monkeypatch.setattr(soak, "leave", lambda url, body, after_s: None)
+    bodies = [{"seed": seed} for seed in seeds]
+    return Clients(url, bodies, [[seed] for seed in seeds]).run(3, seconds=0.3, seed=1)
+
+
+def test_equal_answers_are_good(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run(url, [1, 2, 3], monkeypatch, leaving=0.0)
+    assert outcome.is_good
+    assert outcome.num_answers > 3
+    assert outcome.num_left == 0
+    assert outcome.rss_early >= 0
+
+
+def test_another_answer_is_noticed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run(url, [1, 13], monkeypatch, leaving=0.0)
+    assert set(outcome.different) == {1}
+    assert not outcome.is_good
+
+
+def test_a_failure_is_noticed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run(url, [14], monkeypatch, leaving=0.0)
+    assert outcome.num_answers == 0
+    assert "broken" in outcome.failures[0]
+    assert not outcome.is_good
+    assert "broken" in told(outcome)
+
+
+def test_those_who_leave_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run(url, [1], monkeypatch, leaving=1.0)
+    assert outcome.num_left > 0
+    assert outcome.num_answers == 0
+
+
+def test_what_is_left_in_the_engine_is_noticed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "SETTLE_S", 0.0)
+    assert settle(url) == 3
+    assert not Outcome(num_unfinished=3).is_good
+
+
+def test_bodies_are_the_same_for_the_same_seed() -> None:
+    bodies = random_bodies(256, seed=5)
+    assert bodies == random_bodies(256, seed=5)
+    assert bodies != random_bodies(256, seed=6)
+    assert {body["algorithm"] for body in bodies} == {way["algorithm"] for way in soak.WAYS}
+    assert all(body["gen_length"] % body["block_length"] == 0 for body in bodies)
+
+
+@pytest.mark.slow
+def test_some_seconds_with_a_tiny_model(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", seed=14, max_sequence_length=512)
+    arguments = ["--model", str(folder), "--clients", "8", "--minutes", "0.1"]
+    assert soak.main([*arguments, "--output-dir", str(tmp_path)]) == 0
+    outcome = json.loads((tmp_path / "soak.json").read_text())["outcome"]
+    assert outcome["num_answers"] > 0
+    assert outcome["rss_end"] > 0
