@@ -47,6 +47,7 @@ ONE_BLOCK_AFTER_THE_OTHER: tuple[str, ...] = (
     "hierarchy",
     "credit",
 )
+PACED_BY_STEPS: tuple[str, ...] = ("semi_ar", "dream")
 SEVERAL_BLOCKS: tuple[str, ...] = ("full_attn_multi_block", "multi_block")
 BY_CONFIDENCE: tuple[str, ...] = (
     "semi_ar",
@@ -397,6 +398,13 @@ FIELDS: tuple[Field, ...] = (
     Field("allow_infill", bool, "fill mask tokens of the prompt too", default=False),
     Field("min_tokens", int, "not supported; only 0 is accepted", default=0, minimum=0),
     Field("seed", int, "seed of the request's random numbers", default_text="drawn at random"),
+    Field(
+        "stream_canvas",
+        bool,
+        "beside stream: an event with the whole canvas, proposals included, after every denoise "
+        "step",
+        default=False,
+    ),
     Field(
         "force_single_batch",
         bool,

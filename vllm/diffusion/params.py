@@ -122,7 +122,8 @@ class DiffusionParams:
 
     `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false
     when `ignore_eos` is set. `top_p` and `top_k` are None when off. `logit_shift` is the family's.
-    `seed` is None until the engine draws one.
+    `seed` is None until the engine draws one. `logprobs` is how many alternatives are reported
+    beside every token's log probability, None where none is.
     """
 
     algorithm: str
@@ -161,6 +162,15 @@ class DiffusionParams:
     eot_id: int | None
     stop_ids: frozenset[int]
     logit_shift: int
+    stream_canvas: bool
+    logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of most likely tokens to look up; None where no probability is wanted."""
+        if self.logprobs is None and self.stream_canvas:
+            return 0
+        return self.logprobs
 
     @property
     def num_blocks(self) -> int:
@@ -193,6 +203,10 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
     _refuse_autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     given = canonical(extra)
+    if sampling.n > 1 and "seed" in given:
+        raise InvalidParameterError(
+            "seed", given["seed"], "wanted it as SamplingParams.seed beside n > 1"
+        )
     own = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -207,6 +221,11 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
     given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
+    given["logprobs"] = sampling.logprobs
+    if (sampling.logprobs or 0) < 0:
+        raise InvalidParameterError(
+            "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
+        )
     return given
 
 
@@ -220,8 +239,11 @@ def _refuse_autoregressive_fields(sampling: Any) -> None:
         ("bad_words", (None, []), "wanted none: not supported"),
         ("allowed_token_ids", (None,), "wanted none: not supported"),
         ("structured_outputs", (None,), "wanted none: not supported"),
-        ("logprobs", (None,), "wanted none: not supported"),
-        ("prompt_logprobs", (None,), "wanted none: not supported"),
+        ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
+        ("logprob_token_ids", (None, []), "wanted none: not supported"),
+        ("repetition_detection", (None,), "wanted none: not supported"),
+        ("thinking_token_budget", (None,), "wanted none: not supported"),
+        ("watermarking", (None, False), "wanted false: not supported"),
     ):
         value = getattr(sampling, name, neutral[0])
         if value not in neutral:
@@ -239,8 +261,8 @@ def resolve(
 
     Args:
         given: values under canonical names, as `canonical` or `from_sampling_params` return them.
-            The latter adds `stop_token_ids`, and `upstream_max_tokens`: a limit that upstream may
-            have filled in itself.
+            The latter adds `stop_token_ids`, `logprobs`, and `upstream_max_tokens`: a limit that
+            upstream may have filled in itself.
         model: the served model.
         prompt_token_ids: the prompt.
         default_steps: denoise steps of a request that gives none, brought to the nearest multiple
@@ -251,6 +273,7 @@ def resolve(
     """
     request = dict(given)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model)
     _refuse_unused(request, algorithm)
@@ -286,6 +309,7 @@ def resolve(
         eot_id=model.ids.eot,
         stop_ids=model.ids.stop | stop_token_ids if stops else frozenset(),
         logit_shift=model.family.logit_shift,
+        logprobs=logprobs,
         **values
         | {
             "mask_id": mask_id,

@@ -166,16 +166,18 @@ class StepBatch:
         """Cut what was sampled into one part per request.
 
         Args:
-            sampled: [3, R] float64 on the host, as `sample` returns it.
+            sampled: [3 or more, R] float64 on the host, as `sample` returns it.
             noise: source of the numbers that some rules want for each candidate.
         """
         parts = sampled.split([work.eligible.numel() for work in self.works], dim=1)
         found = []
-        for canvas, work, (tokens, scores, greedy) in zip(
-            self.canvases, self.works, parts, strict=True
-        ):
+        for canvas, work, part in zip(self.canvases, self.works, parts, strict=True):
+            tokens, scores, greedy = part[:3]
             draws = canvas.draws(work.eligible, noise)
-            found.append(Candidates(work.eligible, tokens.long(), scores, greedy.long(), draws))
+            logprobs = None if canvas.params.num_logprobs is None else part[3:]
+            found.append(
+                Candidates(work.eligible, tokens.long(), scores, greedy.long(), draws, logprobs)
+            )
         return found
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm.diffusion.decoding import Work, make_rule
 from vllm.diffusion.engine.messages import StepResult
+from vllm.diffusion.engine.proposals import Proposals
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
@@ -46,6 +47,9 @@ class Canvas:
         self.rule = make_rule(self.params, self.prompt_length)
         # The same memory as an array, whose operations cost a tenth of a tensor's.
         self._canvas = self.tokens.numpy()[self.prompt_length :]
+        self._proposals: Proposals | None = None
+        if self.params.num_logprobs is not None:
+            self._proposals = Proposals(self.params, self.prompt_length)
         self._num_reported = 0
         self.num_forwards = 0
 
@@ -66,6 +70,8 @@ class Canvas:
         if work.fill is not None:
             start, token = work.fill
             self.tokens[start:] = token
+            if self._proposals is not None:
+                self._proposals.fill(start - self.prompt_length, token)
         return work
 
     def draws(self, positions: torch.Tensor, noise: NoiseSource) -> torch.Tensor | None:
@@ -82,6 +88,8 @@ class Canvas:
         chosen = self.rule.select(candidates)
         replacement = self.rule.replacement(candidates)
         self.tokens[candidates.positions[chosen]] = replacement[chosen]
+        if self._proposals is not None:
+            self._proposals.note(candidates, replacement)
         self.num_forwards += 1
         return self._report()
 
@@ -91,11 +99,18 @@ class Canvas:
         unfinished = masked[start:]
         end = start + int(unfinished.argmax()) if unfinished.any() else len(canvas)
         self._num_reported = end
+        logprobs = view = None
+        if self._proposals is not None and self.params.logprobs is not None:
+            logprobs = self._proposals.logprobs(start, end)
+        if self._proposals is not None and self.params.stream_canvas:
+            view = self._proposals.view(self.num_forwards, canvas)
         return StepResult(
             new_token_ids=canvas[start:end].tolist(),
             num_forwards=self.num_forwards,
             num_committed=len(canvas) - int(masked.sum()),
             infilled=self._infilled() if self._prompt_holes.numel() else {},
+            logprobs=logprobs,
+            canvas=view,
         )
 
     def _infilled(self) -> dict[int, int]:
