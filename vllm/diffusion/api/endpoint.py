@@ -11,7 +11,20 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm import envs as upstream_envs
 from vllm.diffusion.api.door import current_door
 from vllm.diffusion.api.generate import GenerateHandler, new_request_id
+from vllm.diffusion.api.openai_protocol import (
+    ChatAnswer,
+    ChatCompletionBody,
+    CompletionAnswer,
+    CompletionBody,
+)
+from vllm.diffusion.api.openai_serving import (
+    DiffusionServingChat,
+    DiffusionServingCompletion,
+    adopt,
+)
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
+from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.entrypoints.serve.utils.api_utils import (
@@ -30,17 +43,18 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse},
+    404: {"model": ErrorResponse},
+    500: {"model": ErrorResponse},
+}
+
 
 @router.post(
     "/generate",
     dependencies=[Depends(validate_json_request)],
     response_model=None,  # a cancelled request has no answer to validate
-    responses={
-        200: {"model": GenerateResponse, "content": {"text/event-stream": {}}},
-        400: {"model": ErrorResponse},
-        404: {"model": ErrorResponse},
-        500: {"model": ErrorResponse},
-    },
+    responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
 @with_cancellation
 @load_aware_call
@@ -58,6 +72,28 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
         )
     answer = await handler.answer(body, request_id)
     return JSONResponse(answer.content())
+
+
+@router.post(
+    "/v1/chat/completions",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's chat completions, with diffusion parameters at top level."""
+    return await create_chat_completion(request, raw_request)
+
+
+@router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+async def completions(request: CompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's completions, with diffusion parameters at top level."""
+    return await create_completion(request, raw_request)
 
 
 def _guards(app: FastAPI) -> list[Any]:
@@ -90,6 +126,10 @@ class DiffusionEndpoint:
         if engine_client is None or door is None:
             state.diffusion_generate = None
             return
+        state.openai_serving_chat = adopt(state.openai_serving_chat, DiffusionServingChat, door)
+        state.openai_serving_completion = adopt(
+            state.openai_serving_completion, DiffusionServingCompletion, door
+        )
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,
