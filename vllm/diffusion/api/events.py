@@ -67,10 +67,12 @@ class Listener:
             while True:
                 next_chunk = asyncio.ensure_future(anext(chunks, None))
                 next_chunk.add_done_callback(lambda _: self._news.set())
+                is_ready = False
                 try:
-                    while not next_chunk.done():
+                    while not is_ready:
                         await self._news.wait()
                         self._news.clear()
+                        is_ready = next_chunk.done()
                         for text in self._take(canvas_event):
                             yield text
                 finally:

@@ -135,8 +135,8 @@ def prepare(request: Any, model_config: Any) -> None:
 def _given(request: Any) -> dict[str, Any]:
     """The diffusion parameters of a body under canonical names."""
     unknown = request.model_extra.keys() - _WITHOUT_EFFECT - _NOT_SUPPORTED.keys()
-    names = request.model_fields_set & (CANONICAL.keys() | unknown)
-    given = {name: getattr(request, name) for name in names}
+    names = [*CANONICAL, *sorted(unknown)]
+    given = {name: getattr(request, name) for name in names if name in request.model_fields_set}
     most = getattr(request, "max_completion_tokens", None)
     if most is not None:
         if given.get("max_tokens") not in (None, most):

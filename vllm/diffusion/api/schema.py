@@ -7,6 +7,7 @@ field, the given and the wanted value in the same words on every route.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
@@ -27,13 +28,21 @@ _JSON_TYPES: dict[type, str] = {int: "integer", float: "number", bool: "boolean"
 def with_diffusion_fields(
     base: type[BaseModel], name: str, doc: str, keep: Collection[str] = ()
 ) -> type[Any]:
-    """A body like `base` with every request parameter, but for those of `base` to `keep`."""
-    fields: dict[str, Any] = {
-        spelling: (Any, _described(field))
-        for field in params.FIELDS
-        for spelling in (field.name, *field.aliases)
-        if spelling not in keep
-    }
+    """A body like `base` with every request parameter.
+
+    Args:
+        base: the body.
+        name, doc: of the new class.
+        keep: parameters that `base` declares with types of its own.
+    """
+    fields: dict[str, Any] = {}
+    for field in params.FIELDS:
+        for spelling in (field.name, *field.aliases):
+            fields[spelling] = (Any, _described(field))
+    for spelling in keep:
+        own = copy(base.model_fields[spelling])
+        own.description = own.description or fields[spelling][1].description
+        fields[spelling] = (own.annotation, own)
     return create_model(name, __base__=base, __doc__=doc, **fields)
 
 
