@@ -39,6 +39,7 @@ DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({**CANVAS, "steps": 0}, "steps", "at least 1"),
     ({**CANVAS, "steps": 1e300}, "steps", "whole number"),
+    ({**CANVAS, "steps": 10**12, "algorithm": "dream"}, "steps", "at most 1000000"),
     ({**CANVAS, "num_denoising_steps": -1}, "num_denoising_steps", "at least 1"),
     ({**CANVAS, "steps": 8, "num_denoising_steps": 9}, "num_denoising_steps", "contradicts"),
     ({**CANVAS, "block_length": 8, "steps": 6}, "steps", "4 or 8"),
