@@ -113,6 +113,9 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}},
     {"structured_outputs": {"regex": "a*"}},
+    {"structured_outputs": 5},
+    {"response_format": "json"},
+    {"stream_interval": 2**64},
     {"guided_json": {"type": "object"}},
     {"reasoning_effort": "low"},
     {"thinking_token_budget": 5},
@@ -139,6 +142,8 @@ AUTOREGRESSIVE: list[dict[str, Any]] = [
     {"top_k": 5},
     {"min_p": 0.1},
     {"presence_penalty": 1.0},
+    {"presence_penalty": 1e9},
+    {"repetition_penalty": 0.0},
     {"frequency_penalty": -1.0},
     {"repetition_penalty": 1.5},
     {"logit_bias": {"5": 1.0}},
@@ -266,6 +271,9 @@ def test_wrong_types(client: Client, fields: dict[str, Any], name: str) -> None:
 
 def test_empty_conversation(client: Client) -> None:
     for route in (GENERATE, CHAT):
+        for wrong in (5, "hello", {"role": "user"}):
+            response = client.http.post(route, json={"messages": wrong})
+            assert "messages" in refusal(response)["message"]
         assert "message" in refusal(client.http.post(route, json={"messages": []}))["message"]
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
+    "AUTOREGRESSIVE",
     "BY_NAME",
     "CACHES",
     "CANONICAL",
@@ -53,6 +54,7 @@ __all__ = [
     "FIELDS",
     "OFFLINE_MAX_TOKENS",
     "REMASKING",
+    "RESERVED_EXTRA_ARGS",
     "SEED_BITS",
     "DiffusionParams",
     "Field",
@@ -72,6 +74,27 @@ SEED_BITS = 64
 # A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
 # connectors are unknown parameters here: there is no such cache.
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
+
+
+_LEFT_TO_RIGHT = "penalties need a left-to-right order"
+
+# Fields of upstream's SamplingParams that cannot act here: name, values that ask for nothing, and
+# what is wanted.
+AUTOREGRESSIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("min_p", (0.0, None), "wanted 0: it has no meaning for a diffusion language model"),
+    ("presence_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
+    ("frequency_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
+    ("repetition_penalty", (1.0, None), f"wanted 1: {_LEFT_TO_RIGHT}"),
+    ("logit_bias", (None, {}), "wanted none: not supported"),
+    ("bad_words", (None, []), "wanted none: not supported"),
+    ("allowed_token_ids", (None,), "wanted none: not supported"),
+    ("structured_outputs", (None,), "wanted none: not supported"),
+    ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
+    ("logprob_token_ids", (None, []), "wanted none: not supported"),
+    ("repetition_detection", (None,), "wanted none: not supported"),
+    ("thinking_token_budget", (None, -1), "wanted none: not supported"),
+    ("watermarking", (None, False), "wanted false: not supported"),
+)
 
 
 @dataclass(frozen=True)
@@ -230,21 +253,7 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
 
 
 def _refuse_autoregressive_fields(sampling: Any) -> None:
-    for name, neutral, meaning in (
-        ("min_p", (0.0,), "wanted 0: it has no meaning for a diffusion language model"),
-        ("presence_penalty", (0.0,), "wanted 0: penalties need a left-to-right order"),
-        ("frequency_penalty", (0.0,), "wanted 0: penalties need a left-to-right order"),
-        ("repetition_penalty", (1.0,), "wanted 1: penalties need a left-to-right order"),
-        ("logit_bias", (None, {}), "wanted none: not supported"),
-        ("bad_words", (None, []), "wanted none: not supported"),
-        ("allowed_token_ids", (None,), "wanted none: not supported"),
-        ("structured_outputs", (None,), "wanted none: not supported"),
-        ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
-        ("logprob_token_ids", (None, []), "wanted none: not supported"),
-        ("repetition_detection", (None,), "wanted none: not supported"),
-        ("thinking_token_budget", (None,), "wanted none: not supported"),
-        ("watermarking", (None, False), "wanted false: not supported"),
-    ):
+    for name, neutral, meaning in AUTOREGRESSIVE:
         value = getattr(sampling, name, neutral[0])
         if value not in neutral:
             raise InvalidParameterError(name, value, meaning)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 router = APIRouter()
+openai_router = APIRouter()  # replaces upstream's routes of the same paths
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse},
@@ -74,7 +75,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     return JSONResponse(answer.content())
 
 
-@router.post(
+@openai_router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
     response_model=None,
@@ -85,7 +86,7 @@ async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # typ
     return await create_chat_completion(request, raw_request)
 
 
-@router.post(
+@openai_router.post(
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
     response_model=None,
@@ -117,7 +118,10 @@ class DiffusionEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(router, dependencies=_guards(app))
+        guards = _guards(app)
+        app.include_router(router, dependencies=guards)
+        if current_door() is not None:  # other models keep upstream's routes
+            app.include_router(openai_router, dependencies=guards)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace

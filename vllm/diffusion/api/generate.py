@@ -24,7 +24,7 @@ from vllm.diffusion.api.protocol import (
     diffusion_fields,
     split_prompt,
 )
-from vllm.diffusion.api.report import CanvasState, DiffusionReport, told
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
@@ -71,6 +71,7 @@ class GenerateHandler:
         self, engine: EngineClient, door: Door, model_names: list[str], chat_params: ChatParams
     ) -> None:
         self._engine = ChoicesClient(engine, door)
+        self._token_texts = TokenTexts(engine.renderer.tokenizer)
         self._model_names = model_names
         self._chat_params = chat_params
 
@@ -136,7 +137,7 @@ class GenerateHandler:
         """What is new in an output: the canvas, and the prefix if it has grown or is complete."""
         found, completion = told(output).get(0, {}), output.outputs[0]
         if "canvas" in found:
-            canvas = CanvasState.of(found["canvas"], self._engine.renderer.tokenizer)
+            canvas = CanvasState.of(found["canvas"], self._token_texts)
             yield GenerateCanvas(id=request_id, index=index, canvas=canvas).model_dump_json()
         if completion.token_ids:
             text = completion.text

@@ -8,21 +8,30 @@ ignored.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
+from vllm.diffusion.api.door import RequestRefused
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.params import CANONICAL, SEED_BITS, canonical
+from vllm.diffusion.params import (
+    AUTOREGRESSIVE,
+    CANONICAL,
+    RESERVED_EXTRA_ARGS,
+    SEED_BITS,
+    canonical,
+)
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 
-_REASON = "not supported"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 
 # Fields that upstream's body does not declare and that change no answer.
@@ -37,21 +46,19 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-# Fields that cannot work, with the values that ask for nothing. Those that become a field of
-# SamplingParams (penalties, logit_bias, ...) are refused with it, on every route.
+# Fields that cannot work, beside those of SamplingParams, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (None,),
+    "tools": (None, []),
     "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "structured_outputs": (None,),
     "reasoning_effort": (None, "none"),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
+    "use_beam_search": (False, None),
+    "length_penalty": (1.0, None),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "prompt_embeds": (None,),
-    "priority": (0,),
+    "priority": (0, None),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -64,17 +71,28 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 _UPSTREAMS = (CANONICAL.keys() & CompletionRequest.model_fields.keys()) - {"seed"}
 
 
-class _CompletionBase(CompletionRequest):
-    """Upstream's body, which can tell a default limit from one that was given."""
+class _ChatBase(ChatCompletionRequest):
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        return _checked(body)
 
+
+class _CompletionBase(CompletionRequest):
     max_tokens: int | None = Field(
         None,
         description="longest answer in tokens; cuts the answer, never the canvas "
         "(default: the canvas beside gen_length, else 16)",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        return _checked(body)
+
     @model_validator(mode="after")
     def _default_max_tokens(self) -> _CompletionBase:
+        """A default limit can be told from one that was given."""
         if self.max_tokens is None:  # upstream counts on a number
             self.max_tokens = _DEFAULT_MAX_TOKENS
             self.model_fields_set.discard("max_tokens")
@@ -82,7 +100,7 @@ class _CompletionBase(CompletionRequest):
 
 
 ChatCompletionBody = with_diffusion_fields(
-    ChatCompletionRequest, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
+    _ChatBase, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
 )
 CompletionBody = with_diffusion_fields(
     _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
@@ -114,10 +132,13 @@ def prepare(request: Any, model_config: Any) -> None:
     Raises:
         InvalidParameterError: naming the field, the given and the wanted value.
     """
-    _refuse_unsupported(request)
+    _refuse_unsupported({**vars(request), **request.model_extra})
+    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
     _check_logprobs(request, model_config)
     given = _given(request)
-    extra = canonical(request.vllm_xargs or {})
+    xargs = request.vllm_xargs or {}
+    extra = canonical({k: v for k, v in xargs.items() if k not in RESERVED_EXTRA_ARGS})
     for name, value in given.items():
         if extra.get(name, value) != value:
             raise InvalidParameterError(
@@ -147,16 +168,35 @@ def _given(request: Any) -> dict[str, Any]:
     return canonical(given, also_known=type(request).model_fields)
 
 
-def _refuse_unsupported(request: Any) -> None:
+def _checked(body: Any) -> Any:
+    """The body as it was sent, refused here where upstream's validators would have other words."""
+    if not isinstance(body, dict):
+        return body
+    try:
+        _refuse_unsupported(body)
+        if not isinstance(body.get("messages", []), list):
+            raise InvalidParameterError("messages", body["messages"], "wanted a list of messages")
+        for name in body.keys() - CANONICAL.keys():
+            if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
+                raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
+    except InvalidParameterError as error:
+        raise RequestRefused(error) from None
+    return body
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name, neutral, wanted in AUTOREGRESSIVE:
+        if body.get(name, neutral[0]) not in neutral:
+            raise InvalidParameterError(name, body[name], wanted)
     for name, neutral in _NOT_SUPPORTED.items():
-        value = getattr(request, name, neutral[0])
-        if value not in neutral:
-            raise InvalidParameterError(name, value, f"wanted {_in_json(neutral[0])}: {_REASON}")
-    kind = getattr(request.response_format, "type", "text")
-    if kind != "text":
-        raise InvalidParameterError("response_format", kind, f"wanted text: {_REASON}")
-    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
-        raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
+        if body.get(name, neutral[0]) not in neutral:
+            wanted = "none" if neutral[0] is None else json.dumps(neutral[0])
+            raise InvalidParameterError(name, body[name], f"wanted {wanted}: not supported")
+    response_format = body.get("response_format") or {"type": "text"}
+    if getattr(response_format, "type", None) != "text" and response_format != {"type": "text"}:
+        raise InvalidParameterError(
+            "response_format", response_format, 'wanted {"type": "text"}: not supported'
+        )
 
 
 def _check_logprobs(request: Any, model_config: Any) -> None:
@@ -178,10 +218,7 @@ def _allow_several_greedy_answers(request: Any, model_config: Any) -> None:
     """Upstream refuses them as all alike; here random remasking may still tell them apart."""
     default = model_config.get_diff_sampling_param().get("temperature", 1.0)
     given = request.temperature if request.temperature is not None else default
-    if (request.n or 1) > 1 and request.vllm_xargs.setdefault("temperature", given) == 0:
+    if (request.n or 1) > 1 and given == 0:
+        request.vllm_xargs.setdefault("temperature", 0.0)  # the one that counts
         request.temperature = 1.0
-        request.top_p = request.top_k = request.min_p = None  # without effect at 0
-
-
-def _in_json(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)
+        request.top_p, request.top_k, request.min_p = 1.0, 0, 0.0

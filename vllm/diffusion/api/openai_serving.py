@@ -18,7 +18,7 @@ from vllm.diffusion.api.choices import ChoicesClient
 from vllm.diffusion.api.door import RequestRefused
 from vllm.diffusion.api.events import Listener, event
 from vllm.diffusion.api.openai_protocol import prepare
-from vllm.diffusion.api.report import CanvasState, DiffusionReport, told
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -38,11 +38,14 @@ def adopt(upstreams: Any, kind: type[Handler], door: Door) -> Handler:
     handler: Handler = copy(upstreams)
     handler.__class__ = kind
     handler.engine_client = ChoicesClient(upstreams.engine_client, door)
+    handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
     return handler
 
 
 class DiffusionServingChat(OpenAIServingChat):
     """POST /v1/chat/completions."""
+
+    token_texts: TokenTexts
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         _prepare(request, self.model_config)
@@ -65,7 +68,7 @@ class DiffusionServingChat(OpenAIServingChat):
         if request.vllm_xargs.get("stream_canvas"):
             head = _head(request_id, "chat.completion.chunk", model_name)
             choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
-            write = _canvas_writer(self.renderer.tokenizer, head, choice)
+            write = _canvas_writer(self.token_texts, head, choice)
             chunks = _after_the_first(chunks, lambda rest: listener.between(rest, write))
         async for text in _with_report(chunks, listener):
             yield text
@@ -87,6 +90,8 @@ class DiffusionServingChat(OpenAIServingChat):
 
 class DiffusionServingCompletion(OpenAIServingCompletion):
     """POST /v1/completions."""
+
+    token_texts: TokenTexts
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         _prepare(request, self.model_config)
@@ -111,7 +116,7 @@ class DiffusionServingCompletion(OpenAIServingCompletion):
         if request.vllm_xargs.get("stream_canvas"):
             head = _head(request_id, "text_completion", model_name)
             choice = {"text": "", "logprobs": None, "finish_reason": None}
-            write = _canvas_writer(self.renderer.tokenizer, head, choice)
+            write = _canvas_writer(self.token_texts, head, choice)
             chunks = listener.between(chunks, write)
         async for text in _with_report(chunks, listener):
             yield text
@@ -191,12 +196,12 @@ def _head(request_id: str, kind: str, model_name: str) -> dict[str, Any]:
 
 
 def _canvas_writer(
-    tokenizer: Any, head: dict[str, Any], choice: dict[str, Any]
+    texts: TokenTexts, head: dict[str, Any], choice: dict[str, Any]
 ) -> Callable[[int, dict[str, Any]], str]:
     """Writes a chunk that adds nothing to the answer and brings a canvas."""
 
     def write(index: int, packed: dict[str, Any]) -> str:
-        canvas = CanvasState.of(packed, tokenizer).model_dump()
+        canvas = CanvasState.of(packed, texts).model_dump()
         chunk = {**head, "choices": [{"index": index, **choice}], "diffusion": {"canvas": canvas}}
         return event(json.dumps(chunk))
 

@@ -80,8 +80,10 @@ def check_body(body: GenerateBody) -> None:
     """
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
-    if body.logit_bias:
-        raise InvalidParameterError("logit_bias", body.logit_bias, "wanted none: not supported")
+    for name, neutral, wanted in params.AUTOREGRESSIVE:
+        value = getattr(body, name, neutral[0])
+        if value not in neutral:
+            raise InvalidParameterError(name, value, wanted)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")

@@ -63,6 +63,21 @@ class DiffusionReport(BaseModel):
         return self.model_dump(exclude={"infilled"} if self.infilled is None else None)
 
 
+class TokenTexts:
+    """The text of single tokens. Each is decoded once: canvases repeat them in every step."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, token_ids: list[int]) -> list[str]:
+        unknown = list(set(token_ids) - self._known.keys())
+        self._known |= zip(
+            unknown, convert_ids_list_to_tokens(self._tokenizer, unknown), strict=True
+        )
+        return [self._known[token] for token in token_ids]
+
+
 class CanvasState(BaseModel):
     """The canvas of an answer after a denoise step; the lists have one entry per position.
 
@@ -83,14 +98,14 @@ class CanvasState(BaseModel):
     confidence: list[float | None]
 
     @classmethod
-    def of(cls, packed: Mapping[str, Any], tokenizer: Any) -> CanvasState:
+    def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
         """Unpack an `engine.messages.CanvasView`."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
         return cls(
             step=packed["step"],
             token_ids=token_ids,
-            text=convert_ids_list_to_tokens(tokenizer, token_ids),
+            text=texts.of(token_ids),
             committed=np.frombuffer(packed["committed"], "?").tolist(),
             confidence=[None if np.isnan(p) else p for p in confidence.tolist()],
         )
