@@ -16,6 +16,7 @@ from vllm.diffusion.api.openai_protocol import (
     ChatCompletionBody,
     CompletionAnswer,
     CompletionBody,
+    check_body,
 )
 from vllm.diffusion.api.openai_serving import (
     DiffusionServingChat,
@@ -75,9 +76,15 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     return JSONResponse(answer.content())
 
 
+async def check_openai_body(raw_request: Request) -> None:
+    """A dependency of its own: it runs before the body is made a model."""
+    if await raw_request.body():
+        check_body(await raw_request.json())
+
+
 @openai_router.post(
     "/v1/chat/completions",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=[Depends(validate_json_request), Depends(check_openai_body)],
     response_model=None,
     responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -88,7 +95,7 @@ async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # typ
 
 @openai_router.post(
     "/v1/completions",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=[Depends(validate_json_request), Depends(check_openai_body)],
     response_model=None,
     responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )

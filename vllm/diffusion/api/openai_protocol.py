@@ -71,24 +71,12 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 _UPSTREAMS = (CANONICAL.keys() & CompletionRequest.model_fields.keys()) - {"seed"}
 
 
-class _ChatBase(ChatCompletionRequest):
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        return _checked(body)
-
-
 class _CompletionBase(CompletionRequest):
     max_tokens: int | None = Field(
         None,
         description="longest answer in tokens; cuts the answer, never the canvas "
         "(default: the canvas beside gen_length, else 16)",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        return _checked(body)
 
     @model_validator(mode="after")
     def _default_max_tokens(self) -> _CompletionBase:
@@ -100,7 +88,7 @@ class _CompletionBase(CompletionRequest):
 
 
 ChatCompletionBody = with_diffusion_fields(
-    _ChatBase, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
+    ChatCompletionRequest, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
 )
 CompletionBody = with_diffusion_fields(
     _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
@@ -168,20 +156,23 @@ def _given(request: Any) -> dict[str, Any]:
     return canonical(given, also_known=type(request).model_fields)
 
 
-def _checked(body: Any) -> Any:
-    """The body as it was sent, refused here where upstream's validators would have other words."""
+def check_body(body: Any) -> None:
+    """Look at a body as it was sent, before upstream's validators, which have other words.
+
+    Raises:
+        RequestRefused: HTTP 400, naming the field.
+    """
     if not isinstance(body, dict):
-        return body
+        return
     try:
         _refuse_unsupported(body)
         if not isinstance(body.get("messages", []), list):
             raise InvalidParameterError("messages", body["messages"], "wanted a list of messages")
-        for name in body.keys() - CANONICAL.keys():
+        for name in sorted(body.keys() - CANONICAL.keys()):
             if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
                 raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
     except InvalidParameterError as error:
         raise RequestRefused(error) from None
-    return body
 
 
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:
