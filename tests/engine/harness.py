@@ -140,9 +140,6 @@ def reference(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> 
     """
     options = dict(asked)
     algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
-    if algorithm == "dream":
-        # Steps that commit nothing are run, but not those after the last mask.
-        options["skip_idle_steps"] = options.get("alg") == "origin"
     return dispatch.run(model, prompt, ids=IDS, algorithm=algorithm, **options)
 
 

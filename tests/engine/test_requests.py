@@ -227,7 +227,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("frequency_penalty", {}, {"frequency_penalty": 0.5}, ["0.5"]),
     ("repetition_penalty", {}, {"repetition_penalty": 1.5}, ["1.5"]),
     ("logit_bias", {}, {"logit_bias": {5: 1.0}}, ["5"]),
-    ("logprobs", {}, {"logprobs": 2}, ["2"]),
+    ("prompt_logprobs", {}, {"prompt_logprobs": 2}, ["2"]),
 ]
 
 

@@ -84,6 +84,36 @@ def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:
     assert upstream <= set(inspect.signature(DiffusionScheduler.__init__).parameters)
 
 
+def test_the_openai_handlers_have_the_steps_that_are_overridden() -> None:
+    """Their names and leading parameters; the rest is handed through."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    chat = ("self", "request", "result_generator")
+    for cls, name, leading in (
+        (OpenAIServingChat, "create_chat_completion", ("self", "request", "raw_request")),
+        (
+            OpenAIServingChat,
+            "chat_completion_stream_generator",
+            (*chat, "request_id", "model_name"),
+        ),
+        (OpenAIServingChat, "chat_completion_full_generator", chat),
+        (OpenAIServingCompletion, "create_completion", ("self", "request", "raw_request")),
+        (
+            OpenAIServingCompletion,
+            "completion_stream_generator",
+            ("self", "request", "engine_inputs", *chat[2:], "request_id", "created_time"),
+        ),
+        (
+            OpenAIServingCompletion,
+            "request_output_to_completion_response",
+            ("self", "final_res_batch"),
+        ),
+    ):
+        parameters = tuple(inspect.signature(getattr(cls, name)).parameters)
+        assert parameters[: len(leading)] == leading, name
+
+
 def test_a_request_passes_the_validator_before_the_platform(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,9 +151,8 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
     for name in ("append_output_token_ids", "get_finished_reason", "take_prefill_stats"):
         assert callable(getattr(Request, name))
     assert RequestStatus.FINISHED_ERROR > RequestStatus.FINISHED_STOPPED
-    assert {"kv_transfer_params", "new_token_ids", "finish_reason", "stop_reason"} <= set(
-        EngineCoreOutput.__struct_fields__
-    )
+    used = {"kv_transfer_params", "new_logprobs", "new_token_ids", "finish_reason", "stop_reason"}
+    assert used <= set(EngineCoreOutput.__struct_fields__)
     assert {"outputs", "finished_requests", "scheduler_stats"} <= set(
         EngineCoreOutputs.__struct_fields__
     )

@@ -506,6 +506,8 @@ def test_defaults_without_any_field() -> None:
         alg_temp=0.0,
         eps=1e-3,
         logit_shift=0,
+        stream_canvas=False,
+        logprobs=None,
     )
 
 
@@ -861,8 +863,11 @@ def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
         ("logit_bias", {5: 1.0}),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
-        ("logprobs", 1),
+        ("logprobs", -1),
+        ("logprob_token_ids", [1]),
         ("prompt_logprobs", 1),
+        ("thinking_token_budget", 8),
+        ("watermarking", True),
         ("min_tokens", 2),
     ],
 )
@@ -877,6 +882,20 @@ def test_top_p_and_top_k_are_dreams() -> None:
     assert (decided.top_p, decided.top_k) == (0.5, 7)
     own = sampled(top_p=0.5, extra_args={"algorithm": "dream", "top_p": 0.8, "top_k": 0})
     assert (own.top_p, own.top_k) == (0.8, None)
+
+
+def test_log_probabilities_and_canvases_to_look_at() -> None:
+    assert (sampled().logprobs, sampled().num_logprobs) == (None, None)
+    assert (sampled(logprobs=3).logprobs, sampled(logprobs=3).num_logprobs) == (3, 3)
+    watched = sampled(extra_args={"stream_canvas": True})
+    assert (watched.logprobs, watched.num_logprobs) == (None, 0)
+
+
+def test_seeds_of_several_answers_are_upstreams() -> None:
+    """Upstream gives answer i the seed + i, and knows nothing of a seed among extra arguments."""
+    assert sampled(n=3, seed=5).seed == 5
+    with pytest.raises(InvalidParameterError, match="wanted it as SamplingParams"):
+        sampled(n=3, extra_args={"seed": 5})
 
 
 def test_values_without_effect_are_accepted() -> None:

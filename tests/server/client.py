@@ -24,14 +24,12 @@ COMPLETIONS = "/v1/completions"
 ROUTES = (GENERATE, CHAT, COMPLETIONS)
 
 
-def body_for(route: str, /, **diffusion: Any) -> dict[str, Any]:
-    """A body of `route` that asks QUESTION, diffusion parameters where the route wants them."""
-    if route == GENERATE:
-        return {"prompt": QUESTION, **diffusion}
+def body_for(route: str, /, **fields: Any) -> dict[str, Any]:
+    """A body of `route` that asks QUESTION."""
     asked: dict[str, Any] = {"prompt": QUESTION}
     if route == CHAT:
         asked = {"messages": [{"role": "user", "content": QUESTION}]}
-    return {"model": MODEL_NAME, **asked, "vllm_xargs": diffusion} if diffusion else asked
+    return {"model": MODEL_NAME, **asked, **fields}
 
 
 class Client:

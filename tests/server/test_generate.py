@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -134,10 +135,12 @@ def test_shape_of_an_answer(client: Client) -> None:
     }
     report = answer["diffusion"]
     assert report.keys() == {
-        *("steps", "num_forwards", "tokens_per_forward", "queue_ms", "denoise_ms", "seeds"),
+        *("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"),
+        *("queue_ms", "denoise_ms", "seeds"),
     }
     assert (report["steps"], report["num_forwards"], report["seeds"]) == (32, 32, [9])
     assert report["tokens_per_forward"] == 1.0
+    assert report["num_forwards_saved"] == 0
     assert report["queue_ms"] >= 0
     assert report["denoise_ms"] > 0
 
@@ -169,6 +172,35 @@ def test_stop_string(client: Client) -> None:
     assert answer["finish_reason"] == ["stop"]
     kept = client.ask(stop="of Fr", include_stop_str_in_output=True)
     assert kept["text"] == ["The capital of Fr"]
+
+
+def test_a_complete_answer_saves_forwards(client: Client) -> None:
+    """Blocks behind the one that holds the stop token are not denoised."""
+    asked = {"gen_length": 64, "block_length": 16, "steps": 32}
+    stopped, whole = client.ask(**asked), client.ask(**asked, ignore_eos=True)
+    assert stopped["text"] == [ANSWER]
+    report = stopped["diffusion"]
+    assert report["num_forwards"] <= 8
+    assert report["num_forwards"] + report["num_forwards_saved"] == report["steps"] == 32
+    assert whole["diffusion"]["num_forwards"] == 32
+    assert whole["token_ids"][0][: len(stopped["token_ids"][0])] == stopped["token_ids"][0]
+    by_string = client.ask(**asked, stop=["France"])
+    assert by_string["diffusion"]["num_forwards_saved"] >= 24
+
+
+def test_logprobs(client: Client) -> None:
+    """One entry a token; the probability is the confidence that the token was committed with."""
+    answer = client.ask(gen_length=32, threshold=0.9, logprobs=2, n=2)
+    assert len(answer["logprobs"]) == 2
+    for token_ids, found in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        assert [entry["token_id"] for entry in found] == token_ids
+        assert "".join(entry["token"] for entry in found) == ANSWER
+        for entry in found:
+            first, second = entry["top_logprobs"]
+            assert first.items() <= entry.items()  # greedy: the token is the likeliest
+            assert 0 >= entry["logprob"] >= second["logprob"]
+    assert any(e["logprob"] > math.log(0.9) for e in answer["logprobs"][0])
+    assert "logprobs" not in client.ask(gen_length=32)
 
 
 def test_stop_token_ids(client: Client) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION
+from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION, ROUTES
 from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.server.process import ServerProcess
 
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+SMALL_CANVAS = {"gen_length": 32, "block_length": 8}
 SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos": 1}}
 
 
@@ -103,11 +104,12 @@ def test_diffusion_parameters_mean_the_same_on_every_route(client: Client) -> No
     messages = [{"role": "user", "content": PUZZLE}]
     text = client.ask(PUZZLE, **diffusion, **noise)["text"][0]
     assert text != client.ask(PUZZLE)["text"][0]  # else the comparison shows nothing
-    chat = client.answer(CHAT, {"messages": messages, "vllm_xargs": diffusion, **noise})
-    assert chat["choices"][0]["message"]["content"] == text
     raw = client.generate(prompt=PUZZLE, **diffusion, **noise)["text"][0]
-    completion = client.answer(COMPLETIONS, {"prompt": PUZZLE, "vllm_xargs": diffusion, **noise})
-    assert completion["choices"][0]["text"] == raw
+    for fields in ({"vllm_xargs": diffusion}, diffusion, {"vllm_xargs": {**diffusion, **noise}}):
+        chat = client.answer(CHAT, {"messages": messages, **noise, **fields})
+        assert chat["choices"][0]["message"]["content"] == text
+        completion = client.answer(COMPLETIONS, {"prompt": PUZZLE, **noise, **fields})
+        assert completion["choices"][0]["text"] == raw
 
 
 def test_upstream_fields_act(openai: OpenAI) -> None:
@@ -121,6 +123,125 @@ def test_upstream_fields_act(openai: OpenAI) -> None:
     assert (stopped.message.content, stopped.finish_reason) == ("The capital ", "stop")
     three = ask(n=3, seed=1, temperature=1.0, extra_body={"vllm_xargs": {"gen_length": 32}})
     assert [choice.index for choice in three.choices] == [0, 1, 2]
+
+
+def test_messages_alone(client: Client, openai: OpenAI) -> None:
+    """The canvas is as long as the checkpoint's generation_config says, never the context."""
+    answer: Any = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
+    assert answer.choices[0].message.content == ANSWER
+    plain = client.generate(messages=MESSAGES)["diffusion"]
+    assert answer.diffusion.keys() == plain.keys()
+    for key in ("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"):
+        assert answer.diffusion[key] == plain[key]
+    assert answer.diffusion["steps"] <= 128
+
+
+def test_limits_of_completions(openai: OpenAI) -> None:
+    """Without a limit OpenAI's 16 tokens hold, but a canvas that is asked for comes back whole."""
+
+    def length(**fields: Any) -> int:
+        answer = openai.completions.create(
+            model=MODEL_NAME, prompt=QUESTION, extra_body={"ignore_eos": True, **fields}
+        )
+        assert answer.usage is not None
+        return answer.usage.completion_tokens
+
+    assert length() == 16
+    assert length(max_tokens=None) == 16
+    assert length(gen_length=64) == 64
+    assert length(gen_length=64, max_tokens=16) == 16
+    assert length(gen_length=64, max_new_tokens=20) == 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers(client: Client, stream: bool) -> None:
+    """As many answers as seeds, each that of a request for it alone; the report covers all."""
+    noise: dict[str, Any] = {"temperature": 2.0, "gen_length": 32, "ignore_eos": True}
+    messages = [{"role": "user", "content": PUZZLE}]
+    wanted = client.ask(PUZZLE, n=3, seed=2**64 - 2, **noise)
+    body = {"messages": messages, "n": 3, "seed": 2**64 - 2, **noise}
+    if stream:
+        chunks = client.events(CHAT, {**body, "stream_options": {"include_usage": True}})
+        texts = ["", "", ""]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+        answer = chunks[-1]
+    else:
+        answer = client.answer(CHAT, body)
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == wanted["text"]
+    assert len(set(texts)) == 3
+    assert answer["usage"]["completion_tokens"] == 96
+    assert answer["diffusion"]["seeds"] == [2**64 - 2, 2**64 - 1, 0]
+    assert answer["diffusion"]["num_forwards"] == wanted["diffusion"]["num_forwards"] == 96
+
+
+def test_n_answers_to_each_of_several_prompts(client: Client) -> None:
+    noise: dict[str, Any] = {"temperature": 2.0, "gen_length": 32, "seed": 5, "n": 2}
+    wanted = client.generate(prompt=[PUZZLE, QUESTION], **noise)
+    answer = client.answer(COMPLETIONS, {"prompt": [PUZZLE, QUESTION], **noise})
+    assert [choice["text"] for choice in answer["choices"]] == wanted["text"]
+    assert answer["diffusion"]["seeds"] == wanted["diffusion"]["seeds"] == [5, 6, 5, 6]
+
+
+def test_several_greedy_answers(client: Client) -> None:
+    """Alike, unless the positions are chosen at random."""
+    for fields in ({}, {"temperature": 0, "top_p": 0.5}):
+        answer = client.answer(CHAT, {"messages": MESSAGES, "n": 2, **fields})
+        assert [c["message"]["content"] for c in answer["choices"]] == [ANSWER, ANSWER]
+
+
+def test_logprobs_of_chat(client: Client, openai: OpenAI) -> None:
+    answer = openai.chat.completions.create(
+        model=MODEL_NAME, messages=MESSAGES, logprobs=True, top_logprobs=2
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    *entries, stop = found.content
+    assert stop.token == "<|eot_id|>"
+    wanted = client.generate(messages=MESSAGES, logprobs=2)["logprobs"][0]
+    assert [e.token for e in entries] == [w["token"] for w in wanted]
+    assert [e.logprob for e in entries] == [w["logprob"] for w in wanted]
+    for entry, want in zip(entries, wanted, strict=True):
+        assert bytes(entry.bytes or []).decode() == entry.token
+        assert [t.logprob for t in entry.top_logprobs] == [
+            t["logprob"] for t in want["top_logprobs"]
+        ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": ["of Fr"]}, {"max_tokens": 3}], ids=str)
+def test_streamed_logprobs_equal_those_of_the_plain_answer(
+    client: Client, fields: dict[str, Any]
+) -> None:
+    body = {**SMALL_CANVAS, "prompt": QUESTION, "logprobs": 3, **fields}
+    plain = client.answer(COMPLETIONS, body)["choices"]
+    chunks = client.events(COMPLETIONS, body)
+    for choice in plain:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        joined = {
+            key: [x for c in own for x in c["logprobs"][key]]
+            for key in ("tokens", "token_logprobs", "top_logprobs")
+        }
+        assert joined["tokens"] == choice["logprobs"]["tokens"]
+        for key in ("token_logprobs", "top_logprobs"):  # batches of other sizes round differently
+            for found, wanted in zip(joined[key], choice["logprobs"][key], strict=True):
+                assert found == pytest.approx(wanted, rel=1e-3)
+        assert len(choice["logprobs"]["tokens"]) >= 3
+
+
+def test_a_streamed_answer_reports_with_its_usage(openai: OpenAI) -> None:
+    *_, last = openai.chat.completions.create(
+        model=MODEL_NAME,
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"gen_length": 64, "block_length": 16, "steps": 32},
+    )
+    report: dict[str, Any] = (last.model_extra or {})["diffusion"]
+    assert last.choices == []
+    assert report["num_forwards"] + report["num_forwards_saved"] == report["steps"] == 32
+    assert report["num_forwards_saved"] >= 24
 
 
 def test_two_turns(openai: OpenAI) -> None:
@@ -152,21 +273,30 @@ def test_metrics_count_prompts_and_answers(client: Client) -> None:
     assert grown == [usage["prompt_tokens"], usage["completion_tokens"]]
 
 
-def test_generate_is_documented(client: Client) -> None:
+@pytest.mark.parametrize("path", ROUTES)
+def test_routes_are_documented(client: Client, path: str) -> None:
     assert client.http.get("/docs").status_code == 200
     document = client.http.get("/openapi.json").json()
-    route = document["paths"]["/generate"]["post"]
+    route = document["paths"][path]["post"]
     assert {"200", "400", "404"} <= route["responses"].keys()
     reference = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     fields = document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
     wanted = {
-        *("prompt", "messages", "apply_chat_template", "max_tokens", "gen_length"),
-        *("output_length", "steps", "num_denoising_steps", "block_length", "temperature"),
+        *(
+            "max_tokens",
+            "gen_length",
+            "output_length",
+            "steps",
+            "num_denoising_steps",
+            "block_length",
+            "temperature",
+        ),
         *("cfg_scale", "remasking", "algorithm", "threshold", "mask_id", "ignore_eos", "seed"),
         *("n", "stop", "stop_token_ids", "stream", "stream_canvas"),
     }
     assert wanted <= fields.keys()
-    assert all(fields[name].get("description") for name in wanted)
+    upstreams = {"n", "stop", "stop_token_ids", "stream"}  # its bodies say nothing of them
+    assert all(fields[name].get("description") for name in wanted - upstreams)
     assert fields["steps"]["type"] == "integer"
     assert fields["remasking"]["enum"] == ["low_confidence", "random"]
 

@@ -39,6 +39,7 @@ DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({**CANVAS, "steps": 0}, "steps", "at least 1"),
     ({**CANVAS, "steps": 1e300}, "steps", "whole number"),
+    ({**CANVAS, "steps": 10**12, "algorithm": "dream"}, "steps", "at most 1000000"),
     ({**CANVAS, "num_denoising_steps": -1}, "num_denoising_steps", "at least 1"),
     ({**CANVAS, "steps": 8, "num_denoising_steps": 9}, "num_denoising_steps", "contradicts"),
     ({**CANVAS, "block_length": 8, "steps": 6}, "steps", "4 or 8"),
@@ -62,6 +63,8 @@ DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_tokens": 1}, "min_tokens", "wanted 0"),
     ({"ignore_eos": 2}, "ignore_eos", "true or false"),
     ({"allow_infill": "yes"}, "allow_infill", "true or false"),
+    ({"stream_canvas": True}, "stream_canvas", "stream: true"),
+    ({"stream_canvas": "yes"}, "stream_canvas", "true or false"),
     ({"stepz": 8}, "stepz", "unknown parameter; known: "),
     ({"gen-length": 8}, "gen-length", "gen_length"),
 ]
@@ -71,7 +74,8 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 0}, "n", "1 to 128"),
     ({"n": -1}, "n", "1 to 128"),
     ({"n": 10**30}, "n", "1 to 128"),
-    ({"stream_canvas": True}, "stream_canvas", "wanted false"),
+    ({"logprobs": -1}, "logprobs", "0 to 20"),
+    ({"logprobs": 21}, "logprobs", "0 to 20"),
     ({"seed": 2**64}, "seed", "64 bits"),
     ({"seed": 10**400}, "seed", "finite number"),
     ({"gen_length": 10**400}, "gen_length", "finite number"),
@@ -97,12 +101,49 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm_xargs": {"steps": 8}}, "vllm_xargs", "unknown parameter"),
 ]
 
+# Parameters that OpenAI's bodies have too, with types and rules of upstream's.
+UPSTREAMS = {"temperature", "ignore_eos", "min_tokens"}
+
+# Fields of the OpenAI routes that cannot work.
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    {"tool_choice": "auto"},
+    {"functions": [{"name": "f"}]},
+    {"function_call": "auto"},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}},
+    {"structured_outputs": {"regex": "a*"}},
+    {"structured_outputs": 5},
+    {"response_format": "json"},
+    {"stream_interval": 2**64},
+    {"guided_json": {"type": "object"}},
+    {"reasoning_effort": "low"},
+    {"thinking_token_budget": 5},
+    {"use_beam_search": True},
+    {"length_penalty": 2.0},
+    {"best_of": 2},
+    {"suffix": "end"},
+    {"prompt_logprobs": 1},
+    {"allowed_token_ids": [1]},
+    {"bad_words": ["France"]},
+    {"repetition_detection": {"max_pattern_size": 3, "min_count": 3}},
+    {"watermarking": True},
+    {"priority": 1},
+    {"modalities": ["text", "audio"]},
+    {"verbosity": "low"},
+    {"kv_transfer_params": {"do_remote_prefill": True}},
+    {"n": 0},
+    {"n": 129},
+]
+
 # Parameters of autoregressive sampling that would act at this temperature.
 AUTOREGRESSIVE: list[dict[str, Any]] = [
     {"top_p": 0.5},
     {"top_k": 5},
     {"min_p": 0.1},
     {"presence_penalty": 1.0},
+    {"presence_penalty": 1e9},
+    {"repetition_penalty": 0.0},
     {"frequency_penalty": -1.0},
     {"repetition_penalty": 1.5},
     {"logit_bias": {"5": 1.0}},
@@ -123,13 +164,57 @@ def check_message(error: dict[str, Any], fields: dict[str, Any], name: str, want
         assert repr(fields[name])[:30] in error["message"]
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [*ROUTES, f"{CHAT} vllm_xargs", f"{COMPLETIONS} vllm_xargs"])
 @pytest.mark.parametrize(("fields", "name", "wanted"), DIFFUSION_REFUSALS, ids=label)
 def test_diffusion_parameters(
     client: Client, route: str, fields: dict[str, Any], name: str, wanted: str
 ) -> None:
+    route, _, xargs = route.partition(" ")
+    body = body_for(route, **({xargs: fields} if xargs else fields))
+    error = refusal(client.http.post(route, json=body))
+    if name in UPSTREAMS and not xargs and route != GENERATE:
+        assert name in error["message"]
+    else:
+        check_message(error, fields, name, wanted)
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fields", UNSUPPORTED, ids=label)
+def test_what_cannot_work_is_refused_by_name(
+    client: Client, route: str, fields: dict[str, Any]
+) -> None:
     error = refusal(client.http.post(route, json=body_for(route, **fields)))
-    check_message(error, fields, name, wanted)
+    (name,) = fields
+    assert name in error["message"]
+    assert name in (error["param"] or name)
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_a_stream_is_refused_before_it_starts(client: Client, route: str) -> None:
+    for fields in ({"gen_length": 32, "steps": 0}, {"gen_length": 32, "block_length": 5}):
+        body = body_for(route, stream=True, **fields)
+        assert refusal(client.http.post(route, json=body))["param"] in fields
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_contradictions_of_an_openai_body(client: Client, route: str) -> None:
+    twice = body_for(route, steps=8, vllm_xargs={"num_denoising_steps": 16})
+    error = refusal(client.http.post(route, json=twice))
+    assert error["message"] == "steps: given 8; it contradicts vllm_xargs, steps: 16"
+    agreeing = body_for(route, steps=8, vllm_xargs={"num_denoising_steps": 8})
+    assert client.http.post(route, json=agreeing).status_code == 200
+    hot = body_for(route, temperature=1.0, vllm_xargs={"temperature": 0.5})
+    assert refusal(client.http.post(route, json=hot))["param"] == "temperature"
+    limits = body_for(CHAT, max_tokens=5, max_completion_tokens=6)
+    assert refusal(client.http.post(CHAT, json=limits))["param"] == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_bookkeeping_is_accepted(client: Client, route: str) -> None:
+    """Fields that say nothing about the answer."""
+    told: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1}
+    told |= {"service_tier": "auto", "response_format": {"type": "text"}, "logit_bias": {}}
+    assert client.http.post(route, json=body_for(route, **told)).status_code == 200
 
 
 @pytest.mark.parametrize(("fields", "name", "wanted"), GENERATE_REFUSALS, ids=label)
@@ -151,9 +236,14 @@ def test_autoregressive_parameters(client: Client, route: str, fields: dict[str,
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_logprobs(client: Client, route: str) -> None:
-    asked = {"logprobs": True, "top_logprobs": 2} if route == CHAT else {"logprobs": 2}
-    error = refusal(client.http.post(route, json={**body_for(route), **asked}))
-    assert error["param"] == "logprobs"
+    """As many alternatives as the server gives, and none for the prompt."""
+    flag, name = ({"logprobs": True}, "top_logprobs") if route == CHAT else ({}, "logprobs")
+    for number in (-1, 21):
+        body = body_for(route, **flag, **{name: number})
+        assert refusal(client.http.post(route, json=body))["param"] == name
+    if route != GENERATE:
+        body = body_for(route, echo=True, **(flag or {"logprobs": 1}))
+        assert refusal(client.http.post(route, json=body))["param"] == "echo"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +271,9 @@ def test_wrong_types(client: Client, fields: dict[str, Any], name: str) -> None:
 
 def test_empty_conversation(client: Client) -> None:
     for route in (GENERATE, CHAT):
+        for wrong in (5, "hello", {"role": "user"}):
+            response = client.http.post(route, json={"messages": wrong})
+            assert "messages" in refusal(response)["message"]
         assert "message" in refusal(client.http.post(route, json={"messages": []}))["message"]
 
 
@@ -282,22 +375,16 @@ def test_one_bad_prompt_of_several(client: Client) -> None:
 )
 def test_xargs_that_upstream_refuses(client: Client, route: str, value: Any) -> None:
     """Here the words are upstream's."""
-    response = client.http.post(route, json=body_for(route, gen_length=value))
-    assert refusal(response)["param"]
+    body = body_for(route, vllm_xargs={"gen_length": value})
+    assert refusal(client.http.post(route, json=body))["param"]
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
 def test_xargs_of_connectors(client: Client, route: str, name: str) -> None:
     """Keys that upstream reserves for key-value connectors do not break a server without one."""
-    response = client.http.post(route, json=body_for(route, **{name: 3}))
-    assert name in refusal(response)["message"]
-
-
-@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_structured_output(client: Client, route: str) -> None:
-    body = {**body_for(route), "response_format": {"type": "json_object"}}
-    assert "structured_outputs" in refusal(client.http.post(route, json=body))["message"]
+    body = body_for(route, vllm_xargs={name: 3})
+    assert name in refusal(client.http.post(route, json=body))["message"]
 
 
 def test_a_good_request_after_all(client: Client) -> None:

@@ -31,7 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
     """What must repeat of an answer."""
-    report = {k: v for k, v in answer["diffusion"].items() if not k.endswith("_ms")}
+    measured = ("_ms", "_bytes")
+    report = {k: v for k, v in answer["diffusion"].items() if not k.endswith(measured)}
     kept = {k: v for k, v in answer.items() if k not in ("id", "created")}
     return {**kept, "diffusion": report}
 

@@ -36,6 +36,7 @@ CACHES: tuple[str, ...] = ("none", "prefix", "dual", "delayed")
 CONFIDENCE_DTYPES: tuple[str, ...] = ("float32", "float64", "logits")
 DREAM_ALGS: tuple[str, ...] = ("entropy", "maskgit_plus", "topk_margin", "origin")
 NEVER = 10_000  # iterations: longer than any answer takes
+MAX_STEPS = 1_000_000  # dream's schedule has a number for every step
 
 # Groups of algorithms that the table speaks of.
 ONE_BLOCK_AFTER_THE_OTHER: tuple[str, ...] = (
@@ -47,6 +48,7 @@ ONE_BLOCK_AFTER_THE_OTHER: tuple[str, ...] = (
     "hierarchy",
     "credit",
 )
+PACED_BY_STEPS: tuple[str, ...] = ("semi_ar", "dream")
 SEVERAL_BLOCKS: tuple[str, ...] = ("full_attn_multi_block", "multi_block")
 BY_CONFIDENCE: tuple[str, ...] = (
     "semi_ar",
@@ -186,6 +188,7 @@ FIELDS: tuple[Field, ...] = (
         "dream: any number; other algorithms: an upper bound",
         default_text="one per canvas token; no bound where it is one",
         minimum=1,
+        maximum=MAX_STEPS,
         aliases=("num_denoising_steps",),
         server_wide=True,
     ),
@@ -398,6 +401,13 @@ FIELDS: tuple[Field, ...] = (
     Field("min_tokens", int, "not supported; only 0 is accepted", default=0, minimum=0),
     Field("seed", int, "seed of the request's random numbers", default_text="drawn at random"),
     Field(
+        "stream_canvas",
+        bool,
+        "beside stream: an event with the whole canvas, proposals included, after every denoise "
+        "step",
+        default=False,
+    ),
+    Field(
         "force_single_batch",
         bool,
         "run the request alone in its steps",
@@ -497,9 +507,9 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
             raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
         value = int(value)
     if spec.minimum is not None and value < spec.minimum:
-        raise InvalidParameterError(spelling, value, f"wanted at least {spec.minimum:g}")
+        raise InvalidParameterError(spelling, value, f"wanted at least {_as_json(spec.minimum)}")
     if spec.maximum is not None and value > spec.maximum:
-        raise InvalidParameterError(spelling, value, f"wanted at most {spec.maximum:g}")
+        raise InvalidParameterError(spelling, value, f"wanted at most {_as_json(spec.maximum)}")
     return spec.kind(value)
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import ONE_BLOCK_AFTER_THE_OTHER
+from vllm.diffusion.fields import ONE_BLOCK_AFTER_THE_OTHER, PACED_BY_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm.diffusion.params import ServedModel
+    from vllm.diffusion.params import DiffusionParams, ServedModel
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32
@@ -74,6 +74,21 @@ def decide_lengths(
             "steps", steps, f"wanted at least one per block: {num_blocks} or more"
         )
     return Lengths(canvas, max_tokens, block_length, steps)
+
+
+def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: int) -> int:
+    """Forwards that a finished request did without: those that could not change its answer.
+
+    Where the number of steps sets the pace, all of its steps that were not run: after the answer
+    was complete, or because they would have committed nothing. Elsewhere nobody knows how many
+    there would have been; at least one per block that was never begun, or one in all where blocks
+    are decoded together.
+    """
+    if params.algorithm in PACED_BY_STEPS and params.steps is not None:
+        return max(0, params.steps - num_forwards)
+    if params.algorithm in ONE_BLOCK_AFTER_THE_OTHER:
+        return params.num_blocks - -(-num_committed // params.block_length)
+    return int(num_committed < params.gen_length)
 
 
 def _canvas(

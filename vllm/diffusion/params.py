@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
+    "AUTOREGRESSIVE",
     "BY_NAME",
     "CACHES",
     "CANONICAL",
@@ -53,6 +54,7 @@ __all__ = [
     "FIELDS",
     "OFFLINE_MAX_TOKENS",
     "REMASKING",
+    "RESERVED_EXTRA_ARGS",
     "SEED_BITS",
     "DiffusionParams",
     "Field",
@@ -72,6 +74,27 @@ SEED_BITS = 64
 # A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
 # connectors are unknown parameters here: there is no such cache.
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
+
+
+_LEFT_TO_RIGHT = "penalties need a left-to-right order"
+
+# Fields of upstream's SamplingParams that cannot act here: name, values that ask for nothing, and
+# what is wanted.
+AUTOREGRESSIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("min_p", (0.0, None), "wanted 0: it has no meaning for a diffusion language model"),
+    ("presence_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
+    ("frequency_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
+    ("repetition_penalty", (1.0, None), f"wanted 1: {_LEFT_TO_RIGHT}"),
+    ("logit_bias", (None, {}), "wanted none: not supported"),
+    ("bad_words", (None, []), "wanted none: not supported"),
+    ("allowed_token_ids", (None,), "wanted none: not supported"),
+    ("structured_outputs", (None,), "wanted none: not supported"),
+    ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
+    ("logprob_token_ids", (None, []), "wanted none: not supported"),
+    ("repetition_detection", (None,), "wanted none: not supported"),
+    ("thinking_token_budget", (None, -1), "wanted none: not supported"),
+    ("watermarking", (None, False), "wanted false: not supported"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,8 @@ class DiffusionParams:
 
     `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false
     when `ignore_eos` is set. `top_p` and `top_k` are None when off. `logit_shift` is the family's.
-    `seed` is None until the engine draws one.
+    `seed` is None until the engine draws one. `logprobs` is how many alternatives are reported
+    beside every token's log probability, None where none is.
     """
 
     algorithm: str
@@ -161,6 +185,15 @@ class DiffusionParams:
     eot_id: int | None
     stop_ids: frozenset[int]
     logit_shift: int
+    stream_canvas: bool
+    logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of most likely tokens to look up; None where no probability is wanted."""
+        if self.logprobs is None and self.stream_canvas:
+            return 0
+        return self.logprobs
 
     @property
     def num_blocks(self) -> int:
@@ -208,6 +241,10 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
     _refuse_autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     given = canonical(extra)
+    if sampling.n > 1 and "seed" in given:
+        raise InvalidParameterError(
+            "seed", given["seed"], "wanted it as SamplingParams.seed beside n > 1"
+        )
     own = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -222,22 +259,16 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
     given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
+    given["logprobs"] = sampling.logprobs
+    if (sampling.logprobs or 0) < 0:
+        raise InvalidParameterError(
+            "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
+        )
     return given
 
 
 def _refuse_autoregressive_fields(sampling: Any) -> None:
-    for name, neutral, meaning in (
-        ("min_p", (0.0,), "wanted 0: it has no meaning for a diffusion language model"),
-        ("presence_penalty", (0.0,), "wanted 0: penalties need a left-to-right order"),
-        ("frequency_penalty", (0.0,), "wanted 0: penalties need a left-to-right order"),
-        ("repetition_penalty", (1.0,), "wanted 1: penalties need a left-to-right order"),
-        ("logit_bias", (None, {}), "wanted none: not supported"),
-        ("bad_words", (None, []), "wanted none: not supported"),
-        ("allowed_token_ids", (None,), "wanted none: not supported"),
-        ("structured_outputs", (None,), "wanted none: not supported"),
-        ("logprobs", (None,), "wanted none: not supported"),
-        ("prompt_logprobs", (None,), "wanted none: not supported"),
-    ):
+    for name, neutral, meaning in AUTOREGRESSIVE:
         value = getattr(sampling, name, neutral[0])
         if value not in neutral:
             raise InvalidParameterError(name, value, meaning)
@@ -254,8 +285,8 @@ def resolve(
 
     Args:
         given: values under canonical names, as `canonical` or `from_sampling_params` return them.
-            The latter adds `stop_token_ids`, and `upstream_max_tokens`: a limit that upstream may
-            have filled in itself.
+            The latter adds `stop_token_ids`, `logprobs`, and `upstream_max_tokens`: a limit that
+            upstream may have filled in itself.
         model: the served model.
         prompt_token_ids: the prompt.
         default_steps: denoise steps of a request that gives none, brought to the nearest multiple
@@ -266,6 +297,7 @@ def resolve(
     """
     request = dict(given)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model)
     _refuse_unused(request, algorithm)
@@ -301,6 +333,7 @@ def resolve(
         eot_id=model.ids.eot,
         stop_ids=model.ids.stop | stop_token_ids if stops else frozenset(),
         logit_shift=model.family.logit_shift,
+        logprobs=logprobs,
         **values
         | {
             "mask_id": mask_id,

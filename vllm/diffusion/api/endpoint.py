@@ -12,7 +12,21 @@ from vllm.diffusion.api import gate, metrics
 from vllm.diffusion.api.door import RequestRefused, current_door
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
+from vllm.diffusion.api.openai_protocol import (
+    ChatAnswer,
+    ChatCompletionBody,
+    CompletionAnswer,
+    CompletionBody,
+    check_body,
+)
+from vllm.diffusion.api.openai_serving import (
+    DiffusionServingChat,
+    DiffusionServingCompletion,
+    adopt,
+)
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
+from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.utils.api_utils import (
@@ -30,18 +44,20 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 router = APIRouter()
+openai_router = APIRouter()  # replaces upstream's routes of the same paths
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse},
+    404: {"model": ErrorResponse},
+    500: {"model": ErrorResponse},
+}
 
 
 @router.post(
     "/generate",
     dependencies=[Depends(validate_json_request)],
     response_model=None,  # a cancelled request has no answer to validate
-    responses={
-        200: {"model": GenerateResponse, "content": {"text/event-stream": {}}},
-        400: {"model": ErrorResponse},
-        404: {"model": ErrorResponse},
-        500: {"model": ErrorResponse},
-    },
+    responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
 @with_cancellation
 @load_aware_call
@@ -72,6 +88,34 @@ async def ready(raw_request: Request) -> JSONResponse:
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 
+async def check_openai_body(raw_request: Request) -> None:
+    """A dependency of its own: it runs before the body is made a model."""
+    if await raw_request.body():
+        check_body(await raw_request.json())
+
+
+@openai_router.post(
+    "/v1/chat/completions",
+    dependencies=[Depends(validate_json_request), Depends(check_openai_body)],
+    response_model=None,
+    responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's chat completions, with diffusion parameters at top level."""
+    return await create_chat_completion(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request), Depends(check_openai_body)],
+    response_model=None,
+    responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+async def completions(request: CompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's completions, with diffusion parameters at top level."""
+    return await create_completion(request, raw_request)
+
+
 async def refused(raw_request: Request, error: Exception) -> Response:
     """Upstream's answer to a refusal, which is counted."""
     assert isinstance(error, RequestRefused)
@@ -89,6 +133,8 @@ class DiffusionEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
         app.include_router(router)
+        if current_door() is not None:  # other models keep upstream's routes
+            app.include_router(openai_router)
         app.add_exception_handler(RequestRefused, refused)
 
     async def init_state(
@@ -103,6 +149,10 @@ class DiffusionEndpoint:
         gate.install(self._app, state.diffusion_lifecycle, args)
         budgets = await engine_client.collective_rpc("activation_budget_bytes")
         door.learn_budget(min(budgets))
+        state.openai_serving_chat = adopt(state.openai_serving_chat, DiffusionServingChat, door)
+        state.openai_serving_completion = adopt(
+            state.openai_serving_completion, DiffusionServingCompletion, door
+        )
         state.diffusion_generate = GenerateHandler(
             engine_client,
             door,

@@ -6,18 +6,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.choices import ChoicesClient
 from vllm.diffusion.api.door import RequestRefused
+from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
-    DiffusionReport,
+    AlternativeToken,
+    GenerateCanvas,
     GenerateChunk,
     GenerateResponse,
+    TokenLogprob,
     Usage,
     diffusion_fields,
     split_prompt,
 )
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
+from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -28,7 +35,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
     from vllm.diffusion.api.door import Door
     from vllm.diffusion.api.protocol import GenerateBody
@@ -63,8 +70,8 @@ class GenerateHandler:
     def __init__(
         self, engine: EngineClient, door: Door, model_names: list[str], chat_params: ChatParams
     ) -> None:
-        self._engine = engine
-        self._door = door
+        self._engine = ChoicesClient(engine, door)
+        self._token_texts = TokenTexts(engine.renderer.tokenizer)
         self._model_names = model_names
         self._chat_params = chat_params
 
@@ -81,6 +88,7 @@ class GenerateHandler:
             )
         try:
             fields = diffusion_fields(body)
+            check_logprobs("logprobs", body.logprobs, self._engine.model_config)
             inputs = await self._render(body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
@@ -88,7 +96,7 @@ class GenerateHandler:
         for engine_input in inputs:
             for i in range(body.n):
                 sampling = self._sampling(body, fields, i)
-                decided = self._door.decide(sampling, engine_input["prompt_token_ids"])
+                decided = self._engine.decide(engine_input, sampling)
                 sampling.max_tokens = decided.max_tokens
                 sampling.extra_args = {
                     **(sampling.extra_args or {}),
@@ -109,23 +117,37 @@ class GenerateHandler:
         """Server-sent events: the growing prefix of each answer, the whole answer, [DONE]."""
         finals: list[RequestOutput | None] = [None] * len(choices)
         try:
-            async for index, output in merge_async_iterators(*(self._run(c) for c in choices)):
-                finals[index] = output
-                completion = output.outputs[0]
-                chunk = GenerateChunk(
-                    id=request_id,
-                    index=index,
-                    text=completion.text,
-                    token_ids=_answer_ids(completion),
-                )
-                yield _event(chunk.model_dump_json())
+            outputs = merge_async_iterators(*(self._run(c) for c in choices))
+            async with aclosing(outputs):
+                async for index, output in outputs:
+                    for data in self._events(request_id, index, finals[index], output):
+                        yield event(data)
+                    finals[index] = output
             done = [output for output in finals if output is not None]
             response = self._response(request_id, choices, done)
-            yield _event(json.dumps(response.content()))
+            yield event(json.dumps(response.content()))
         except VLLMError as error:
             # The status line is gone: the error is an event, in the shape of an error answer.
-            yield _event(str(create_error_response(error).model_dump_json()))
-        yield _event("[DONE]")
+            yield event(str(create_error_response(error).model_dump_json()))
+        yield DONE
+
+    def _events(
+        self, request_id: str, index: int, before: RequestOutput | None, output: RequestOutput
+    ) -> Iterator[str]:
+        """What is new in an output: the canvas, and the prefix if it has grown or is complete."""
+        found, completion = told(output).get(0, {}), output.outputs[0]
+        if "canvas" in found:
+            canvas = CanvasState.of(found["canvas"], self._token_texts)
+            yield GenerateCanvas(id=request_id, index=index, canvas=canvas).model_dump_json()
+        if completion.token_ids:
+            text = completion.text
+            yield GenerateChunk(
+                id=request_id,
+                index=index,
+                text=text,
+                token_ids=_answer_ids(completion),
+                delta=text if before is None else text.removeprefix(before.outputs[0].text),
+            ).model_dump_json()
 
     async def _render(self, body: GenerateBody) -> list[Any]:
         """Prompts as the engine takes them: token ids, with upstream's tokenisation."""
@@ -174,12 +196,8 @@ class GenerateHandler:
             extra_args=extra,
         )
 
-    async def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
-        outputs = self._engine.generate(choice.engine_input, choice.sampling, choice.request_id)
-        async for output in outputs:
-            if output.outputs[0].finish_reason == "error":
-                raise GenerationError(_report(output).get("error", "the engine failed"))
-            yield output
+    def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
+        return self._engine.generate(choice.engine_input, choice.sampling, choice.request_id)
 
     async def _last(self, choice: _Choice) -> RequestOutput:
         last = None
@@ -193,6 +211,7 @@ class GenerateHandler:
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]
     ) -> GenerateResponse:
         completions = [output.outputs[0] for output in finals]
+        num_top = choices[0].sampling.logprobs
         prompt_tokens = sum(choice.num_prompt_tokens for choice in choices)
         completion_tokens = sum(len(c.token_ids) for c in completions)
         return GenerateResponse(
@@ -202,12 +221,13 @@ class GenerateHandler:
             text=[c.text for c in completions],
             token_ids=[_answer_ids(c) for c in completions],
             finish_reason=[c.finish_reason or "abort" for c in completions],
+            logprobs=None if num_top is None else [_logprobs(c, num_top) for c in completions],
             usage=Usage(
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
                 total_tokens=prompt_tokens + completion_tokens,
             ),
-            diffusion=_diffusion_report([_report(output) for output in finals]),
+            diffusion=DiffusionReport.of(told(output).get(0, {}) for output in finals),
         )
 
 
@@ -240,30 +260,22 @@ def _answer_ids(completion: Any) -> list[int]:
     return ids[:-1] if ended_by_token else ids
 
 
-def _report(output: RequestOutput) -> dict[str, Any]:
-    """What the scheduler says of a request on its last output."""
-    return dict((output.kv_transfer_params or {}).get("dllm", {}))
+def _logprobs(completion: Any, num_top: int) -> list[TokenLogprob]:
+    """The log probabilities of the answer's tokens; the last may be of a token outside of it."""
+    return [
+        TokenLogprob(
+            **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, num_top)
+        )
+        for token, found in zip(_answer_ids(completion), completion.logprobs, strict=False)
+    ]
 
 
-def _diffusion_report(reports: list[dict[str, Any]]) -> DiffusionReport:
-    found = [r for r in reports if "num_forwards" in r]
-    forwards = sum(r["num_forwards"] for r in found)
-    committed = sum(r["num_committed"] for r in found)
-    infilled = [r.get("infilled", {}) for r in found]
-    largest = max(found, key=lambda r: r.get("peak_bytes", 0), default={})
-    return DiffusionReport(
-        steps=found[0]["steps"] if found else None,
-        num_forwards=forwards,
-        tokens_per_forward=round(committed / forwards, 3) if forwards else 0.0,
-        queue_ms=max((r["queue_ms"] for r in found), default=0.0),
-        denoise_ms=max((r["denoise_ms"] for r in found), default=0.0),
-        seeds=[r["seed"] for r in found],
-        peak_bytes=largest.get("peak_bytes"),
-        average_bytes=largest.get("average_bytes"),
-        budget_bytes=largest.get("budget_bytes"),
-        infilled=infilled if any(infilled) else None,
+def _top(found: dict[int, Any], num_top: int) -> list[AlternativeToken]:
+    ranked = sorted(found.items(), key=lambda item: item[1].rank)
+    return [_alternative(token, logprob) for token, logprob in ranked[:num_top]]
+
+
+def _alternative(token: int, logprob: Any) -> AlternativeToken:
+    return AlternativeToken(
+        token_id=token, token=logprob.decoded_token or "", logprob=max(logprob.logprob, -9999.0)
     )
-
-
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Body and answer of `POST /generate`.
 
-The body's diffusion parameters are the table `params.FIELDS`; they are checked by its rules, not
-by pydantic, so that every refusal names the field, the given and the wanted value in the same
-words on every route.
+The body's diffusion parameters are the table `params.FIELDS` (see `schema`).
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm.diffusion import params
+from vllm.diffusion.api.report import CanvasState, DiffusionReport
+from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
 from vllm.diffusion.errors import InvalidParameterError
-
-_JSON_TYPES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
-_MAX_CHOICES = 128
 
 
 class GenerateBody(BaseModel):
@@ -35,9 +32,7 @@ class GenerateBody(BaseModel):
     add_special_tokens: bool = Field(
         True, description="add the tokenizer's special tokens to a string prompt"
     )
-    n: int = Field(
-        1, description=f"answers per prompt, 1 to {_MAX_CHOICES}; answer i uses seed + i"
-    )
+    n: int = Field(1, description=f"answers per prompt, 1 to {MAX_CHOICES}; answer i uses seed + i")
     stop: str | list[str] | None = Field(None, description="strings that end the answer")
     stop_token_ids: list[int] | None = Field(None, description="token ids that end the answer")
     include_stop_str_in_output: bool = Field(False, description="keep the stop string in the text")
@@ -46,37 +41,20 @@ class GenerateBody(BaseModel):
         True, description="answer with text; false leaves it empty and saves its cost"
     )
     stream: bool = Field(False, description="answer with server-sent events")
-    stream_canvas: bool = Field(False, description="not supported; only false is accepted")
     # Fields of autoregressive sampling: accepted at the value that changes nothing.
     min_p: float = Field(0.0, description="only 0 is accepted")
     presence_penalty: float = Field(0.0, description="only 0 is accepted")
     frequency_penalty: float = Field(0.0, description="only 0 is accepted")
     repetition_penalty: float = Field(1.0, description="only 1 is accepted")
     logit_bias: dict[str, float] | None = Field(None, description="not supported")
-    logprobs: int | None = Field(None, description="not supported")
+    logprobs: int | None = Field(
+        None,
+        description="report the log probability of every token in the step that committed it, and "
+        "of so many of the most likely tokens",
+    )
 
 
-def _schema_of(field: params.Field) -> Any:
-    extra: dict[str, Any] = {"type": _JSON_TYPES[field.kind]}
-    if field.choices:
-        extra["enum"] = list(field.choices)
-    if field.minimum is not None:
-        extra["minimum"] = field.minimum
-    if field.maximum is not None:
-        extra["maximum"] = field.maximum
-    text = f"{field.doc} (default: {field.documented_default})"
-    return Field(None, description=text, json_schema_extra=extra)
-
-
-_DIFFUSION_FIELDS: dict[str, Any] = {
-    spelling: (Any, _schema_of(field))
-    for field in params.FIELDS
-    for spelling in (field.name, *field.aliases)
-}
-
-GenerateRequest: type[GenerateBody] = create_model(
-    "GenerateRequest", __base__=GenerateBody, __doc__="Body of POST /generate.", **_DIFFUSION_FIELDS
-)
+GenerateRequest = with_diffusion_fields(GenerateBody, "GenerateRequest", "Body of POST /generate.")
 
 
 def diffusion_fields(body: GenerateBody) -> dict[str, Any]:
@@ -91,7 +69,10 @@ def diffusion_fields(body: GenerateBody) -> dict[str, Any]:
         if name not in GenerateBody.model_fields
     }
     check_body(body)
-    return params.canonical(given, also_known=tuple(GenerateBody.model_fields))
+    fields = params.canonical(given, also_known=tuple(GenerateBody.model_fields))
+    if fields.get("stream_canvas") and not body.stream:
+        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
+    return fields
 
 
 def check_body(body: GenerateBody) -> None:
@@ -100,12 +81,12 @@ def check_body(body: GenerateBody) -> None:
     Raises:
         InvalidParameterError: naming the field.
     """
-    if not 1 <= body.n <= _MAX_CHOICES:
-        raise InvalidParameterError("n", body.n, f"wanted 1 to {_MAX_CHOICES}")
-    if body.stream_canvas:
-        raise InvalidParameterError("stream_canvas", True, "wanted false: not supported")
-    if body.logit_bias:
-        raise InvalidParameterError("logit_bias", body.logit_bias, "wanted none: not supported")
+    if not 1 <= body.n <= MAX_CHOICES:
+        raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
+    for name, neutral, wanted in params.AUTOREGRESSIVE:
+        value = getattr(body, name, neutral[0])
+        if value not in neutral:
+            raise InvalidParameterError(name, value, wanted)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")
@@ -154,31 +135,22 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-class DiffusionReport(BaseModel):
-    """How the answers were denoised; sums and maxima where there are several.
+class AlternativeToken(BaseModel):
+    """A token and its natural log probability, -9999 for none at all."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
+class TokenLogprob(AlternativeToken):
+    """A token of the answer.
 
     Attributes:
-        steps: denoise steps asked for; null where nothing bounds them.
-        num_forwards: forwards that were run.
-        tokens_per_forward: canvas tokens committed per forward.
-        queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
-        seeds: seed of every answer, to repeat it.
-        peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
-            the steps of these answers, and in that step on average.
-        budget_bytes: of the pool.
-        infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
+        top_logprobs: the most likely tokens in the step that committed it.
     """
 
-    steps: int | None
-    num_forwards: int
-    tokens_per_forward: float
-    queue_ms: float
-    denoise_ms: float
-    seeds: list[int]
-    peak_bytes: int | None = None
-    average_bytes: int | None = None
-    budget_bytes: int | None = None
-    infilled: list[dict[int, int]] | None = None
+    top_logprobs: list[AlternativeToken]
 
 
 class GenerateResponse(BaseModel):
@@ -191,20 +163,35 @@ class GenerateResponse(BaseModel):
     text: list[str]
     token_ids: list[list[int]]
     finish_reason: list[str]
+    logprobs: list[list[TokenLogprob]] | None = None
     usage: Usage
     diffusion: DiffusionReport
 
     def content(self) -> dict[str, Any]:
-        """The answer as JSON; `infilled` is left out where nothing was."""
-        unused = {"diffusion": {"infilled"}} if self.diffusion.infilled is None else None
-        return self.model_dump(exclude=unused)
+        """The answer as JSON, without what was not asked for."""
+        unused = {"logprobs"} if self.logprobs is None else set()
+        return {**self.model_dump(exclude=unused), "diffusion": self.diffusion.content()}
 
 
 class GenerateChunk(BaseModel):
-    """One server-sent event before the last: the finished prefix of answer `index` so far."""
+    """A server-sent event before the last: the finished prefix of answer `index` so far.
+
+    Attributes:
+        delta: what `text` has more than in the event before.
+    """
 
     id: str
     object: Literal["text_diffusion.chunk"] = "text_diffusion.chunk"
     index: int
     text: str
     token_ids: list[int]
+    delta: str
+
+
+class GenerateCanvas(BaseModel):
+    """With `stream_canvas`, a server-sent event: the canvas of answer `index` after a step."""
+
+    id: str
+    object: Literal["text_diffusion.canvas"] = "text_diffusion.canvas"
+    index: int
+    canvas: CanvasState

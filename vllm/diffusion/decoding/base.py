@@ -42,6 +42,7 @@ class Candidates(NamedTuple):
         scores: [R] float64, larger is more certain.
         greedy: [R] int64, argmax of the noise-free logits, where the rule's scoring wants it.
         draws: [R] float64 uniform numbers of (0, 1), where the rule names a purpose for them.
+        logprobs: [rows, R] float64, where the request wants log probabilities; rules ignore them.
     """
 
     positions: torch.Tensor
@@ -49,6 +50,7 @@ class Candidates(NamedTuple):
     scores: torch.Tensor
     greedy: torch.Tensor | None = None
     draws: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
 
 
 def most_certain_first(scores: torch.Tensor) -> torch.Tensor:

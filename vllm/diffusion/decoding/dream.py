@@ -2,8 +2,7 @@
 """Dream's schedule (Ye et al., arXiv:2508.15487, reference `diffusion_generate`).
 
 Time falls from 1 to eps in equal steps. A step from t to s commits the share 1 - s / t of what is
-masked, anywhere in the sequence, and the last step all: no blocks, always as many forwards as
-steps.
+masked, anywhere in the sequence, and the last step all: no blocks.
 """
 
 from __future__ import annotations
@@ -37,6 +36,11 @@ def commit_shares(steps: int, eps: float) -> torch.Tensor:
     return shares
 
 
+def _commits(num_masked: int, shares: torch.Tensor) -> torch.Tensor:
+    """How many of the masked positions each share is, rounded down."""
+    return (torch.tensor(num_masked, dtype=torch.float32) * shares).long()
+
+
 class Dream(DecodingRule):
     """Commit a share of the masked positions in every step: the best, or drawn at random.
 
@@ -44,7 +48,8 @@ class Dream(DecodingRule):
     number of positions, the share rounded down: the most certain, or with `alg_temp` drawn without
     replacement from the softmax of score / alg_temp (by the Gumbel-max method).
 
-    What is masked after the last step is filled in one more forward.
+    Steps whose share is less than one position commit nothing and are skipped. What is masked after
+    the last step is filled in one more forward.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -61,9 +66,13 @@ class Dream(DecodingRule):
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
         masked = tokens == self.params.mask_id
-        if self._step == self.params.steps or not bool(masked.any()):
+        eligible = masked.nonzero().flatten()
+        if self._step == self.params.steps or eligible.numel() == 0:
             return self.take_what_is_left(masked)
-        return Work(masked.nonzero().flatten(), (0, masked.numel()))
+        if self.params.alg != "origin":
+            counts = _commits(eligible.numel(), self._shares[self._step :])
+            self._step += int(counts.nonzero()[0])  # the last step commits all
+        return Work(eligible, (0, masked.numel()))
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
         share = self._shares[self._step]
@@ -73,8 +82,7 @@ class Dream(DecodingRule):
             raise ValueError(f"draws: alg {self.params.alg} needs them, got None")
         if self.params.alg == "origin" and draws is not None:
             return (draws < float(share)).nonzero().flatten()
-        num_masked = torch.tensor(candidates.positions.numel(), dtype=torch.float32)
-        count = int(num_masked * share)
+        count = int(_commits(candidates.positions.numel(), share))
         scores = candidates.scores
         if draws is not None:
             scores = scores / self.params.alg_temp - torch.log(-torch.log(draws))

@@ -181,10 +181,10 @@ class StepBatch:
         """Cut what was sampled into one part per request.
 
         Args:
-            sampled: [3, R] float64 on the host, as `sample` returns it.
+            sampled: [3 or more, R] float64 on the host, as `sample` returns it.
             noise: source of the numbers that some rules want for each candidate.
         """
-        tokens, scores, greedy = sampled.numpy()
+        tokens, scores, greedy = sampled[:3].numpy()
         tokens, greedy = tokens.astype(np.int64), greedy.astype(np.int64)
         found, start = [], 0
         for canvas, work in zip(self.canvases, self.works, strict=True):
@@ -196,6 +196,7 @@ class StepBatch:
                     torch.from_numpy(scores[own]),
                     torch.from_numpy(greedy[own]),
                     canvas.draws(work.eligible, noise),
+                    None if canvas.params.num_logprobs is None else sampled[3:, own],
                 )
             )
             start = own.stop

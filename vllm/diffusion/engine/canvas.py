@@ -10,6 +10,7 @@ import torch
 
 from vllm.diffusion.decoding import Work, make_rule
 from vllm.diffusion.engine.messages import StepResult
+from vllm.diffusion.engine.proposals import Proposals
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
@@ -49,6 +50,9 @@ class Canvas:
         # The same memory as arrays, whose operations cost a fraction of a tensor's.
         self._tokens = self.tokens.numpy()
         self._canvas = self._tokens[self.prompt_length :]
+        self._proposals: Proposals | None = None
+        if self.params.num_logprobs is not None:
+            self._proposals = Proposals(self.params, self.prompt_length)
         self._num_reported = 0
         self._work: Work | None = None  # begun and not committed
         self.num_forwards = 0
@@ -84,6 +88,8 @@ class Canvas:
         if work.fill is not None:
             start, token = work.fill
             self.tokens[start:] = token
+            if self._proposals is not None:
+                self._proposals.fill(start - self.prompt_length, token)
         return work
 
     def draws(self, positions: torch.Tensor, noise: NoiseSource) -> torch.Tensor | None:
@@ -99,8 +105,10 @@ class Canvas:
         """Let the rule choose, write the chosen tokens, and report what became final."""
         self._work = None
         chosen = self.rule.select(candidates).numpy()
-        replacement = self.rule.replacement(candidates).numpy()
-        self._tokens[candidates.positions.numpy()[chosen]] = replacement[chosen]
+        replacement = self.rule.replacement(candidates)
+        self._tokens[candidates.positions.numpy()[chosen]] = replacement.numpy()[chosen]
+        if self._proposals is not None:
+            self._proposals.note(candidates, replacement)
         self.num_forwards += 1
         return self._report()
 
@@ -112,11 +120,18 @@ class Canvas:
         self._num_reported = end
         final = canvas[start:end].tolist()
         self.is_complete = self.params.answer_end(final, start) is not None
+        logprobs = view = None
+        if self._proposals is not None and self.params.logprobs is not None:
+            logprobs = self._proposals.logprobs(start, end)
+        if self._proposals is not None and self.params.stream_canvas:
+            view = self._proposals.view(self.num_forwards, canvas)
         return StepResult(
             new_token_ids=final,
             num_forwards=self.num_forwards,
             num_committed=len(canvas) - int(masked.sum()),
             infilled=self._infilled() if self._prompt_holes.numel() else {},
+            logprobs=logprobs,
+            canvas=view,
         )
 
     def _infilled(self) -> dict[int, int]:

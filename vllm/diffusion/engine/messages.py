@@ -11,6 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
+    from vllm.v1.outputs import LogprobsLists
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,25 @@ class NewCanvas:
 
 
 @dataclass(frozen=True)
+class CanvasView:
+    """The canvas of N positions after a forward, packed: it crosses processes in every step.
+
+    Attributes:
+        step: number of the forward, from 1.
+        token_ids: N int32, little-endian: the committed token, else the newest proposal, else the
+            mask token.
+        committed: N bytes, 1 where the token is committed.
+        confidence: N fp32, little-endian: the model's probability of the token in the forward that
+            proposed it; NaN where none has.
+    """
+
+    step: int
+    token_ids: bytes
+    committed: bytes
+    confidence: bytes
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one request got out of a step.
 
@@ -32,6 +52,8 @@ class StepResult:
         num_committed: canvas positions committed so far.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
         error: why the request cannot go on, if it cannot.
+        logprobs: of `new_token_ids`, for requests that ask for them.
+        canvas: for requests that ask to see it.
     """
 
     new_token_ids: list[int]
@@ -39,6 +61,8 @@ class StepResult:
     num_committed: int
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
+    logprobs: LogprobsLists | None = None
+    canvas: CanvasView | None = None
 
 
 @dataclass(frozen=True)

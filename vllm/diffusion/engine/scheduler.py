@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import metrics, params
@@ -29,6 +29,7 @@ from vllm.diffusion.engine.messages import (
 )
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.lengths import forwards_saved
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
@@ -307,19 +308,20 @@ class DiffusionScheduler(SchedulerInterface):
             return self._refuse(request, result.error)
         self._observe_progress(item, result)
         new_token_ids = self._accept(item, result.new_token_ids)
-        if not new_token_ids:
+        if not new_token_ids and result.canvas is None:
             return None
         request.append_output_token_ids(new_token_ids)
-        finished = request.is_finished()
-        if finished:
+        if request.is_finished():
             self._end(request, request.status)
+        logprobs = result.logprobs
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=new_token_ids,
+            new_logprobs=logprobs and logprobs.slice_request(0, len(new_token_ids)),
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,
             events=request.take_events(),
-            kv_transfer_params={"dllm": self._report(item, result)} if finished else None,
+            kv_transfer_params=self._side_channel(item, result),
             trace_headers=request.trace_headers,
             prefill_stats=self._prefill_stats(request),
         )
@@ -337,6 +339,20 @@ class DiffusionScheduler(SchedulerInterface):
             request.stop_reason = tokens[end - 1] if tokens[end - 1] != decided.eos_id else None
         return tokens[:end]
 
+    @classmethod
+    def _side_channel(cls, item: _Scheduled, result: StepResult) -> dict[str, Any] | None:
+        """What upstream's output has no field for; its front end hands this through as it is.
+
+        The report belongs to the last output. The front end finds stop strings by itself, so with
+        them every output may be the last one.
+        """
+        told: dict[str, Any] = {}
+        if item.request.is_finished() or item.request.sampling_params.stop:
+            told |= cls._report(item, result)
+        if result.canvas is not None:
+            told["canvas"] = asdict(result.canvas)
+        return {"dllm": told} if told else None
+
     @staticmethod
     def _report(item: _Scheduled, result: StepResult) -> dict[str, Any]:
         waited = time.time() - item.request.arrival_time
@@ -344,6 +360,9 @@ class DiffusionScheduler(SchedulerInterface):
         return {
             "steps": item.params.steps,
             "num_forwards": result.num_forwards,
+            "num_forwards_saved": forwards_saved(
+                item.params, result.num_forwards, result.num_committed
+            ),
             "num_committed": result.num_committed,
             "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
             "denoise_ms": round(1000 * ran, 3),

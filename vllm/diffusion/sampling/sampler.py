@@ -17,6 +17,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.sampling.categorical import draw_categorical
 from vllm.diffusion.sampling.joint import Kind, choose_jointly, confidence_dtype, kind_of
+from vllm.diffusion.sampling.logprobs import Logprobs, distribution_of
 from vllm.diffusion.scoring import REMASKING, TOKEN
 
 if TYPE_CHECKING:
@@ -102,6 +103,10 @@ class Choice(NamedTuple):
     scores: torch.Tensor
     greedy: torch.Tensor
 
+    def packed(self) -> torch.Tensor:
+        """[3, R] float64; token ids are exact in it."""
+        return torch.stack([x.double() for x in self])
+
 
 def sample(
     model: LogitsModel,
@@ -117,17 +122,19 @@ def sample(
         noise: source of random numbers.
 
     Returns:
-        [3, R] float64 on the model's device: token, score, greedy token of every row. One tensor,
-        so that one copy brings it to the host: token ids are exact in float64.
+        [3, R] float64 on the model's device: token, score, greedy token of every row. Where a group
+        wants log probabilities there are more rows, those of `Logprobs.packed` (zero for other
+        groups). One tensor, so that one copy brings it to the host: token ids are exact in float64.
     """
     found = []
     for hidden, groups in parts:
         logits = model.compute_logits(model.final_norm(hidden))
         for run in _runs(groups, logits, noise):
-            found.append(torch.stack([c.double() for c in _choose(logits, run, model, noise)]))
+            found.append(_choose(logits, run, model, noise))
     if not found:
         return torch.empty(3, 0, dtype=torch.float64)
-    return torch.cat(found, dim=1)
+    height = max(part.shape[0] for part in found)
+    return torch.cat([_padded(part, height) for part in found], dim=1)
 
 
 def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource) -> Choice:
@@ -150,18 +157,37 @@ def choose(logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: Noi
 
 def _choose(
     logits: torch.Tensor, run: list[RowGroup], model: LogitsModel, noise: NoiseSource
-) -> Choice:
-    """What was chosen for a run of groups, whose rows are among those of `logits`."""
+) -> torch.Tensor:
+    """What `sample` returns for a run of groups, whose rows are among those of `logits`."""
     lead = run[0]
     own = logits[lead.rows.start : run[-1].rows.stop]
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
         own = free + (lead.params.cfg_scale + 1) * (own - free)
+    if lead.params.num_logprobs is not None:
+        return _choose_with_logprobs(own, lead, model, noise)
     if len(run) == 1:
-        return choose(own, lead, model, noise)
+        return choose(own, lead, model, noise).packed()
     kind = kind_of(lead, own, noise)
     assert kind is not None
-    return Choice(*choose_jointly(own, run, kind, model.vocab_start, model.vocab_size))
+    return Choice(*choose_jointly(own, run, kind, model.vocab_start, model.vocab_size)).packed()
+
+
+def _choose_with_logprobs(
+    logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource
+) -> torch.Tensor:
+    # Before the choice, which may overwrite the logits; ranks exchange their columns for it.
+    whole = ops.gather_columns(logits, model.vocab_size)
+    distribution = distribution_of(whole, group.forbidden)
+    found = choose(logits, group, model, noise)
+    num_top = group.params.num_logprobs or 0
+    logprobs = Logprobs.of(distribution, found.tokens, found.greedy, num_top)
+    return torch.cat([found.packed(), logprobs.packed()])
+
+
+def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
+    missing = height - rows.shape[0]
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _choose_alone(
@@ -211,11 +237,12 @@ def _choose_alone(
 def _runs(
     groups: Sequence[RowGroup], logits: torch.Tensor, noise: NoiseSource
 ) -> Iterator[list[RowGroup]]:
-    """Neighbouring groups that one launch serves; others, and guided ones, alone."""
+    """Neighbouring groups that one launch serves; guided ones and those with extras alone."""
     run: list[RowGroup] = []
     kind: Kind | None = None
     for group in groups:
-        is_lone = group.unconditional_rows is not None or group.adjust is not None
+        has_extras = group.adjust is not None or group.params.num_logprobs is not None
+        is_lone = group.unconditional_rows is not None or has_extras
         own = None if is_lone else kind_of(group, logits, noise)
         if run and (own is None or own != kind or run[-1].rows.stop != group.rows.start):
             yield run

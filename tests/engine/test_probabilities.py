@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canvases after every step, and the probability that each token had when it was committed.
+
+Both are compared with a replay: the rows that the canvases show go through the reference model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
+from tests.engine.harness import Ask, load_reference, running, sampling_params
+from tests.reference import decode
+from tests.reference.dream_model import DreamReference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+PROMPT_LENGTH = 13
+NUM_TOP = 3
+BLOCKS: dict[str, Any] = {"gen_length": 16, "block_length": 8}
+NOISE: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+CASES: dict[str, dict[str, Any]] = {
+    "semi_ar": {**BLOCKS, "algorithm": "semi_ar", "steps": 8},
+    "noise": {**BLOCKS, "steps": 16, **NOISE},
+    "random remasking": {**BLOCKS, "steps": 4, "remasking": "random", **NOISE},
+    "guidance": {**BLOCKS, "steps": 8, "cfg_scale": 0.5},
+    "no end": {**BLOCKS, "steps": 8, "logits_eos_inf": True},
+    "end last": {**BLOCKS, "steps": 8, "confidence_eos_eot_inf": True},
+    "float64": {**BLOCKS, "steps": 8, "confidence_dtype": "float64"},
+    "threshold": {**BLOCKS, "threshold": 0.3},
+    "entropies": {**BLOCKS, "algorithm": "entropy_threshold"},
+    "credit": {**BLOCKS, "algorithm": "credit", "threshold": 0.4},
+    "several blocks": {**BLOCKS, "algorithm": "multi_block", **NOISE},
+    "dream": {"gen_length": 16, "algorithm": "dream", "steps": 8},
+    "dream, top_p": {"gen_length": 16, "algorithm": "dream", "steps": 8, "top_p": 0.8, **NOISE},
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """A canvas as the engine reported it."""
+
+    step: int
+    token_ids: list[int]
+    committed: list[bool]
+    confidence: list[float]
+
+    @classmethod
+    def of(cls, packed: dict[str, Any]) -> View:
+        return cls(
+            packed["step"],
+            np.frombuffer(packed["token_ids"], "<i4").tolist(),
+            np.frombuffer(packed["committed"], "?").tolist(),
+            np.frombuffer(packed["confidence"], "<f4").tolist(),
+        )
+
+    def row(self, prompt: list[int]) -> list[int]:
+        """Prompt and canvas as the next forward reads them."""
+        pairs = zip(self.token_ids, self.committed, strict=True)
+        return [*prompt, *(token if done else MASK_ID for token, done in pairs)]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A request from its first step to its last."""
+
+    views: list[View]
+    token_ids: list[int]
+    logprobs: list[dict[int, Any]]
+    report: dict[str, Any]
+
+
+def watch(engine: Engine, ask: Ask) -> Watched:
+    from vllm.sampling_params import RequestOutputKind
+
+    params = sampling_params(ask)
+    params.output_kind = RequestOutputKind.DELTA
+    upstream = engine.llm.llm_engine
+    upstream.add_request("watched", {"prompt_token_ids": list(ask.prompt)}, params)
+    views: list[View] = []
+    token_ids: list[int] = []
+    logprobs: list[dict[int, Any]] = []
+    told: dict[str, Any] = {}
+    while upstream.has_unfinished_requests():
+        for output in upstream.step():
+            told, completion = output.kv_transfer_params["dllm"], output.outputs[0]
+            views.append(View.of(told["canvas"]))
+            token_ids += completion.token_ids
+            logprobs += completion.logprobs or []
+    return Watched(views, token_ids, logprobs, told)
+
+
+@pytest.fixture(scope="module")
+def dream(checkpoint: Callable[[str], Path]) -> Iterator[tuple[Engine, Any]]:
+    folder = checkpoint("dream")
+    with running(folder) as engine:
+        yield engine, DreamReference.from_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def llada(checkpoint: Callable[[str], Path]) -> Iterator[tuple[Engine, Any]]:
+    folder = checkpoint("mha")
+    with running(folder) as engine:
+        yield engine, load_reference(folder)
+
+
+def log_probabilities(model: Any, row: list[int], prompt: list[int], asked: dict[str, Any]) -> Any:
+    """[N, V] of the canvas positions of a row."""
+    ids = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=None)
+    options = decode.Options(ids=ids, cfg_scale=asked.get("cfg_scale", 0.0))
+    known = torch.arange(len(row)) < len(prompt)
+    logits = decode.guided_logits(model, torch.tensor(row), known, options)
+    if asked.get("logits_eos_inf"):
+        logits[:, EOS_ID] = -torch.inf
+    return torch.log_softmax(logits.float(), dim=-1)[len(prompt) :]
+
+
+def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
+    prompt = random_prompt(PROMPT_LENGTH)
+    extra = {**asked, "ignore_eos": True, "stream_canvas": True}
+    watched = watch(engine, Ask(prompt, extra, {"logprobs": NUM_TOP}))
+    views, canvas_length = watched.views, asked["gen_length"]
+    assert [view.step for view in views] == list(range(1, watched.report["num_forwards"] + 1))
+    assert views[-1].token_ids == watched.token_ids
+    assert all(views[-1].committed)
+    assert len(watched.logprobs) == canvas_length
+    before = View(0, [MASK_ID] * canvas_length, [False] * canvas_length, [])
+    num_proposals = 0
+    for view in views:
+        wanted = log_probabilities(model, before.row(prompt), prompt, asked)
+        for position in range(canvas_length):
+            token, confidence = view.token_ids[position], view.confidence[position]
+            if before.committed[position]:
+                assert view.committed[position]
+                assert token == before.token_ids[position]
+                assert confidence == before.confidence[position]
+            elif view.committed[position]:
+                found = watched.logprobs[position]
+                check_position(found, token, wanted[position])
+                assert confidence == pytest.approx(np.exp(found[token].logprob), rel=1e-5)
+            elif not np.isnan(confidence):
+                num_proposals += 1
+                assert confidence == pytest.approx(float(wanted[position, token].exp()), rel=1e-3)
+            else:
+                assert token == MASK_ID
+        before = view
+    assert num_proposals
+
+
+def check_position(found: dict[int, Any], token: int, wanted: torch.Tensor) -> None:
+    """The committed token comes first, then the most likely ones, each with its rank."""
+    assert next(iter(found)) == token
+    assert NUM_TOP <= len(found) <= NUM_TOP + 1
+    top = wanted.topk(NUM_TOP)
+    assert found.keys() == {token, *top.indices.tolist()}
+    for other, logprob in found.items():
+        assert logprob.logprob == pytest.approx(float(wanted[other]), rel=1e-3, abs=1e-4)
+        assert logprob.rank == int((wanted > wanted[other]).sum()) + 1
+
+
+@pytest.mark.parametrize("asked", CASES.values(), ids=CASES.keys())
+def test_replay(llada: tuple[Engine, Any], asked: dict[str, Any]) -> None:
+    replay(*llada, asked)
+
+
+def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
+    """Requests that look at probabilities are sampled by launches of their own."""
+    engine, _ = llada
+    prompt = random_prompt(PROMPT_LENGTH)
+    asks = [
+        Ask(prompt, {**asked, "ignore_eos": True}, sampling)
+        for asked in CASES.values()
+        for sampling in ({}, {"logprobs": 0}, {"logprobs": 5})
+    ]
+    answers = [answer.token_ids for answer in engine.ask(*asks)]
+    assert answers[0::3] == answers[1::3] == answers[2::3]
+
+
+def test_only_those_who_ask_are_told(llada: tuple[Engine, Any]) -> None:
+    from vllm import SamplingParams
+
+    engine, _ = llada
+    prompt = {"prompt_token_ids": random_prompt(PROMPT_LENGTH)}
+    silent = SamplingParams(temperature=0.0, extra_args={**CASES["semi_ar"]})
+    asking = SamplingParams(temperature=0.0, logprobs=1, extra_args={**CASES["semi_ar"]})
+    first, second = engine.llm.generate([prompt, prompt], [silent, asking], use_tqdm=False)
+    assert first.outputs[0].logprobs is None
+    assert "canvas" not in first.kv_transfer_params["dllm"]
+    told = second.outputs[0]
+    assert len(told.logprobs) == len(told.token_ids)
+    assert told.cumulative_logprob == pytest.approx(
+        sum(found[t].logprob for found, t in zip(told.logprobs, told.token_ids, strict=True))
+    )
+
+
+def test_the_answer_is_cut_with_its_logprobs(llada: tuple[Engine, Any]) -> None:
+    engine, _ = llada
+    prompt = random_prompt(PROMPT_LENGTH)
+    extra = {**BLOCKS, "steps": 4, "ignore_eos": True, "stream_canvas": True}
+    whole = watch(engine, Ask(prompt, extra, {"logprobs": 0}))
+    cut = watch(engine, Ask(prompt, {**extra, "max_tokens": 5}, {"logprobs": 0}))
+    assert cut.token_ids == whole.token_ids[:5]
+    assert cut.logprobs == whole.logprobs[:5]
+
+
+# ---- forwards that are saved -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "saved"),
+    [
+        ({"steps": 16}, 16, 0),
+        ({"steps": 8}, 8, 4),  # the second block is not begun
+        ({"steps": 64}, 16, 48),  # steps without a quota are skipped
+        ({"threshold": 2.0}, 16, 0),
+        ({"threshold": 2.0}, 3, 1),
+        ({"algorithm": "multi_block"}, 16, 0),
+        ({"algorithm": "multi_block", "threshold": -1.0}, 1, 1),
+    ],
+)
+def test_saved_forwards_are_reported(
+    llada: tuple[Engine, Any], asked: dict[str, Any], max_tokens: int, saved: int
+) -> None:
+    engine, _ = llada
+    extra = {**BLOCKS, **asked, "max_tokens": max_tokens, "ignore_eos": True}
+    (answer,) = engine.ask(Ask(random_prompt(PROMPT_LENGTH), extra))
+    assert answer.report["num_forwards_saved"] == saved
+    if "steps" in asked:
+        assert answer.report["num_forwards"] == asked["steps"] - saved
+
+
+def test_a_stop_string_brings_a_report(llada: tuple[Engine, Any]) -> None:
+    engine, _ = llada
+    ask = Ask(random_prompt(PROMPT_LENGTH), {**BLOCKS, "steps": 16, "ignore_eos": True})
+    (whole,) = engine.ask(ask)
+    middle = len(whole.text) // 2
+    stopped = Ask(ask.prompt, ask.extra, {"stop": [whole.text[middle : middle + 3]]})
+    (answer,) = engine.ask(stopped)
+    assert answer.finish_reason == "stop"
+    assert answer.report["num_forwards"] + answer.report["num_forwards_saved"] == 16
+
+
+# ---- the other family, whose engine comes after the first one ------------------------------------
+
+
+@pytest.mark.parametrize("name", ["semi_ar", "several blocks", "dream, top_p"])
+def test_replay_where_logits_are_shifted(dream: tuple[Engine, Any], name: str) -> None:
+    replay(*dream, CASES[name])

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stream_canvas`: between the chunks of an answer, its canvas after every denoise step."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import DefaultHttpxClient, OpenAI
+
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    PUZZLE,
+    QUESTION,
+    ROUTES,
+    body_for,
+    events,
+)
+from tests.server.process import MODEL_NAME
+from tests.server.test_stream import without_times
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+ASKED: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16, "seed": 4}
+
+
+def canvas_of(route: str, event: dict[str, Any]) -> dict[str, Any] | None:
+    """The canvas that an event brings, if it brings one and nothing else."""
+    if route == GENERATE:
+        found: dict[str, Any] | None = event.get("canvas")
+        assert (found is not None) == (event["object"] == "text_diffusion.canvas")
+        return found
+    found = event.get("diffusion", {}).get("canvas")
+    if found is not None:
+        (choice,) = event["choices"]
+        assert choice["finish_reason"] is None
+        assert choice.get("text", "") == ""
+        assert choice.get("delta", {}) == {}
+    return found
+
+
+def index_of(event: dict[str, Any]) -> int:
+    index: int = event["choices"][0]["index"] if "choices" in event else event["index"]
+    return index
+
+
+def check_canvases(canvases: list[dict[str, Any]], length: int) -> None:
+    """Numbered steps; what is committed stays as it is; every list covers the whole canvas."""
+    for canvas in canvases:
+        assert {len(canvas[k]) for k in ("token_ids", "text", "committed", "confidence")} == {
+            length
+        }
+        for committed, confidence in zip(canvas["committed"], canvas["confidence"], strict=True):
+            assert confidence is None or 0 <= confidence <= 1
+            assert confidence is not None or not committed
+    for before, after in pairwise(canvases):
+        assert before["step"] < after["step"]
+        for position in range(length):
+            if before["committed"][position]:
+                for key in ("committed", "token_ids", "text", "confidence"):
+                    assert after[key][position] == before[key][position]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_canvases_between_the_chunks(client: Client, route: str) -> None:
+    body = body_for(route, **ASKED, ignore_eos=True, temperature=1.0)
+    watched = client.events(route, {**body, "stream_canvas": True})
+    canvases = [found for event in watched if (found := canvas_of(route, event))]
+    check_canvases(canvases, 32)
+    assert canvases[-1]["step"] == 16
+    assert all(canvases[-1]["committed"])
+    assert len(canvases) >= 2
+    token_ids = client.generate(prompt=QUESTION, **ASKED, ignore_eos=True, temperature=1.0)
+    if route != CHAT:
+        assert canvases[-1]["token_ids"] == token_ids["token_ids"][0]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_answer_is_the_same(client: Client, route: str) -> None:
+    body = body_for(route, **ASKED, stream_options={"include_usage": True})
+    if route == GENERATE:
+        del body["stream_options"]
+    silent = client.events(route, body)
+    assert not any(canvas_of(route, event) for event in silent)
+    watched = client.events(route, {**body, "stream_canvas": True})
+    rest = [event for event in watched if canvas_of(route, event) is None]
+    if route == GENERATE:
+        assert without_times(rest[-1]) == without_times(silent[-1])
+        assert rest[-2]["text"] == silent[-2]["text"] == rest[-1]["text"][0]
+        return
+
+    def told(chunks: list[dict[str, Any]]) -> tuple[str, list[str], Any]:
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        texts = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices]
+        reasons = [c["finish_reason"] for c in choices if c["finish_reason"]]
+        return "".join(texts), reasons, chunks[-1]["usage"]
+
+    assert told(rest) == told(silent)
+    assert rest[-1]["diffusion"]["num_forwards"] == silent[-1]["diffusion"]["num_forwards"]
+
+
+def test_several_answers_have_a_canvas_each(client: Client) -> None:
+    for route in ROUTES:
+        asked = {**ASKED, "n": 2, "temperature": 1.0, "stream_canvas": True}
+        watched = client.events(route, body_for(route, **asked))
+        for index in (0, 1):
+            own = [e for e in watched if canvas_of(route, e) and index_of(e) == index]
+            canvases = [found for e in own if (found := canvas_of(route, e))]
+            check_canvases(canvases, 32)
+            assert canvases
+
+
+def test_a_canvas_ends_where_the_answer_is_complete(client: Client) -> None:
+    body = {"prompt": QUESTION, "apply_chat_template": True, **ASKED, "block_length": 16}
+    watched = client.events(GENERATE, {**body, "gen_length": 64, "stream_canvas": True})
+    canvas = [event["canvas"] for event in watched if "canvas" in event][-1]
+    end = len(watched[-1]["token_ids"][0]) + 1
+    assert "".join(canvas["text"][: end - 1]) == ANSWER
+    assert all(canvas["committed"][:end])
+    assert not any(canvas["committed"][16:])
+    assert set(canvas["text"][16:]) == {"<|mdm_mask|>"}  # never proposed
+
+
+def test_openais_client_takes_them(client: Client, server: ServerProcess) -> None:
+    with OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=DefaultHttpxClient(trust_env=False),
+    ) as openai:
+        chunks = list(
+            openai.chat.completions.create(
+                model=MODEL_NAME,
+                messages=[{"role": "user", "content": QUESTION}],
+                stream=True,
+                extra_body={**ASKED, "stream_canvas": True},
+            )
+        )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == ANSWER
+    canvases = [
+        c.model_extra["diffusion"]["canvas"]
+        for c in chunks
+        if (c.model_extra or {}).get("diffusion")
+    ]
+    check_canvases(canvases, 32)
+    assert canvases
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
+def test_a_reader_that_stops_reading_holds_up_nobody(
+    client: Client, server: ServerProcess, route: str
+) -> None:
+    """The request ends and others are served; then the newest canvas is there."""
+    long = {"gen_length": 512, "block_length": 8, "steps": 128, "ignore_eos": True}
+    body = body_for(route, **long, stream=True, stream_canvas=True)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        client.wait_for_num_requests(1)
+        assert client.ask()["text"] == [ANSWER]
+        client.wait_for_num_requests(0)
+        lines = (line.decode().rstrip("\n") for line in response)
+        *found, done = events(lines)
+    finally:
+        connection.close()
+    assert done == "[DONE]"
+    canvases = [c for data in found if (c := canvas_of(route, json.loads(data)))]
+    check_canvases(canvases, 512)
+    assert canvases[-1]["step"] == 128
+    assert all(canvases[-1]["committed"])
+
+
+def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
+    long = {"gen_length": 512, "block_length": 4, "ignore_eos": True, "stream_canvas": True}
+    for route in ROUTES:
+        body = body_for(route, **long, stream=True)
+        with client.http.stream("POST", route, json=body) as response:
+            next(events(response.iter_lines()))
+            client.wait_for_num_requests(1)
+        client.wait_for_num_requests(0)
+
+
+def test_noise_among_neighbours(client: Client) -> None:
+    """A request that is watched answers like one that is not."""
+    asked = {**ASKED, "temperature": 2.0, "ignore_eos": True, "prompt": PUZZLE}
+    *_, watched = client.events(GENERATE, {**asked, "stream_canvas": True})
+    assert watched["token_ids"] == client.generate(**asked)["token_ids"]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that know nothing of diffusion: curl, and upstream's own benchmark."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import ANSWER, CHAT, COMPLETIONS, QUESTION, ROUTES, body_for, events
+from tests.server.process import MODEL_NAME, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+NUM_PROMPTS = 4
+BACKENDS = {"openai-chat": CHAT, "openai": COMPLETIONS}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("route", ROUTES)
+def test_curl(client: Client, server: ServerProcess, route: str) -> None:
+    def curl(*options: str, **fields: Any) -> str:
+        body = json.dumps(body_for(route, **fields))
+        headers = ("-H", "Content-Type: application/json")
+        command = ["curl", "-sS", "--noproxy", "*", *options, *headers, "-d", body]
+        done = subprocess.run(
+            [*command, server.url + route], capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout
+
+    assert ANSWER in curl()
+    assert json.loads(curl(steps=0))["error"]["param"] == "steps"
+    *_, last, end = events(curl("-N", stream=True, stream_canvas=True).splitlines())
+    assert end == "[DONE]"
+    assert isinstance(json.loads(last), dict)
+
+
+def test_upstreams_benchmark(
+    client: Client, server: ServerProcess, model_dir: Path, tmp_path: Path
+) -> None:
+    """`vllm bench serve` on both routes; the processes run at the same time."""
+    program = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
+    dataset = ("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "32")
+    running = [
+        subprocess.Popen(
+            [
+                *(*program, "--backend", backend, "--endpoint", route, "--base-url", server.url),
+                *("--model", MODEL_NAME, "--tokenizer", str(model_dir), *dataset),
+                *("--num-prompts", str(NUM_PROMPTS), "--ignore-eos", "--save-result"),
+                *("--result-dir", str(tmp_path), "--result-filename", f"{backend}.json"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env=environment(no_proxy="*"),
+        )
+        for backend, route in BACKENDS.items()
+    ]
+    for process, backend in zip(running, BACKENDS, strict=True):
+        printed, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, printed
+        found = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (found["completed"], found["failed"]) == (NUM_PROMPTS, 0), printed
+        assert found["total_output_tokens"] == NUM_PROMPTS * 32
+        assert found["mean_ttft_ms"] > 0
+    assert client.ask(QUESTION)["text"] == [ANSWER]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canvases between the chunks of a handler: what a reader sees at any pace."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vllm.diffusion.api.events import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+
+def output(step: int | None, text: str = "", choice: int = 0) -> Any:
+    """An engine's output: a canvas, or new text, or both."""
+    told = {} if step is None else {"canvas": {"step": step}}
+    completion = SimpleNamespace(index=choice, token_ids=list(text), finish_reason=None)
+    return SimpleNamespace(outputs=[completion], kv_transfer_params={"dllm": told})
+
+
+def written(choice: int, canvas: dict[str, Any]) -> str:
+    return f"canvas {choice}.{canvas['step']}"
+
+
+class Handler:
+    """Makes a chunk of every output with text, as upstream's handlers do."""
+
+    def __init__(self, outputs: list[Any], *, pause_s: float = 0.0) -> None:
+        self.listener = Listener()
+        self.num_heard = 0
+        self.is_closed = False
+        self._outputs = outputs
+        self._pause_s = pause_s
+
+    def stream(self) -> AsyncGenerator[str, None]:
+        return self.listener.between(self._chunks(), written)
+
+    async def _chunks(self) -> AsyncGenerator[str, None]:
+        try:
+            for found in self._outputs:
+                await asyncio.sleep(self._pause_s)
+                self.num_heard += 1
+                if self.listener.hear(found):
+                    yield "".join(found.outputs[0].token_ids)
+            yield "[DONE]"
+        finally:
+            self.is_closed = True
+
+
+def test_a_quick_reader_sees_every_step() -> None:
+    handler = Handler([output(1), output(2, "a"), output(3), output(4, "b")], pause_s=0.01)
+
+    async def read() -> list[str]:
+        return [text async for text in handler.stream()]
+
+    wanted = ["canvas 0.1", "canvas 0.2", "a", "canvas 0.3", "canvas 0.4", "b", "[DONE]"]
+    assert asyncio.run(read()) == wanted
+    assert handler.is_closed
+
+
+def test_a_slow_reader_sees_the_newest_step() -> None:
+    """While it reads one event the handler hears on, to its next chunk."""
+    steps = [output(step) for step in range(1, 100)]
+    handler = Handler([output(0, "a"), *steps, output(100, "b"), output(101, "c")])
+
+    async def read() -> list[str]:
+        found = []
+        async for text in handler.stream():
+            found.append(text)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        return found
+
+    found = asyncio.run(read())
+    assert [text for text in found if not text.startswith("canvas")] == ["a", "b", "c", "[DONE]"]
+    assert found.index("canvas 0.100") < found.index("b")
+    assert found.index("canvas 0.101") < found.index("c")
+    assert len(found) <= 10
+
+
+def test_every_choice_has_its_newest_canvas() -> None:
+    handler = Handler([output(None, "a")])
+    for early in (output(1, choice=1), output(1), output(2, choice=1)):
+        assert not handler.listener.hear(early)
+
+    async def read() -> list[str]:
+        return [text async for text in handler.stream()]
+
+    assert asyncio.run(read()) == ["canvas 0.1", "canvas 1.2", "a", "[DONE]"]
+    assert handler.listener.reports[1] == {"canvas": {"step": 2}}
+
+
+@pytest.mark.parametrize("way", ["close", "cancel"])
+def test_a_reader_that_leaves_closes_the_handler(way: str) -> None:
+    handler = Handler([output(step) for step in range(1000)], pause_s=0.01)
+
+    async def read() -> None:
+        stream = handler.stream()
+        assert await anext(stream) == "canvas 0.0"
+        if way == "close":
+            await stream.aclose()
+            return
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(read())
+    assert handler.is_closed
+    assert handler.num_heard < 1000
+
+
+def test_an_error_of_the_handler_reaches_the_reader() -> None:
+    listener = Listener()
+
+    async def chunks() -> AsyncGenerator[str, None]:
+        yield "a"
+        raise ValueError("broken")
+
+    async def read() -> None:
+        async for _ in listener.between(chunks(), written):
+            pass
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(read())

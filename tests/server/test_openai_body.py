@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the OpenAI routes before they reach upstream's handlers; no server is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from tests.server.process import ROOT
+from vllm.diffusion.api import openai_protocol
+from vllm.diffusion.api.openai_protocol import ChatCompletionBody, CompletionBody, prepare
+from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.params import AUTOREGRESSIVE, CANONICAL
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def model_config(**defaults: Any) -> Any:
+    return SimpleNamespace(
+        max_logprobs=20, get_diff_sampling_param=lambda: {"temperature": 0.0, **defaults}
+    )
+
+
+def chat(kind: Any = ChatCompletionBody, **fields: Any) -> Any:
+    request = kind(messages=MESSAGES, **fields)
+    prepare(request, model_config())
+    return request
+
+
+def test_fields_of_the_top_level_become_extra_arguments() -> None:
+    request = chat(num_denoising_steps=8, gen_length=32, seed=7, temperature=1.0, top_k=3)
+    assert request.vllm_xargs == {"steps": 8, "gen_length": 32}
+    sampling = request.to_sampling_params(100, {})
+    assert sampling.extra_args == {"steps": 8, "gen_length": 32}
+    assert (sampling.seed, sampling.temperature, sampling.top_k) == (7, 1.0, 3)
+
+
+def test_upstreams_own_body_means_the_same() -> None:
+    """Other routes of upstream's hand it to our handlers; unknown fields lie in its extras."""
+    asked: dict[str, Any] = {"steps": 8, "gen_length": 32, "vllm_xargs": {"cfg_scale": 1}}
+    assert chat(ChatCompletionRequest, **asked).vllm_xargs == chat(**asked).vllm_xargs
+    with pytest.raises(InvalidParameterError, match="unknown parameter"):
+        chat(ChatCompletionRequest, stepz=8)
+
+
+def test_a_default_limit_is_told_from_one_that_was_given() -> None:
+    for fields, limit, given in (
+        ({}, 16, None),
+        ({"max_tokens": None}, 16, None),
+        ({"max_tokens": 16}, 16, 16),
+        ({"max_tokens": 7}, 7, 7),
+    ):
+        request = CompletionBody(prompt="hello", **fields)
+        assert request.max_tokens == limit  # upstream counts on a number
+        prepare(request, model_config())
+        assert request.vllm_xargs.get("max_tokens") == given
+
+
+@pytest.mark.parametrize(("seed", "wanted"), [(0, 0), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+def test_seeds_have_64_bits(seed: int, wanted: int) -> None:
+    assert chat(seed=seed).to_sampling_params(16, {}).seed == wanted
+    assert chat(vllm_xargs={"seed": seed}).to_sampling_params(16, {}).seed == wanted
+
+
+def test_several_greedy_answers_pass_upstreams_check() -> None:
+    sampling = chat(n=2, top_p=0.5).to_sampling_params(16, {"temperature": 0.0})
+    assert sampling.n == 2
+    assert sampling.extra_args == {"temperature": 0.0}
+    drawn = chat(n=2, vllm_xargs={"temperature": 0.7}).to_sampling_params(16, {"temperature": 0.0})
+    assert (drawn.n, drawn.extra_args) == (2, {"temperature": 0.7})
+    warm = chat(n=2, temperature=0.7).to_sampling_params(16, {})
+    assert (warm.temperature, warm.extra_args) == (0.7, None)
+
+
+def test_bodies_type_and_describe_every_parameter() -> None:
+    for body, upstreams in (
+        (ChatCompletionBody, ChatCompletionRequest),
+        (CompletionBody, CompletionRequest),
+    ):
+        properties = body.model_json_schema()["properties"]
+        assert properties.keys() >= CANONICAL.keys() | upstreams.model_fields.keys()
+        for name in CANONICAL:
+            assert properties[name].get("type") or properties[name].get("anyOf"), name
+            assert properties[name]["description"], name
+
+
+def test_what_is_refused_or_has_no_effect_is_documented() -> None:
+    text = (ROOT / "docs" / "openai_deviations.md").read_text()
+    names = [*openai_protocol._NOT_SUPPORTED, *openai_protocol._WITHOUT_EFFECT]
+    names += [name for name, _, _ in AUTOREGRESSIVE]
+    assert not [name for name in names if f"`{name}`" not in text]

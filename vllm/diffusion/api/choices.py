@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine as the HTTP handlers see it: a request for n answers is n requests.
+
+Upstream fans out too, but hands on only what the engine tells of the last answer. And it decides
+a streamed request only when the status line is already sent.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.api.report import told
+from vllm.diffusion.params import SEED_BITS
+from vllm.exceptions import GenerationError
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.async_utils import merge_async_iterators
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from vllm.diffusion.api.door import Door
+    from vllm.diffusion.params import DiffusionParams
+    from vllm.engine.protocol import EngineClient
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+
+class ChoicesClient:
+    """Upstream's engine client, but for `generate`.
+
+    Args:
+        engine: upstream's client.
+        door: decides requests of this engine.
+    """
+
+    def __init__(self, engine: EngineClient, door: Door) -> None:
+        self._engine = engine
+        self._door = door
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def decide(self, engine_input: Any, sampling: SamplingParams) -> DiffusionParams:
+        """The request's parameters.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field.
+        """
+        return self._door.decide(sampling, engine_input["prompt_token_ids"])
+
+    def generate(
+        self, engine_input: Any, sampling: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Start a request when the first output is asked for; it is refused right here.
+
+        Yields:
+            what the engine yields, of one choice at a time; with RequestOutputKind.FINAL_ONLY once,
+            with all choices.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field.
+            GenerationError: from the generator, if the engine could not go on.
+        """
+        self.decide(engine_input, sampling)
+        if sampling.n == 1:
+            return self._run(engine_input, sampling, request_id, **options)
+        choices = [
+            self._run(engine_input, _choice(sampling, i), f"{request_id}-{i}", **options)
+            for i in range(sampling.n)
+        ]
+        if sampling.output_kind == RequestOutputKind.FINAL_ONLY:
+            return _together(choices)
+        return _in_turn(choices)
+
+    async def _run(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        async with aclosing(self._engine.generate(*args, **options)) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason == "error":
+                    reason = told(output).get(0, {}).get("error", "the engine failed")
+                    raise GenerationError(reason)
+                yield output
+
+
+def _choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of one answer; its seed is the request's plus its index."""
+    own = copy(sampling)
+    own.n = 1
+    if sampling.seed is not None:
+        own.seed = (sampling.seed + index) % 2**SEED_BITS
+    return own
+
+
+async def _in_turn(
+    choices: list[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[RequestOutput, None]:
+    async with aclosing(merge_async_iterators(*choices)) as outputs:
+        async for index, output in outputs:
+            output.outputs[0].index = index
+            yield output
+
+
+async def _together(
+    choices: list[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[RequestOutput, None]:
+    finals: dict[int, RequestOutput] = {}
+    async with aclosing(_in_turn(choices)) as outputs:
+        async for output in outputs:
+            finals[output.outputs[0].index] = output
+    ordered = sorted(finals.items())
+    _, whole = ordered[0]
+    reports = [told(output).get(index, {}) for index, output in ordered]
+    whole.outputs = [output.outputs[0] for _, output in ordered]
+    whole.kv_transfer_params = {"dllm": reports}
+    yield whole

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events: canvases between the chunks of an answer.
+
+A reader that is slow, or stops reading, holds back nothing: of every choice the newest canvas
+waits, older ones are dropped, and upstream joins deltas that were not fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.api.report import told
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from vllm.outputs import RequestOutput
+
+
+def event(data: str) -> str:
+    """One server-sent event."""
+    return f"data: {data}\n\n"
+
+
+DONE = event("[DONE]")
+
+
+class Listener:
+    """Hears what the scheduler tells with outputs that pass by on their way to a handler.
+
+    Attributes:
+        reports: what was told last of every choice.
+    """
+
+    def __init__(self) -> None:
+        self.reports: dict[int, dict[str, Any]] = {}
+        self._canvases: dict[int, dict[str, Any]] = {}  # those that nobody has taken yet
+        self._news = asyncio.Event()
+
+    def hear(self, output: RequestOutput, first_choice: int = 0) -> bool:
+        """Note what is told with an output, whose choices count from `first_choice`.
+
+        Returns:
+            whether there is more to the output than that.
+        """
+        for index, found in told(output).items():
+            choice = first_choice + index
+            self.reports[choice] = found
+            if "canvas" in found:
+                self._canvases[choice] = found["canvas"]
+                self._news.set()
+        return any(c.token_ids or c.finish_reason is not None for c in output.outputs)
+
+    async def between(
+        self, chunks: AsyncGenerator[str, None], canvas_event: Callable[[int, dict[str, Any]], str]
+    ) -> AsyncGenerator[str, None]:
+        """`chunks`, and before each the canvases that came up meanwhile.
+
+        Args:
+            chunks: a handler's events. The handler goes on while canvases are sent.
+            canvas_event: the event of a choice's packed canvas.
+        """
+        async with aclosing(chunks):
+            while True:
+                next_chunk = asyncio.ensure_future(anext(chunks, None))
+                next_chunk.add_done_callback(lambda _: self._news.set())
+                is_ready = False
+                try:
+                    while not is_ready:
+                        await self._news.wait()
+                        self._news.clear()
+                        is_ready = next_chunk.done()
+                        for text in self._take(canvas_event):
+                            yield text
+                finally:
+                    next_chunk.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([next_chunk])
+                chunk = next_chunk.result()
+                if chunk is None:
+                    return
+                yield chunk
+
+    def _take(self, canvas_event: Callable[[int, dict[str, Any]], str]) -> list[str]:
+        taken, self._canvases = self._canvases, {}
+        return [canvas_event(choice, canvas) for choice, canvas in sorted(taken.items())]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies and answers of the OpenAI routes: upstream's, and what diffusion adds at top level.
+
+What cannot work is refused, and so is what nobody knows: nothing that might change an answer is
+ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from vllm.diffusion.api.door import RequestRefused
+from vllm.diffusion.api.report import DiffusionReport
+from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
+from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.params import (
+    AUTOREGRESSIVE,
+    CANONICAL,
+    RESERVED_EXTRA_ARGS,
+    SEED_BITS,
+    canonical,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
+
+# Fields that upstream's body does not declare and that change no answer.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+)
+
+# Fields that cannot work, beside those of SamplingParams, with the values that ask for nothing.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "reasoning_effort": (None, "none"),
+    "use_beam_search": (False, None),
+    "length_penalty": (1.0, None),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "prompt_embeds": (None,),
+    "priority": (0, None),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+# Parameters that upstream's bodies declare and hand on. Its seeds have 63 bits; ours, which answers
+# report, have 64.
+_UPSTREAMS = (CANONICAL.keys() & CompletionRequest.model_fields.keys()) - {"seed"}
+
+
+class _CompletionBase(CompletionRequest):
+    max_tokens: int | None = Field(
+        None,
+        description="longest answer in tokens; cuts the answer, never the canvas "
+        "(default: the canvas beside gen_length, else 16)",
+    )
+
+    @model_validator(mode="after")
+    def _default_max_tokens(self) -> _CompletionBase:
+        """A default limit can be told from one that was given."""
+        if self.max_tokens is None:  # upstream counts on a number
+            self.max_tokens = _DEFAULT_MAX_TOKENS
+            self.model_fields_set.discard("max_tokens")
+        return self
+
+
+ChatCompletionBody = with_diffusion_fields(
+    ChatCompletionRequest, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
+)
+CompletionBody = with_diffusion_fields(
+    _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
+)
+
+
+class _Reporting(BaseModel):
+    diffusion: DiffusionReport
+
+
+class ChatAnswer(ChatCompletionResponse, _Reporting):
+    """Answer of POST /v1/chat/completions."""
+
+
+class CompletionAnswer(CompletionResponse, _Reporting):
+    """Answer of POST /v1/completions."""
+
+
+def prepare(request: Any, model_config: Any) -> None:
+    """Bring a body into the form that upstream hands on to the engine.
+
+    Diffusion parameters at top level become those of `vllm_xargs`, which upstream makes
+    `SamplingParams.extra_args` of. Parameters that upstream's body declares stay where they are.
+
+    Args:
+        request: ChatCompletionRequest or CompletionRequest, or one of the bodies above; changed.
+        model_config: upstream's, of the served model.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    _refuse_unsupported({**vars(request), **request.model_extra})
+    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
+    _check_logprobs(request, model_config)
+    given = _given(request)
+    xargs = request.vllm_xargs or {}
+    extra = canonical({k: v for k, v in xargs.items() if k not in RESERVED_EXTRA_ARGS})
+    for name, value in given.items():
+        if extra.get(name, value) != value:
+            raise InvalidParameterError(
+                name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
+            )
+    extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
+    if "seed" in extra:  # upstream knows it, and that answer i uses seed + i
+        request.seed = extra.pop("seed") % 2**SEED_BITS
+    if extra.get("stream_canvas") and not request.stream:
+        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
+    request.vllm_xargs = extra
+    _allow_several_greedy_answers(request, model_config)
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """The diffusion parameters of a body under canonical names."""
+    unknown = request.model_extra.keys() - _WITHOUT_EFFECT - _NOT_SUPPORTED.keys()
+    names = [*CANONICAL, *sorted(unknown)]
+    given = {name: getattr(request, name) for name in names if name in request.model_fields_set}
+    most = getattr(request, "max_completion_tokens", None)
+    if most is not None:
+        if given.get("max_tokens") not in (None, most):
+            raise InvalidParameterError(
+                "max_completion_tokens", most, f"it contradicts max_tokens: {given['max_tokens']!r}"
+            )
+        given["max_tokens"] = most
+    return canonical(given, also_known=type(request).model_fields)
+
+
+def check_body(body: Any) -> None:
+    """Look at a body as it was sent, before upstream's validators, which have other words.
+
+    Raises:
+        RequestRefused: HTTP 400, naming the field.
+    """
+    if not isinstance(body, dict):
+        return
+    try:
+        _refuse_unsupported(body)
+        if not isinstance(body.get("messages", []), list):
+            raise InvalidParameterError("messages", body["messages"], "wanted a list of messages")
+        for name in sorted(body.keys() - CANONICAL.keys()):
+            if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
+                raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
+    except InvalidParameterError as error:
+        raise RequestRefused(error) from None
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name, neutral, wanted in AUTOREGRESSIVE:
+        if body.get(name, neutral[0]) not in neutral:
+            raise InvalidParameterError(name, body[name], wanted)
+    for name, neutral in _NOT_SUPPORTED.items():
+        if body.get(name, neutral[0]) not in neutral:
+            wanted = "none" if neutral[0] is None else json.dumps(neutral[0])
+            raise InvalidParameterError(name, body[name], f"wanted {wanted}: not supported")
+    response_format = body.get("response_format") or {"type": "text"}
+    if getattr(response_format, "type", None) != "text" and response_format != {"type": "text"}:
+        raise InvalidParameterError(
+            "response_format", response_format, 'wanted {"type": "text"}: not supported'
+        )
+
+
+def _check_logprobs(request: Any, model_config: Any) -> None:
+    """Of chat, `logprobs` is a flag beside `top_logprobs`; of completions it is the number."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    name = "top_logprobs" if is_chat else "logprobs"
+    check_logprobs(name, getattr(request, name), model_config)
+    if not request.echo:
+        return
+    if request.logprobs if is_chat else request.logprobs is not None:
+        raise InvalidParameterError(
+            "echo", True, "wanted false beside logprobs: prompt tokens are not predicted"
+        )
+    if is_chat:
+        request.top_logprobs = None  # upstream would ask for those of the prompt
+
+
+def _allow_several_greedy_answers(request: Any, model_config: Any) -> None:
+    """Upstream refuses them as all alike; here random remasking may still tell them apart."""
+    default = model_config.get_diff_sampling_param().get("temperature", 1.0)
+    given = request.temperature if request.temperature is not None else default
+    if (request.n or 1) > 1 and given == 0:
+        request.vllm_xargs.setdefault("temperature", 0.0)  # the one that counts
+        request.temperature = 1.0
+        request.top_p, request.top_k, request.min_p = 1.0, 0, 0.0

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's handlers of the OpenAI routes, with what a diffusion language model adds.
+
+They take the bodies of `openai_protocol`, run the choices of a request one by one, and put a
+`diffusion` object into answers: the report of the whole request, and on the way, where
+`stream_canvas` asks for it, the canvas after every step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import aclosing
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.diffusion.api.choices import ChoicesClient
+from vllm.diffusion.api.door import RequestRefused
+from vllm.diffusion.api.events import Listener, event
+from vllm.diffusion.api.openai_protocol import prepare
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
+from vllm.diffusion.errors import InvalidParameterError
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from vllm.diffusion.api.door import Door
+    from vllm.outputs import RequestOutput
+
+Handler = TypeVar("Handler", bound="DiffusionServingChat | DiffusionServingCompletion")
+
+
+def adopt(upstreams: Any, kind: type[Handler], door: Door) -> Handler:
+    """A handler of our kind from the one that upstream made of the server's arguments."""
+    handler: Handler = copy(upstreams)
+    handler.__class__ = kind
+    handler.engine_client = ChoicesClient(upstreams.engine_client, door)
+    handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
+    return handler
+
+
+class DiffusionServingChat(OpenAIServingChat):
+    """POST /v1/chat/completions."""
+
+    token_texts: TokenTexts
+
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        _prepare(request, self.model_config)
+        return await super().create_chat_completion(request, raw_request)
+
+    async def chat_completion_stream_generator(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[RequestOutput, None],
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        listener = Listener()
+        heard = _heard(result_generator, listener)
+        chunks = super().chat_completion_stream_generator(
+            request, heard, request_id, model_name, *args, **kwargs
+        )
+        if request.vllm_xargs.get("stream_canvas"):
+            head = _head(request_id, "chat.completion.chunk", model_name)
+            choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
+            write = _canvas_writer(self.token_texts, head, choice)
+            chunks = _after_the_first(chunks, lambda rest: listener.between(rest, write))
+        async for text in _with_report(chunks, listener):
+            yield text
+
+    async def chat_completion_full_generator(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[RequestOutput, None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        listener = Listener()
+        heard = _heard(result_generator, listener)
+        response = await super().chat_completion_full_generator(request, heard, *args, **kwargs)
+        if not isinstance(response, ErrorResponse):
+            _report(response, listener.reports)
+        return response
+
+
+class DiffusionServingCompletion(OpenAIServingCompletion):
+    """POST /v1/completions."""
+
+    token_texts: TokenTexts
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+        _prepare(request, self.model_config)
+        return await super().create_completion(request, raw_request)
+
+    async def completion_stream_generator(
+        self,
+        request: Any,
+        engine_inputs: Any,
+        result_generator: AsyncGenerator[tuple[int, RequestOutput], None],
+        request_id: str,
+        created_time: int,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        listener = Listener()
+        heard = _heard_by_prompt(result_generator, listener, request.n)
+        chunks = super().completion_stream_generator(
+            request, engine_inputs, heard, request_id, created_time, model_name, *args, **kwargs
+        )
+        if request.vllm_xargs.get("stream_canvas"):
+            head = _head(request_id, "text_completion", model_name)
+            choice = {"text": "", "logprobs": None, "finish_reason": None}
+            write = _canvas_writer(self.token_texts, head, choice)
+            chunks = listener.between(chunks, write)
+        async for text in _with_report(chunks, listener):
+            yield text
+
+    def request_output_to_completion_response(
+        self, final_res_batch: list[RequestOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
+        found = [report for output in final_res_batch for report in told(output).values()]
+        _report(response, dict(enumerate(found)))
+        return response
+
+
+def _prepare(request: Any, model_config: Any) -> None:
+    try:
+        prepare(request, model_config)
+    except InvalidParameterError as error:
+        raise RequestRefused(error) from None
+
+
+async def _heard(
+    outputs: AsyncGenerator[RequestOutput, None], listener: Listener
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs as upstream knows them; the first one in any case, which brings the role."""
+    is_first = True
+    async with aclosing(outputs):
+        async for output in outputs:
+            if listener.hear(output) or is_first:
+                yield output
+            is_first = False
+
+
+async def _heard_by_prompt(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], listener: Listener, n: int
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(outputs):
+        async for prompt, output in outputs:
+            if listener.hear(output, first_choice=prompt * n):
+                yield prompt, output
+
+
+async def _after_the_first(
+    chunks: AsyncGenerator[str, None],
+    follow: Callable[[AsyncGenerator[str, None]], AsyncGenerator[str, None]],
+) -> AsyncGenerator[str, None]:
+    async with aclosing(chunks):
+        yield await anext(chunks)
+        async with aclosing(follow(chunks)) as rest:
+            async for text in rest:
+                yield text
+
+
+async def _with_report(
+    chunks: AsyncGenerator[str, None], listener: Listener
+) -> AsyncGenerator[str, None]:
+    """Chunks, the report in the one that brings the usage, which is the one without choices."""
+    async with aclosing(chunks):
+        async for text in chunks:
+            if '"choices":[]' in text:
+                content = json.loads(text.removeprefix("data: "))
+                content["diffusion"] = _content(listener.reports)
+                text = event(json.dumps(content))
+            yield text
+
+
+def _report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
+    response.diffusion = _content(reports)
+    response.kv_transfer_params = None  # where upstream carried it
+
+
+def _content(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return DiffusionReport.of(reports[index] for index in sorted(reports)).content()
+
+
+def _head(request_id: str, kind: str, model_name: str) -> dict[str, Any]:
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model_name}
+
+
+def _canvas_writer(
+    texts: TokenTexts, head: dict[str, Any], choice: dict[str, Any]
+) -> Callable[[int, dict[str, Any]], str]:
+    """Writes a chunk that adds nothing to the answer and brings a canvas."""
+
+    def write(index: int, packed: dict[str, Any]) -> str:
+        canvas = CanvasState.of(packed, texts).model_dump()
+        chunk = {**head, "choices": [{"index": index, **choice}], "diffusion": {"canvas": canvas}}
+        return event(json.dumps(chunk))
+
+    return write

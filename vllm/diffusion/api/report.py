@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What answers say of their denoising: a report at the end, and canvases on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm.outputs import RequestOutput
+
+
+class DiffusionReport(BaseModel):
+    """How the answers were denoised; sums and maxima where there are several.
+
+    Attributes:
+        steps: denoise steps asked for; null where nothing bounds them.
+        num_forwards: forwards that were run.
+        num_forwards_saved: forwards that were not, because the answer was complete or a step
+            would have committed nothing. Where the number of steps does not set the pace, at least
+            so many.
+        tokens_per_forward: canvas tokens committed per forward.
+        queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
+        seeds: seed of every answer, to repeat it.
+        peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
+            the steps of these answers, and in that step on average.
+        budget_bytes: of the pool.
+        infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
+    """
+
+    steps: int | None
+    num_forwards: int
+    num_forwards_saved: int
+    tokens_per_forward: float
+    queue_ms: float
+    denoise_ms: float
+    seeds: list[int]
+    peak_bytes: int | None = None
+    average_bytes: int | None = None
+    budget_bytes: int | None = None
+    infilled: list[dict[int, int]] | None = None
+
+    @classmethod
+    def of(cls, told: Iterable[Mapping[str, Any]]) -> DiffusionReport:
+        """Of answers of which the scheduler told so much; it tells nothing of aborted ones."""
+        found = [t for t in told if "num_forwards" in t]
+        forwards = sum(t["num_forwards"] for t in found)
+        committed = sum(t["num_committed"] for t in found)
+        infilled = [t.get("infilled", {}) for t in found]
+        largest = max(found, key=lambda t: t.get("peak_bytes", 0), default={})
+        return cls(
+            steps=found[0]["steps"] if found else None,
+            num_forwards=forwards,
+            num_forwards_saved=sum(t["num_forwards_saved"] for t in found),
+            tokens_per_forward=round(committed / forwards, 3) if forwards else 0.0,
+            queue_ms=max((t["queue_ms"] for t in found), default=0.0),
+            denoise_ms=max((t["denoise_ms"] for t in found), default=0.0),
+            seeds=[t["seed"] for t in found],
+            peak_bytes=largest.get("peak_bytes"),
+            average_bytes=largest.get("average_bytes"),
+            budget_bytes=largest.get("budget_bytes"),
+            infilled=infilled if any(infilled) else None,
+        )
+
+    def content(self) -> dict[str, Any]:
+        """The report as JSON; `infilled` is left out where nothing was."""
+        return self.model_dump(exclude={"infilled"} if self.infilled is None else None)
+
+
+class TokenTexts:
+    """The text of single tokens. Each is decoded once: canvases repeat them in every step."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, token_ids: list[int]) -> list[str]:
+        unknown = list(set(token_ids) - self._known.keys())
+        self._known |= zip(
+            unknown, convert_ids_list_to_tokens(self._tokenizer, unknown), strict=True
+        )
+        return [self._known[token] for token in token_ids]
+
+
+class CanvasState(BaseModel):
+    """The canvas of an answer after a denoise step; the lists have one entry per position.
+
+    Attributes:
+        step: number of the step, from 1; a slow reader gets the newest one and misses others.
+        token_ids: committed tokens; where `committed` is false the newest proposal, which may
+            still change, or the mask token where there is none.
+        text: each token as text.
+        committed: whether the token is final.
+        confidence: the model's probability of the token in the step that proposed it; null where
+            there was none.
+    """
+
+    step: int
+    token_ids: list[int]
+    text: list[str]
+    committed: list[bool]
+    confidence: list[float | None]
+
+    @classmethod
+    def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
+        """Unpack an `engine.messages.CanvasView`."""
+        token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
+        confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
+        return cls(
+            step=packed["step"],
+            token_ids=token_ids,
+            text=texts.of(token_ids),
+            committed=np.frombuffer(packed["committed"], "?").tolist(),
+            confidence=[None if np.isnan(p) else p for p in confidence.tolist()],
+        )
+
+
+def told(output: RequestOutput) -> dict[int, dict[str, Any]]:
+    """What the scheduler tells with an output, by choice: a report, a canvas, an error.
+
+    Upstream has one slot an output; where `choices` puts several answers into one output, it makes
+    a list of theirs.
+    """
+    found = (output.kv_transfer_params or {}).get("dllm")
+    if found is None:
+        return {}
+    if isinstance(found, list):
+        return dict(enumerate(found))
+    return {output.outputs[0].index: found}

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of request parameters as typed and documented fields of request bodies.
+
+Values are checked by the table's own rules, not by pydantic, so that every refusal names the
+field, the given and the wanted value in the same words on every route.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, create_model
+
+from vllm.diffusion import params
+from vllm.diffusion.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pydantic import BaseModel
+
+MAX_CHOICES = 128  # answers per prompt
+
+_JSON_TYPES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
+
+
+def with_diffusion_fields(
+    base: type[BaseModel], name: str, doc: str, keep: Collection[str] = ()
+) -> type[Any]:
+    """A body like `base` with every request parameter.
+
+    Args:
+        base: the body.
+        name, doc: of the new class.
+        keep: parameters that `base` declares with types of its own.
+    """
+    fields: dict[str, Any] = {}
+    for field in params.FIELDS:
+        for spelling in (field.name, *field.aliases):
+            fields[spelling] = (Any, _described(field))
+    for spelling in keep:
+        own = copy(base.model_fields[spelling])
+        own.description = own.description or fields[spelling][1].description
+        fields[spelling] = (own.annotation, own)
+    return create_model(name, __base__=base, __doc__=doc, **fields)
+
+
+def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
+    """Refuse more log probabilities than the server gives.
+
+    Raises:
+        InvalidParameterError: naming the field.
+    """
+    most = model_config.max_logprobs
+    most = model_config.get_vocab_size() if most < 0 else most
+    if given is not None and not 0 <= given <= most:
+        raise InvalidParameterError(name, given, f"wanted 0 to {most}")
+
+
+def _described(field: params.Field) -> Any:
+    extra: dict[str, Any] = {"type": _JSON_TYPES[field.kind]}
+    if field.choices:
+        extra["enum"] = list(field.choices)
+    if field.minimum is not None:
+        extra["minimum"] = field.minimum
+    if field.maximum is not None:
+        extra["maximum"] = field.maximum
+    text = f"{field.doc} (default: {field.documented_default})"
+    return Field(None, description=text, json_schema_extra=extra)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newest proposal for every position of a canvas, kept for requests that ask to see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm.diffusion.engine.messages import CanvasView
+from vllm.diffusion.sampling import Logprobs
+from vllm.v1.outputs import LogprobsLists
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.params import DiffusionParams
+
+
+class Proposals:
+    """Tokens and log probabilities by canvas position.
+
+    A committed position gets no more proposals, so what is kept for it is of the forward that
+    committed it.
+
+    Args:
+        params: the request's parameters; `num_logprobs` is not None.
+        prompt_length: tokens before the canvas.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._num_top = params.num_logprobs or 0
+        self._mask_id = params.mask_id
+        shape = (params.gen_length, 1 + self._num_top)  # the token, then the most likely ones
+        self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
+        self._logprobs = np.full(shape, np.nan, dtype=np.float32)
+        self._ranks = np.ones(params.gen_length, dtype=np.int32)
+
+    def note(self, candidates: Candidates, replacement: torch.Tensor) -> None:
+        """Take in what a forward proposed; `replacement` [R] are the tokens it would commit."""
+        if candidates.logprobs is None or candidates.positions.numel() == 0:
+            return
+        found = Logprobs.unpack(candidates.logprobs, self._num_top)
+        is_proposed = replacement == candidates.tokens  # else it is the greedy token
+        value = torch.where(is_proposed, found.token, found.greedy)
+        rank = torch.where(is_proposed, found.token_rank, found.greedy_rank)
+        on_canvas = candidates.positions >= self._prompt_length
+        at = (candidates.positions[on_canvas] - self._prompt_length).numpy()
+        self._tokens[at, 0] = replacement[on_canvas].numpy()
+        self._logprobs[at, 0] = value[on_canvas].numpy()
+        self._ranks[at] = rank[on_canvas].numpy()
+        self._tokens[at, 1:] = found.top_tokens[:, on_canvas].T.numpy()
+        self._logprobs[at, 1:] = found.top[:, on_canvas].T.numpy()
+
+    def fill(self, start: int, token: int) -> None:
+        """Positions from `start` on are `token` by the rule's decision: it is certain."""
+        self._tokens[start:] = token
+        self._logprobs[start:] = 0.0
+        self._ranks[start:] = 1
+
+    def logprobs(self, start: int, end: int) -> LogprobsLists:
+        """What is known of committed positions, as upstream carries it."""
+        return LogprobsLists(
+            self._tokens[start:end].copy(),
+            self._logprobs[start:end].copy(),
+            self._ranks[start:end].copy(),
+        )
+
+    def view(self, step: int, canvas: NDArray[np.int64]) -> CanvasView:
+        """The whole canvas [N] after forward number `step` (from 1)."""
+        committed = canvas != self._mask_id
+        return CanvasView(
+            step=step,
+            token_ids=np.where(committed, canvas, self._tokens[:, 0]).astype("<i4").tobytes(),
+            committed=committed.tobytes(),
+            confidence=np.exp(self._logprobs[:, 0]).astype("<f4").tobytes(),
+        )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log probabilities of candidates, for requests that ask for them.
+
+They are the model's own: of its logits, after guidance and without the tokens that must not be
+proposed, but before anything that an algorithm does to choose (noise, temperature, top-p, credit).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Logprobs(NamedTuple):
+    """What R candidates are worth to the model. Ranks count from 1; equals share the best one.
+
+    Attributes:
+        token, token_rank: [R] of the proposed token.
+        greedy, greedy_rank: [R] of the argmax of the noise-free logits.
+        top_tokens: [k, R] the k most likely tokens, the likeliest first.
+        top: [k, R] their log probabilities.
+    """
+
+    token: torch.Tensor
+    token_rank: torch.Tensor
+    greedy: torch.Tensor
+    greedy_rank: torch.Tensor
+    top_tokens: torch.Tensor
+    top: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, distribution: torch.Tensor, tokens: torch.Tensor, greedy: torch.Tensor, num_top: int
+    ) -> Logprobs:
+        """Look up candidates in log probabilities [R, V]; tokens and greedy are [R] int64."""
+        top, top_tokens = distribution.topk(num_top, dim=-1)
+        return cls(
+            *_value_and_rank(distribution, tokens),
+            *_value_and_rank(distribution, greedy),
+            top_tokens.T,
+            top.T,
+        )
+
+    def packed(self) -> torch.Tensor:
+        """[4 + 2 k, R] float64; token ids are exact in it."""
+        return torch.cat([x.double().reshape(-1, self.token.numel()) for x in self])
+
+    @classmethod
+    def unpack(cls, rows: torch.Tensor, num_top: int) -> Logprobs:
+        """The inverse of `packed`; rows beyond what it returned are left out."""
+        token, token_rank, greedy, greedy_rank = rows[:4]
+        top_tokens, top = rows[4 : 4 + 2 * num_top].chunk(2) if num_top else (rows[:0], rows[:0])
+        return cls(token, token_rank, greedy, greedy_rank, top_tokens, top)
+
+
+def distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
+    """[R, V] fp32 log probabilities of whole rows of logits, without the `forbidden` columns."""
+    kept = logits.to(torch.float32, copy=True)
+    kept[:, list(forbidden)] = -torch.inf
+    return torch.log_softmax(kept, dim=-1)
+
+
+def _value_and_rank(
+    distribution: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = distribution.gather(1, tokens[:, None])
+    return values[:, 0], (distribution > values).sum(dim=-1) + 1
