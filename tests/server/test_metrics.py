@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.client import CHAT, GENERATE, PUZZLE, body_for
+from tests.server.client import CHAT, GENERATE, PUZZLE, QUESTION, body_for
 from tests.server.process import MODEL_NAME, ROOT
 from tests.test_deployment import METRIC_NAME, UPSTREAMS
 from vllm.diffusion.metrics import METRICS
@@ -65,25 +65,28 @@ def test_the_numbers_are_those_of_the_requests(client: Client) -> None:
     bodies = [
         {"prompt": PUZZLE, "gen_length": 32, "steps": 8, "ignore_eos": True, "cfg_scale": 1.0},
         {"prompt": PUZZLE, "gen_length": 64, "steps": 64, "ignore_eos": True, "cache": "dual"},
+        {"prompt": QUESTION, "apply_chat_template": True, "gen_length": 64, "steps": 64},
     ]
     answers = [client.generate(**body) for body in bodies]
     for route, bad in ((GENERATE, {"steps": 0}), (CHAT, {"steps": 0}), (GENERATE, {"stepz": 1})):
         assert client.http.post(route, json=body_for(route, **bad)).status_code == 400
     after = numbers()
     rise = {name: value - before[name] for name, value in after.items()}
-    forwards = 8 + 64
+    forwards = 8 + 64 + 32  # the last answer ends in the first of its two blocks
     assert sum(answer["diffusion"]["num_forwards"] for answer in answers) == forwards
     assert rise["denoise_steps_total"] == rise["forwards_total"] == forwards
-    assert rise["committed_tokens_total"] == 32 + 64
+    assert rise["forwards_saved_total"] == 32
+    assert rise["committed_tokens_total"] == 32 + 64 + 32
     assert rise["step_batch_size_count"] == rise["step_batch_size_sum"] == forwards
     assert rise["step_rows_count"] == rise["step_time_seconds_count"] == forwards
     prompt = answers[0]["usage"]["prompt_tokens"]
     guided, cached = 8 * 2 * (prompt + 32), 64 * (prompt + 64)
-    assert guided + 64 * 32 <= rise["step_rows_sum"] < guided + cached
-    assert rise["tokens_per_forward_count"] == 2
-    assert rise["tokens_per_forward_sum"] == 32 / 8 + 64 / 64
-    assert rise["queue_time_seconds_count"] == 2
-    assert rise["time_to_first_committed_token_seconds_count"] == 2
+    plain = 32 * (answers[2]["usage"]["prompt_tokens"] + 64)
+    assert guided + 64 * 32 + plain <= rise["step_rows_sum"] < guided + cached + plain
+    assert rise["tokens_per_forward_count"] == 3
+    assert rise["tokens_per_forward_sum"] == 32 / 8 + 64 / 64 + 32 / 32
+    assert rise["queue_time_seconds_count"] == 3
+    assert rise["time_to_first_committed_token_seconds_count"] == 3
     first, queued = "time_to_first_committed_token_seconds_sum", "queue_time_seconds_sum"
     assert rise[first] > rise[queued] >= 0
     assert rise["step_time_seconds_sum"] > 0

@@ -85,6 +85,11 @@ DENOISE_STEPS = Metric(
 FORWARDS = Metric(
     "dllm:forwards", "counter", "Forwards of requests: a step counts once for each of its requests."
 )
+FORWARDS_SAVED = Metric(
+    "dllm:forwards_saved",
+    "counter",
+    "Forwards that answered requests did without, as they could not have changed the answer.",
+)
 COMMITTED_TOKENS = Metric(
     "dllm:committed_tokens", "counter", "Canvas positions that were committed."
 )
@@ -150,6 +155,7 @@ METRICS: tuple[Metric, ...] = (
     STEP_TIME,
     DENOISE_STEPS,
     FORWARDS,
+    FORWARDS_SAVED,
     COMMITTED_TOKENS,
     TOKENS_PER_FORWARD,
     QUEUE_TIME,

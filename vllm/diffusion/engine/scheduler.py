@@ -155,9 +155,7 @@ class DiffusionScheduler(SchedulerInterface):
         item = self._queues.running.pop(request.request_id, None)
         if item is not None:
             self._finished_req_ids.add(request.request_id)
-            if item.num_forwards:
-                rate = item.num_committed / item.num_forwards
-                self._seen.observe(metrics.TOKENS_PER_FORWARD, rate)
+            self._observe_end(item, status)
         if self._finished_by_client is not None:
             self._finished_by_client[request.client_index].add(request.request_id)
 
@@ -287,6 +285,14 @@ class DiffusionScheduler(SchedulerInterface):
         self.last_usage = usage
         if self._planner is None or self._planner.budget_bytes != usage.budget_bytes:
             self._planner = make_planner(self._vllm_config, usage.budget_bytes)
+
+    def _observe_end(self, item: _Scheduled, status: RequestStatus) -> None:
+        if not item.num_forwards:
+            return
+        self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
+        if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            saved = forwards_saved(item.params, item.num_forwards, item.num_committed)
+            self._seen.count(metrics.FORWARDS_SAVED, saved)
 
     def _refuse(self, request: Request, message: str) -> EngineCoreOutput:
         logger.warning("request %s refused: %s", request.request_id, message)
