@@ -134,7 +134,7 @@ def test_shape_of_an_answer(client: Client) -> None:
         "total_tokens": len(prompt) + num_tokens,
     }
     report = answer["diffusion"]
-    assert report.keys() == {
+    assert {key for key in report if not key.endswith("_bytes")} == {  # memory has its own tests
         *("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"),
         *("queue_ms", "denoise_ms", "seeds"),
     }
