@@ -134,7 +134,8 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     if not columns:
         return logits
     logits = logits.clone()
-    logits[:, list(columns)] = -torch.inf
+    for column in columns:  # a list as an index would make the host wait for the device
+        logits[:, column] = -torch.inf
     return logits
 
 

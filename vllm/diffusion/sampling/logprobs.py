@@ -57,7 +57,8 @@ class Logprobs(NamedTuple):
 def distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
     """[R, V] fp32 log probabilities of whole rows of logits, without the `forbidden` columns."""
     kept = logits.to(torch.float32, copy=True)
-    kept[:, list(forbidden)] = -torch.inf
+    for token in forbidden:  # a list as an index would make the host wait for the device
+        kept[:, token] = -torch.inf
     return torch.log_softmax(kept, dim=-1)
 
 
