@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import gc
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,21 @@ def warm_up(
         shows_progress: draw a progress bar.
     """
     steps = list(_steps(model, row_budget, max_requests))
-    for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
-        with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
-            runner.run_alone(requests)
+    with _garbage_frozen():
+        for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
+            with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
+                runner.run_alone(requests)
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """PyTorch collects garbage before every capture: spare it what has been there before."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[list[NewCanvas]]:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps before the first request, run without graphs: what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.harness import BLOCKS, as_request, clear_case
+from tests.engine.test_graphs import MODEL
+from vllm.diffusion.engine.graphs import ROW_BUCKETS
+from vllm.diffusion.engine.warm_up import warm_up
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.engine.harness import Engine
+    from tests.reference.llada_model import LLaDAReference
+
+
+def test_a_warm_engine_answers_as_before(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    rows: list[int] = []
+    run_alone = engine.runner.run_alone
+
+    def recorded(requests: Any) -> None:
+        rows.append(sum(len(new.prompt_token_ids) + new.params.gen_length for new in requests))
+        run_alone(requests)
+
+    monkeypatch.setattr(engine.runner, "run_alone", recorded)
+    frozen_before = gc.get_freeze_count()
+    warm_up(engine.runner, MODEL, row_budget=64, max_requests=2, shows_progress=False)
+    assert set(ROW_BUCKETS) == set(rows)
+    assert rows == sorted(rows, reverse=True)
+    assert gc.get_freeze_count() <= frozen_before
+    assert engine.is_idle()
+    (answer,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert answer.token_ids == wanted.ids
