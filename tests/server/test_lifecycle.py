@@ -132,10 +132,10 @@ def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) 
         named = http.post(CHAT, json=body_for(CHAT), headers={"X-Request-Id": "mine-7"})
         assert named.headers["X-Request-Id"] == "mine-7"
         assert named.json()["id"] == "chatcmpl-mine-7"
-    assert re.search(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7$', server.log(), re.MULTILINE)
-    assert "Traceback" not in server.log()
     server.terminate()
     assert server.wait() == 0, server.log()
+    assert re.search(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7$', server.log(), re.MULTILINE)
+    assert "Traceback" not in server.log()
     assert server.group_is_empty()
 
 
