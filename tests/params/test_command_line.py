@@ -73,3 +73,21 @@ def test_a_missing_file_and_an_unknown_name() -> None:
         settings("--dllm-algorithm-config", "nowhere.yaml")
     with pytest.raises(ServerConfigError, match="algorithm: given 'best'; wanted one of"):
         settings("--dllm-algorithm", "best")
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "/no/such/model", "nowhere", "no/model"])
+def test_a_missing_model_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever upstream's loaders make of its name."""
+    from transformers import AutoConfig
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((OSError, ValueError)) as caught:
+        AutoConfig.from_pretrained(model)
+    told = cli.one_line(caught.value, argparse.Namespace(model=model))
+    assert told.startswith(f"model {model}: no such folder, and not found on the Hugging Face Hub")
+
+
+def test_other_errors_are_told_as_they_are() -> None:
+    args = argparse.Namespace(model="nowhere", host="127.0.0.1", port=8000)
+    assert cli.one_line(ValueError("max_model_len:\n given 0"), args) == "max_model_len: given 0"
+    assert cli.one_line(OSError(98, "Address already in use"), args).startswith("port 8000 of")

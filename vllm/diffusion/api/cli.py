@@ -62,7 +62,9 @@ def one_line(error: Exception, args: Namespace) -> str:
         fault = error.errors()[0]
         return " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError)):
+    is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
+    # transformers wraps some of them in an OSError
+    if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):
         return f"model {args.model}: no such folder, and not found on the Hugging Face Hub: {text}"
     return text
 
