@@ -89,7 +89,15 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    options = parse_arguments(arguments)
+    return run(parse_arguments(arguments), measure_all, write_results)
+
+
+def run(
+    options: argparse.Namespace,
+    measure_all: Callable[[argparse.Namespace], list[Any]],
+    write_results: Callable[[argparse.Namespace, list[Any]], None],
+) -> int:
+    """Measure and write; returns the exit status, with one line for the user where it fails."""
     try:
         rows = measure_all(options)
     except (ServerFailed, RequestError, OSError, ValueError) as error:

@@ -36,11 +36,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
 
-from test_api_request import RequestError, post  # noqa: E402
+from test_api_request import post  # noqa: E402
 
 from benchmarks import compare_hf, gpu_timing  # noqa: E402
 from benchmarks.compare_hf import FAMILIES, PLAIN_LOOP, SERVER  # noqa: E402
-from benchmarks.server_process import ServerFailed  # noqa: E402
 from benchmarks.shapes import Shape  # noqa: E402
 
 if TYPE_CHECKING:
@@ -91,18 +90,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    options = parse_arguments(arguments)
-    try:
-        rows = measure_all(options)
-    except (ServerFailed, RequestError, OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted; nothing was written\n")
-        return 1
-    write_results(options, rows)
-    print(f"written: {options.output_dir}")
-    return 0
+    return compare_hf.run(parse_arguments(arguments), measure_all, write_results)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,6 +11,7 @@ import torch
 from vllm.diffusion.decoding import Work, make_rule
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
+from vllm.diffusion.engine.sizes import demand_of
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
@@ -32,6 +33,7 @@ class Canvas:
         positions: [T] int64, from 0; an array.
         rule: its decoding, at its present state.
         cache: keys and values that are kept between forwards, if any.
+        most_rows: rows of the largest of its steps.
         num_forwards: forwards so far.
         is_complete: all of the answer is final.
     """
@@ -53,6 +55,7 @@ class Canvas:
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
+        self.most_rows = demand_of(self.params, self.prompt_length).rows
         self._num_reported = 0
         self._work: Work | None = None  # begun and not committed
         self.num_forwards = 0
@@ -61,11 +64,6 @@ class Canvas:
     @property
     def length(self) -> int:
         return self.tokens.numel()
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of the largest of its steps; guidance runs the sequence twice."""
-        return 2 * self.length if self.params.cfg_scale > 0 else self.length
 
     def unconditional_tokens(self) -> torch.Tensor:
         """[T] int64: the tokens with everything hidden that was known at the start."""

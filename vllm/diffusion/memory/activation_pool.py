@@ -153,7 +153,6 @@ class ArenaBacking:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         card = torch.cuda.get_device_properties(index).total_memory
-        self._budget_bytes = budget_bytes
         # Addresses cost next to nothing: each of the three regions could hold the whole card.
         self._arena = vmm.Arena(
             4 * card, chunk_bytes=chunk_bytes, limit_bytes=budget_bytes, device=index
