@@ -12,9 +12,9 @@ between two marks:
     <!-- /measured -->
 
 Sections: step_latency (of step_latency.py), throughput (of compare_hf.py), context_length (of
-llada/run_benchmark.py and its twins), attention and kernels (of benchmarks/kernels, told by their
-columns; the attention section takes those whose file name starts with "attention"). Without a file
-a section stays empty. The file names give the order.
+llada/run_benchmark.py and its twins), and three of those that give their columns: attention and
+memory, whose file names start so, and kernels, the others. Without a file a section stays empty.
+The file names give the order.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SECTION = re.compile(
     re.DOTALL,
 )
 GIB = 2**30
+UNITS = {"GiB": 1, "MiB": 1024}  # of a plan's peak
+PLANNED = re.compile(r"predicted peak (?P<peak>[\d.]+) (?P<unit>\w+), time (?P<seconds>[\d.e+]+) s")
+USUAL_SHARE = 0.92  # of a GPU's memory
 NAMES_OF_FAMILIES = {
     "llada": "LLaDA-8B",
     "dream": "Dream-7B",
@@ -96,9 +99,10 @@ def filled(document: str, folder: Path) -> str:
 
 def section_of(path: Path, content: dict[str, Any]) -> str:
     """Which section a measurement belongs to."""
-    if "columns" in content:
-        return "attention" if path.stem.startswith("attention") else "kernels"
-    return str(content["kind"])
+    if "columns" not in content:
+        return str(content["kind"])
+    named = (name for name in ("attention", "memory") if path.stem.startswith(name))
+    return next(named, "kernels")
 
 
 def measured_on(run: dict[str, Any]) -> str:
@@ -176,24 +180,25 @@ def throughput(content: dict[str, Any]) -> Iterator[str]:
 def context_length(content: dict[str, Any]) -> Iterator[str]:
     """One table of all lengths that ran, and how the shortest of the others failed."""
     settings, points = content["settings"], content["points"]
-    pool = settings["activation_pool_size_bytes"]
-    budget = "" if pool is None else f", activations held to {cell(pool / GIB)} GiB"
     plural = "" if settings["steps"] == 1 else "s"
     yield (
         f"### {Path(settings['model_path']).name}: {settings['alpha']:.0%} prompt, "
-        f"{settings['steps']} step{plural}{budget}"
+        f"{settings['steps']} step{plural}{limits_of(content)}"
     )
     yield ""
-    header = ["T", "first step, ms", "median", "last", "GPU, GiB", "host, GiB"]
-    header += ["activations, GiB", "KiB a token", "peak / average"]
+    header = ["T", "first step, ms", "median", "last", "planned", "GPU, GiB", "host, GiB"]
+    header += ["activations, GiB", "planned", "KiB a token", "peak / average"]
     body = []
     for point in points:
         if point["status"] != "ok":
             continue
         activation = point["activation_peak_bytes"]
+        planned = PLANNED.search(point["plan"])
         cells = [f"{point['length']:,}", point["first_ms"], point["median_ms"], point["last_ms"]]
+        cells += [1000 * float(planned["seconds"]) if planned else None]
         peaks = (point["gpu_peak_bytes"], point["host_peak_bytes"], activation)
         cells += [ratio(num_bytes, GIB) for num_bytes in peaks]
+        cells += [float(planned["peak"]) / UNITS[planned["unit"]] if planned else None]
         cells += [ratio(activation, 1024 * point["length"])]
         body.append([*cells, ratio(activation, point["activation_average_bytes"])])
     yield from table(header, body)
@@ -201,6 +206,20 @@ def context_length(content: dict[str, Any]) -> Iterator[str]:
     if failed is not None:
         yield ""
         yield f"{failed['length']:,} tokens: {failed['status']}."
+
+
+def limits_of(content: dict[str, Any]) -> str:
+    """What a server of `context_length` was held to, beyond the defaults."""
+    settings, limits = content["settings"], []
+    share, pool = settings["gpu_memory_utilization"], settings["activation_pool_size_bytes"]
+    memory = content["run"].get("gpu_memory_gib")
+    if memory and share != USUAL_SHARE:
+        limits.append(f"{cell(share * memory)} GiB of the GPU")
+    if pool is not None:
+        limits.append(f"{cell(pool / GIB)} GiB of activations")
+    if settings["environment"].get("VLLM_USE_HOST_RESIDUAL") == "0":
+        limits.append("no rows in host memory")
+    return f" ({', '.join(limits)})" if limits else ""
 
 
 def kernel(content: dict[str, Any]) -> Iterator[str]:
@@ -217,6 +236,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "step_latency": step_latency,
     "throughput": throughput,
     "context_length": context_length,
+    "memory": kernel,
     "attention": kernel,
     "kernels": kernel,
 }

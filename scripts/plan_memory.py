@@ -31,12 +31,19 @@ GIB = 1 << 30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    from vllm.diffusion import envs
+    from vllm.diffusion.engine.budget import planning_budget
     from vllm.diffusion.errors import ActivationBudgetError
     from vllm.diffusion.memory import Demand, Planner
 
     shape = shape_of(options.model, options.dtype, options.tensor_parallel_size)
-    pool_bytes = int(options.pool_gib * GIB)
-    planner = Planner(shape, pool_bytes, row_budget=1, uses_host=not options.no_host)
+    planner = Planner(
+        shape,
+        planning_budget(int(options.pool_gib * GIB)),
+        row_budget=1,
+        uses_host=envs.use_host_residual() and not options.no_host,
+        is_split=envs.use_vmm(),
+    )
     num_refused = 0
     for tokens in options.tokens:
         read = int(tokens * options.masked_share)
@@ -86,15 +93,16 @@ def print_terms(shape: ModelShape, plan: Plan) -> None:
     footprint = Footprint(shape)
     layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
     stages = {
-        "resident": footprint.resident(layout),
+        "resident": (footprint.resident(layout),),
         "keys-values": footprint.keys_values(layout),
         "attend": footprint.attend(layout, is_packed=False),
         "feed-forward": footprint.feed_forward(layout),
         "logits": footprint.read(layout, is_packed=False),
     }
-    for stage, terms in stages.items():
-        listed = ", ".join(f"{name} {num_bytes}" for name, num_bytes in terms.items())
-        print(f"  {stage}: {sum(terms.values())} bytes a row: {listed}")
+    for stage, phases in stages.items():
+        for terms in phases:
+            listed = ", ".join(f"{name} {num_bytes}" for name, num_bytes in terms.items())
+            print(f"  {stage}: {sum(terms.values())} bytes a row: {listed}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of mapping memory, speed of mapped memory, and fragmentation over random request lengths.
+"""Time of mapping memory, and speed of mapped memory.
 
     python benchmarks/kernels/bench_vmm.py --json vmm.json
 
@@ -8,19 +8,13 @@
   addresses, `shrink` unmaps and releases. Medians of several rounds.
 * Speed: a matrix product and a copy into the arena against the same into ordinary memory, turn by
   turn; medians of event times.
-* Fragmentation: 200 steps of random length lay out the buffers of one transformer layer. Peak
-  memory taken from the device over peak memory in use, for PyTorch's allocator, the same with
-  expandable segments (each in a process of its own) and the arena.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
@@ -29,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.memory.activation_pool import ActivationPool, ArenaBacking, TorchBacking
 from vmm_allocator import Arena
 
 if TYPE_CHECKING:
@@ -38,7 +31,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
-STEP_BUDGET = 64 * GIB
 OPERATIONS = ("grow", "keep", "regrow", "move", "shrink")
 PHASES = ("create", "map", "access", "unmap", "release", "wait")
 
@@ -125,68 +117,6 @@ def speed_table(repeats: int) -> list[dict[str, float | str]]:
     return rows
 
 
-def lay_out_step(pool: ActivationPool, rows: int) -> int:
-    """The buffers of one layer of the LLaDA-8B shape; returns the most bytes in use."""
-    dtype = torch.bfloat16
-    with pool.scope():
-        for name in ("x", "k", "v"):
-            pool.take(name, (rows, 4096), dtype)
-        with pool.scope():
-            for name in ("normed", "q", "attended"):
-                pool.take(name, (rows, 4096), dtype)
-            used = pool.used_bytes
-        with pool.scope():
-            pool.take("normed", (rows, 4096), dtype)
-            pool.take("gate_up", (rows, 2 * 12288), dtype)
-            pool.take("down", (rows, 4096), dtype)
-            used = max(used, pool.used_bytes)
-        with pool.scope():
-            masked = min(rows // 2 + 1, 4096)
-            pool.take("logits", (masked, 126464), dtype)
-            used = max(used, pool.used_bytes)
-    return used
-
-
-def fragmentation(kind: str) -> dict[str, float | str]:
-    """Peaks over 200 random lengths in this process."""
-    arena = ArenaBacking(CUDA, STEP_BUDGET) if kind == "arena" else None
-    pool = ActivationPool(STEP_BUDGET, arena or TorchBacking(CUDA))
-    torch.zeros(1, device=CUDA)
-    draw = random.Random(0)
-    used = 0
-    start = time.perf_counter()
-    for _ in range(200):
-        used = max(used, lay_out_step(pool, int(2 ** draw.uniform(5, 18))))
-    seconds = time.perf_counter() - start
-    peak = pool.num_bytes if arena else torch.cuda.max_memory_reserved()
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    pool.close()
-    return {
-        "allocator": kind,
-        "peak_used_gib": used / GIB,
-        "peak_taken_gib": peak / GIB,
-        "taken_over_used": peak / used,
-        "ms_a_step": seconds / 200 * 1e3,
-        "retries": retries,
-    }
-
-
-def fragmentation_table() -> list[dict[str, float | str]]:
-    rows = []
-    for kind, setting in (("torch", ""), ("expandable", "expandable_segments:True"), ("arena", "")):
-        result = subprocess.run(
-            [sys.executable, __file__, "--fragmentation", kind],
-            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode:
-            sys.exit(result.stderr)
-        rows.append(json.loads(result.stdout.splitlines()[-1]))
-    return rows
-
-
 def show(rows: list[dict[str, float | str]] | list[dict[str, float | bool]]) -> None:
     """A table on standard output."""
     lines = [list(rows[0])]
@@ -203,19 +133,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--rounds", type=int, default=5, help="of the mapping times")
     parser.add_argument("--repeats", type=int, default=30, help="of the speed times")
-    parser.add_argument("--fragmentation", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_vmm: needs a CUDA device")
-    if arguments.fragmentation:
-        sys.stdout.write(json.dumps(fragmentation(arguments.fragmentation)) + "\n")
-        return
-    fragmented = fragmentation_table()  # first: this process holds no memory yet
     tables = {
         "device": torch.cuda.get_device_name(),
         "mapping_us_a_chunk": mapping_table(arguments.rounds),
         "speed": speed_table(arguments.repeats),
-        "fragmentation": fragmented,
     }
     for rows in tables.values():
         if isinstance(rows, list):

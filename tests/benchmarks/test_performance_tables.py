@@ -112,6 +112,7 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
         "host_peak_bytes": 3 * 2**29,
         "activation_peak_bytes": 204800 * 24 * 1024,
         "activation_average_bytes": 204800 * 20 * 1024,
+        "plan": "plan for T = 204800: logits 1061; predicted peak 4.50 GiB, time 4.5e+01 s",
     }
     failed = {"length": 262144, "status": "out of memory"}
     settings = {
@@ -119,21 +120,28 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
         "alpha": 0.5,
         "steps": 4,
         "activation_pool_size_bytes": 9 * 2**30,
+        "gpu_memory_utilization": 0.3,
+        "environment": {"VLLM_USE_HOST_RESIDUAL": "0"},
     }
     points = [point, failed]
     write(tmp_path, "c.json", kind="context_length", settings=settings, points=points)
     text = filled(DOCUMENT, tmp_path)
-    assert "### llada-8b-dummy: 50% prompt, 4 steps, activations held to 9.00 GiB" in text
-    assert "| 204,800 | 45,000 | 44,000 | 44,500 | 24.0 | 1.50 | 4.69 | 24.0 | 1.20 |" in text
+    limits = "24.0 GiB of the GPU, 9.00 GiB of activations, no rows in host memory"
+    assert f"### llada-8b-dummy: 50% prompt, 4 steps ({limits})" in text
+    row = "204,800 | 45,000 | 44,000 | 44,500 | 45,000 | 24.0 | 1.50 | 4.69 | 4.50 | 24.0 | 1.20"
+    assert f"| {row} |" in text
     assert "262,144 tokens: out of memory." in text
 
 
 def test_kernels_and_attention_have_sections_of_their_own(tmp_path: Path) -> None:
-    for name in ("kernels/op.json", "kernels/attention_choice.json"):
+    names = ("kernels/op.json", "kernels/attention_choice.json", "kernels/memory_of_requests.json")
+    for name in names:
         title = f"about {name}"
         write(tmp_path, name, title=title, columns=["rows", "us"], rows=[[32, 1.234], [64, 250.0]])
     text = filled(DOCUMENT, tmp_path)
-    attention, kernels = text.split("# kernels")
+    before, kernels = text.split("# kernels")
+    memory, attention = before.split("# attention")
+    assert "about kernels/memory_of_requests.json" in memory
     assert "about kernels/attention_choice.json" in attention
     assert "about kernels/op.json" in kernels
     assert "| 32 | 1.23 |\n| 64 | 250 |" in kernels

@@ -30,7 +30,14 @@ from vllm.diffusion.memory import (
     chunks,
 )
 from vllm.diffusion.memory.activation_pool import TorchBacking
-from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Layout, temporary, total
+from vllm.diffusion.memory.footprint import (
+    ROUNDING_BYTES,
+    Footprint,
+    Layout,
+    buffered,
+    temporary,
+    total,
+)
 from vllm.diffusion.params import ServedModel, SpecialIds
 
 CPU = torch.device("cpu")
@@ -118,27 +125,38 @@ def test_resident_bytes_of_a_token_are_those_of_the_residual_and_one_layers_keys
 
 def test_bytes_of_a_row_of_every_stage() -> None:
     footprint, layout = Footprint(LLADA_8B), Layout(keep_queries=True)
-    assert footprint.keys_values(layout) == {"normed": 8 * KIB}
-    assert footprint.attend(layout, is_packed=False) == {"attention": 8 * KIB, "statistics": 128}
-    packed = footprint.attend(layout, is_packed=True)
+    assert footprint.keys_values(layout) == ({"normed": 8 * KIB},)
+    attending = {"attention": 8 * KIB, "statistics": 128}
+    assert footprint.attend(layout, is_packed=False) == (attending,)
+    (packed,) = footprint.attend(layout, is_packed=True)
     assert packed["collected attention"] == 8 * KIB
     fed = {"normed": 8 * KIB, "gate and up": 48 * KIB, "activated": 24 * KIB}
-    assert footprint.feed_forward(layout) == fed
-    read = footprint.read(layout, is_packed=False)
-    assert read == {"read rows": 9 * KIB, "normed": 8 * KIB, "logits": 2 * 126464}
+    assert footprint.feed_forward(layout) == (fed,)
+    *_, logits = footprint.read(layout, is_packed=False)
+    assert logits == {"read rows": 9 * KIB, "normed": 8 * KIB, "logits": 2 * 126464}
+
+
+def test_what_computes_the_queries_is_gone_when_they_attend() -> None:
+    layout = Layout(keep_queries=False)
+    projecting, attending = Footprint(LLADA_8B).attend(layout, is_packed=False)
+    queries = {"rotary tables": KIB, "queries": 8 * KIB}
+    assert projecting == queries | {"normed": 8 * KIB}
+    assert attending == queries | {"attention": 8 * KIB, "statistics": 128}
 
 
 def test_few_heads_at_a_time_take_their_share() -> None:
     footprint = Footprint(LLADA_8B)
-    one, four = (footprint.attend(Layout(False, g), is_packed=False) for g in (1, 4))
+    (_, one), (projecting, four) = (
+        footprint.attend(Layout(False, groups), is_packed=False) for groups in (1, 4)
+    )
     assert one["attention"] == one["queries"] == 4 * four["queries"]
-    assert four["normed"] == 8 * KIB  # more than the attention of a quarter of the heads
-    visiting = footprint.attend(Layout(False, 4, host_residual=True), is_packed=False)
+    assert projecting["normed"] == 8 * KIB  # more than the attention of a quarter of the heads
+    visiting, _ = footprint.attend(Layout(False, 4, host_residual=True), is_packed=False)
     assert visiting["visiting rows"] == 2 * 2 * 8 * KIB  # the residual and the updated one
 
 
 def test_experts_count_with_their_temporaries() -> None:
-    terms = Footprint(LLADA_MOE).feed_forward(Layout(True))
+    *_, terms = Footprint(LLADA_MOE).feed_forward(Layout(True))
     assert terms["terms of experts"] == 8 * 2048 * 2
     assert terms["activated of experts"] == 8 * 1024 * 2
     assert terms["normed"] == 2048 * 2
@@ -197,13 +215,14 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
         layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
         resident = total(footprint.resident(layout)) * step.rows
         resident += total(footprint.read_results()) * step.read_rows
-        stages = [
-            plan.keys_values_rows * total(footprint.keys_values(layout)),
-            plan.attend_rows * total(footprint.attend(layout, is_packed=False)),
-            plan.feed_forward_rows * total(footprint.feed_forward(layout)),
-            plan.logits_rows * total(footprint.read(layout, is_packed=False)),
-        ]
-        assert plan.predicted_peak_bytes == resident + max(stages) + ROUNDING_BYTES
+        stages = (
+            (plan.keys_values_rows, footprint.keys_values(layout)),
+            (plan.attend_rows, footprint.attend(layout, is_packed=False)),
+            (plan.feed_forward_rows, footprint.feed_forward(layout)),
+            (plan.logits_rows, footprint.read(layout, is_packed=False)),
+        )
+        most = max(rows * total(phase) for rows, phases in stages for phase in phases)
+        assert plan.predicted_peak_bytes == resident + most + ROUNDING_BYTES
 
 
 def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() -> None:
@@ -212,8 +231,9 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
     footprint = Footprint(LLADA_8B)
     resident = total(footprint.resident(layout)) * step.rows
     resident += total(footprint.read_results()) * step.read_rows + ROUNDING_BYTES
-    attend = footprint.attend(layout, is_packed=False)
-    assert temporary(attend) == attend["attention"] + attend["statistics"]
+    projecting, attending = attend = footprint.attend(layout, is_packed=False)
+    assert temporary(projecting) == 0
+    assert temporary(attending) == attending["attention"] + attending["statistics"]
     for share in (1.05, 1.2, 1.5, 3.0):
         planner = Planner(
             LLADA_8B, int(share * resident), row_budget=1, uses_host=False, is_split=True
@@ -227,8 +247,9 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
             (plan.feed_forward_rows, footprint.feed_forward(layout)),
             (plan.logits_rows, footprint.read(layout, is_packed=False)),
         )
-        buffers = max(rows * (total(terms) - temporary(terms)) for rows, terms in stages)
-        temporaries = max(rows * temporary(terms) for rows, terms in stages)
+        phases = [(rows, phase) for rows, phases in stages for phase in phases]
+        buffers = max(rows * buffered(phase) for rows, phase in phases)
+        temporaries = max(rows * temporary(phase) for rows, phase in phases)
         assert plan.predicted_peak_bytes == resident + buffers + temporaries
 
 

@@ -38,9 +38,12 @@ def test_plans_terms_and_refusals(
     folder = make_checkpoint(tmp_path, family=family, seed=1)
     pool = ["--pool-gib", "0.01"]
     assert script.main([str(folder), "--tokens", "100", "10000", *pool, "--terms"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("T = 100: rows a chunk: keys-values 100, attend 100")
-    assert lines[1].startswith("  resident: ") and ", keys and values " in lines[1]
-    assert lines[6].startswith("T = 10000: ") and " KiB a token" in lines[6]
+    text = capsys.readouterr().out
+    short, long = (line for line in text.splitlines() if not line.startswith(" "))
+    assert short.startswith("T = 100: rows a chunk: keys-values 100, attend 100")
+    assert long.startswith("T = 10000: ") and " KiB a token" in long
+    for stage in ("resident", "keys-values", "attend", "feed-forward", "logits"):
+        assert text.count(f"\n  {stage}: ") >= 2
+    assert ", keys and values " in text
     assert script.main([str(folder), "--tokens", "10000000", *pool]) == 1
     assert "prompt + gen_length: given 10000000; " in capsys.readouterr().out

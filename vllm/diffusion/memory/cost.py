@@ -20,7 +20,7 @@ WEIGHT_BYTES = 3.3e12  # per second, read by products of few rows
 HOST_BYTES = 55e9  # per second each way, pinned host memory
 LAUNCH_SECONDS = 4e-6
 IDLE_ROWS = 128  # of a product: part of a tile, on average
-IDLE_QUERIES = 131_072  # of all heads of a chunk
+IDLE_QUERIES = 16_384  # of all heads of a chunk: a tile for every multiprocessor
 
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3

@@ -137,12 +137,13 @@ class Layout(NamedTuple):
 
 
 Terms = dict[str, int]  # bytes, by what they are for
+Phases = tuple[Terms, ...]  # of a stage, one after the other: what has ended is given back
 
 
 class Footprint:
     """Bytes of the stages of one model.
 
-    Every stage method gives the bytes that one row of its chunk takes while the stage runs.
+    Every stage method gives the bytes that one row of its chunk takes, phase by phase.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -164,15 +165,13 @@ class Footprint:
             terms["rotary tables"] = shape.rotary_bytes
         return terms
 
-    def keys_values(self, layout: Layout) -> Terms:
+    def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""
-        terms = {"normed": self.shape.row_bytes}
-        if not self.shape.is_plain:
-            terms["unsliced projection"] = self.shape.query_bytes + self.shape.key_value_bytes
-        return terms | self._visiting(layout) | self._rotary(layout)
+        terms = self._projecting()
+        return (terms | self._visiting(layout) | self._rotary(layout),)
 
-    def attend(self, layout: Layout, *, is_packed: bool) -> Terms:
-        """Queries, attention and its projection; what computes the queries is gone by then.
+    def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
+        """Queries, then attention and its projection.
 
         Args:
             layout: of the step.
@@ -180,9 +179,10 @@ class Footprint:
         """
         terms = self._visiting(layout, num_streams=2 if layout.head_groups > 1 else 1)
         terms |= self._rotary(layout)
-        return terms | self._attending(layout, is_packed, has_queries=layout.keep_queries)
+        phases = self._attending(layout, is_packed, has_queries=layout.keep_queries)
+        return tuple(terms | phase for phase in phases)
 
-    def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Terms:
+    def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Phases:
         shape, groups = self.shape, layout.head_groups
         attending = {
             "attention": shape.query_bytes // groups,
@@ -194,19 +194,23 @@ class Footprint:
             attending["projected"] = shape.row_bytes
         attending |= self._summed()
         if has_queries:
-            return attending
-        projecting = {"normed": shape.row_bytes}
-        if not shape.is_plain:
-            projecting["unsliced projection"] = shape.query_bytes + shape.key_value_bytes
+            return (attending,)
         queries = {"queries": shape.query_bytes // groups}
-        return queries | max((attending, projecting), key=total)
+        return queries | self._projecting(), queries | attending
 
-    def feed_forward(self, layout: Layout) -> Terms:
-        """The widest MLP of the model; the output projection takes the place of the norm."""
-        terms = {"normed": self.shape.row_bytes} | self._widest_mlp() | self._summed()
-        return terms | self._visiting(layout)
+    def _projecting(self) -> Terms:
+        shape = self.shape
+        terms = {"normed": shape.row_bytes}
+        if not shape.is_plain:
+            terms["unsliced projection"] = shape.query_bytes + shape.key_value_bytes
+        return terms
 
-    def read(self, layout: Layout, *, is_packed: bool) -> Terms:
+    def feed_forward(self, layout: Layout) -> Phases:
+        """Each kind of MLP of the model; the output projection takes the place of the norm."""
+        terms = {"normed": self.shape.row_bytes} | self._summed() | self._visiting(layout)
+        return tuple(terms | mlp for mlp in self._mlps())
+
+    def read(self, layout: Layout, *, is_packed: bool) -> Phases:
         """Rows that are read after the last layer: the rest of that layer, then their logits.
 
         With head groups or a host residual the last layer is over by then.
@@ -214,10 +218,14 @@ class Footprint:
         shape = self.shape
         logits = {"normed": shape.row_bytes, "logits": shape.num_columns * shape.element_bytes}
         if is_streamed(layout):
-            return {"read rows": shape.row_bytes} | logits
-        attending = self._attending(layout, is_packed, has_queries=False)
-        largest = max((attending, self.feed_forward(layout), logits), key=total)
-        return {"read rows": shape.row_bytes + shape.rotary_bytes} | largest
+            return ({"read rows": shape.row_bytes} | logits,)
+        phases = (
+            *self._attending(layout, is_packed, has_queries=False),
+            *self.feed_forward(layout),
+            logits,
+        )
+        rows = {"read rows": shape.row_bytes + shape.rotary_bytes}
+        return tuple(rows | phase for phase in phases)
 
     def read_results(self) -> Terms:
         """Bytes that a row that is read takes for the rest of the step."""
@@ -238,21 +246,22 @@ class Footprint:
             return {}
         return {"visiting rows": num_streams * NUM_STREAM_BUFFERS * self.shape.row_bytes}
 
-    def _widest_mlp(self) -> Terms:
-        element = self.shape.element_bytes
-        width = self.shape.mlp_width
-        dense = {"gate and up": 2 * width * element, "activated": width * element}
-        experts = self.shape.experts
-        if experts is None:
-            return dense
-        rows, inner = experts.chosen, experts.width
-        mixture = {
-            # weights in the model dtype, slots int32, choices int8
-            "routing": experts.count * (element + 1) + rows * (element + 4),
-            "activated of experts": rows * inner * element,
-            "terms of experts": rows * self.shape.row_bytes,
-        }
-        return max((dense, mixture), key=total)
+    def _mlps(self) -> Phases:
+        element, width, experts = self.shape.element_bytes, self.shape.mlp_width, self.shape.experts
+        kinds: list[Terms] = []
+        if width or experts is None:
+            kinds.append({"gate and up": 2 * width * element, "activated": width * element})
+        if experts is not None:
+            rows, inner = experts.chosen, experts.width
+            kinds.append(
+                {
+                    # weights in the model dtype, slots int32, choices int8
+                    "routing": experts.count * (element + 1) + rows * (element + 4),
+                    "activated of experts": rows * inner * element,
+                    "terms of experts": rows * self.shape.row_bytes,
+                }
+            )
+        return tuple(kinds)
 
 
 def is_streamed(layout: Layout) -> bool:
@@ -268,3 +277,8 @@ def total(terms: Terms) -> int:
 def temporary(terms: Terms) -> int:
     """The sum of those terms that PyTorch allocates itself."""
     return sum(num_bytes for name, num_bytes in terms.items() if name in TEMPORARIES)
+
+
+def buffered(terms: Terms) -> int:
+    """The sum of those terms that are buffers of the pool."""
+    return total(terms) - temporary(terms)

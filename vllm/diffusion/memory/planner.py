@@ -20,7 +20,7 @@ from vllm.diffusion.memory.footprint import (
     Footprint,
     Layout,
     StepShape,
-    Terms,
+    buffered,
     is_streamed,
     temporary,
     total,
@@ -29,7 +29,7 @@ from vllm.diffusion.memory.footprint import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm.diffusion.memory.footprint import ModelShape
+    from vllm.diffusion.memory.footprint import ModelShape, Phases
 
 MIN_CHUNK_ROWS = 16
 TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
@@ -38,6 +38,7 @@ LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 # chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
+ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 MAX_KNOWN_PLANS = 4_096
 
 
@@ -263,13 +264,17 @@ class Planner:
         whole = self._draft(Layout(keep_queries=True), step)
         may_be_whole = step.rows <= WHOLE_STEP_ROWS
         if may_be_whole and whole.whole_bytes <= available:
-            return self._finish(whole, available, kept_bytes)
+            return self._finish(whole, whole.sizes(available), kept_bytes)
         drafts = [whole] if may_be_whole else []
         drafts += [self._draft(layout, step) for layout in self._layouts]
         fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
         if not fitting:
             raise self._refusal(step, kept_bytes, min(d.smallest_bytes for d in drafts))
-        plans = (self._finish(draft, available, kept_bytes) for draft in fitting)
+        plans = (
+            self._finish(draft, sizes, kept_bytes)
+            for draft in fitting
+            for sizes in draft.ways_to_cut(available)
+        )
         return min(plans, key=lambda plan: plan.predicted_seconds)
 
     def _draft(self, layout: Layout, step: StepShape) -> _Draft:
@@ -280,9 +285,9 @@ class Planner:
             self._row_bytes[key] = row_bytes
         return _Draft(layout, step, row_bytes, self._most_read)
 
-    def _finish(self, draft: _Draft, available: int, kept_bytes: int) -> Plan:
-        """The longest chunks that fit, and what they cost."""
-        sizes, layout = draft.sizes(available), draft.layout
+    def _finish(self, draft: _Draft, sizes: _Sizes, kept_bytes: int) -> Plan:
+        """The plan of chosen chunks, with what it costs."""
+        layout = draft.layout
         peaks = draft.peaks(sizes)
         times = self._times(draft.step, layout, sizes)
         seconds = sum(times)
@@ -364,9 +369,10 @@ class _Bytes(NamedTuple):
     temporaries: int
 
     @classmethod
-    def of(cls, terms: Terms, is_split: bool) -> _Bytes:
-        apart = temporary(terms) if is_split else 0
-        return cls(total(terms) - apart, apart)
+    def of(cls, phases: Phases, is_split: bool) -> _Bytes:
+        if not is_split:
+            return cls(max(map(total, phases)), 0)
+        return cls(max(map(buffered, phases)), max(map(temporary, phases)))
 
     def rows_in(self, buffers: int, temporaries: int) -> int:
         """Rows that fit into so many bytes of each."""
@@ -430,13 +436,25 @@ class _Draft:
         of_layers = min(rows, self.step.rows)
         return _Sizes(of_layers, of_layers, of_layers, min(rows, self._most_read))
 
-    def sizes(self, available: int) -> _Sizes:
+    def ways_to_cut(self, available: int) -> Iterator[_Sizes]:
+        """Chunks that fit into `available` bytes.
+
+        In a split pool long chunks of attention may leave the others too little of one kind.
+        """
+        parts = ATTEND_PARTS if self._of_row.attend.temporaries else (1,)
+        return (self.sizes(available, part) for part in parts)
+
+    def sizes(self, available: int, attend_part: int = 1) -> _Sizes:
         """The longest chunks that fit into `available` bytes; attention comes first.
 
         What attention leaves, buffers or temporaries, the other stages share.
+
+        Args:
+            available: bytes.
+            attend_part: attention takes one of so many parts of what it could.
         """
         rows, of_row, free = self.step.rows, self._of_row, available - self._resident
-        attend = _chunk_rows(rows, free // sum(of_row.attend))
+        attend = _chunk_rows(rows, free // (attend_part * sum(of_row.attend)))
         attending = attend * of_row.attend.buffers
         temporaries = attend * of_row.attend.temporaries
         enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
