@@ -46,9 +46,7 @@ def test_rotary_tables_at_any_position(theta: float) -> None:
 def test_rotary_tables_are_rounded_last() -> None:
     positions = torch.tensor([3, 100000])
     wide = tables(positions)
-    narrow = rotary_rows(
-        positions, inverse_frequencies(10000.0, HEAD_DIM), dtype=torch.bfloat16
-    )
+    narrow = rotary_rows(positions, inverse_frequencies(10000.0, HEAD_DIM), dtype=torch.bfloat16)
     assert torch.equal(narrow.cos, wide.cos.bfloat16())
     assert torch.equal(narrow.sin, wide.sin.bfloat16())
 
