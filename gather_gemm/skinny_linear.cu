@@ -314,8 +314,9 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     __syncwarp();
   } else {
     consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
   }
+  // Every thread that writes waits itself, those beside the producing one too.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // A thread of a group has columns lane % 4 * 2 (and the next) of every eight, of two rows.
   const int lane = threadIdx.x % 32;

@@ -86,6 +86,26 @@ def norm_cases(rows: int) -> Iterator[Case]:
         )
 
 
+def table_cases(rows: int) -> Iterator[Case]:
+    rotary_dim = 128
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cuda") / rotary_dim
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def make(dtype: torch.dtype = dtype) -> tuple[object, ...]:
+            positions = torch.arange(rows, device="cuda")
+            tables = torch.empty(2, rows, rotary_dim, dtype=dtype, device="cuda")
+            return positions, 1.0 / 500_000**exponents, *tables.unbind()
+
+        yield Case(
+            "rotary_tables",
+            f"{rows} x {rotary_dim}, {str(dtype).removeprefix('torch.')} tables",
+            rows * (8 + 2 * rotary_dim * dtype.itemsize),
+            make,
+            fused_ops.rotary_tables,
+            reference.rotary_tables,
+        )
+
+
 def rotary_cases(rows: int) -> Iterator[Case]:
     head_dim = 128
     for num_heads, num_kv_heads, table_dtype, has_norm in (
@@ -221,7 +241,7 @@ def measure(case: Case) -> list[object]:
 
 
 def cases(rows: list[int]) -> Iterator[Case]:
-    for kind in (norm_cases, rotary_cases, silu_cases, store_cases):
+    for kind in (norm_cases, table_cases, rotary_cases, silu_cases, store_cases):
         yield from itertools.chain.from_iterable(kind(number) for number in rows)
     yield from commit_cases()
 

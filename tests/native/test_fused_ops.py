@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from gather_gemm import Epilogue, skinny_linear
 from vllm_add_llada.cuda_kernels import fused_ops
 from vllm_add_llada.cuda_kernels.fused_ops import reference
 
@@ -85,6 +86,52 @@ def test_add_rms_norm(generator, device, dtype, width):
     assert out is x
     assert torch.equal(residual, total)
     torch.testing.assert_close(out, wanted, rtol=NORM_RTOL[dtype], atol=1e-7)
+
+
+def frequencies(rotary_dim, device="cpu", theta=500_000):
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    return 1.0 / theta ** (exponents / rotary_dim)
+
+
+# Zero, small ones, and those whose angles cosf and sinf must reduce with all digits of pi.
+POSITIONS = [0, 1, 2, 31, 4_095, 105_614, 105_616, 1_048_573, 2_097_151, 2_097_152]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("rotary_dim", [2, 20, 128, 1_000])
+def test_rotary_tables(device, dtype, position_dtype, rotary_dim):
+    """The functions in float64 of the angle in fp32, whose rounding is a part of the definition."""
+    positions = torch.tensor(POSITIONS, dtype=position_dtype, device=device)
+    inverse = frequencies(rotary_dim, device)
+    shape = len(positions), rotary_dim + 8
+    cos, sin = torch.full((2, *shape), 7.0, dtype=dtype, device=device).unbind()
+    fused_ops.rotary_tables(positions, inverse, cos[:, :rotary_dim], sin[:, :rotary_dim])
+    angles = (positions[:, None].float() * inverse).double()
+    # Two units in the last place of fp32, and the rounding to the table's dtype.
+    atol = 2.5e-7 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    for table, exact in ((cos, angles.cos()), (sin, angles.sin())):
+        lower, upper, beside = table.split((rotary_dim // 2, rotary_dim // 2, 8), dim=1)
+        torch.testing.assert_close(lower.double(), exact, rtol=0, atol=atol)
+        assert torch.equal(upper, lower)
+        assert (beside == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [64, 96, 128])
+def test_rotary_tables_have_the_bits_of_pytorch(generator, dtype, rotary_dim):
+    spread = torch.randint(0, 2_097_153, (20_000,), generator=generator)
+    positions = torch.cat((torch.arange(20_000), spread, torch.tensor(POSITIONS))).cuda()
+    for theta in (10_000, 500_000, 1_000_000):
+        inverse = frequencies(rotary_dim, "cuda", theta)
+        found, wanted = torch.empty(
+            2, 2, len(positions), rotary_dim, dtype=dtype, device="cuda"
+        ).unbind()
+        fused_ops.rotary_tables(positions, inverse, *found)
+        reference.rotary_tables(positions, inverse, *wanted)
+        assert torch.equal(found, wanted)
 
 
 def rotated(heads, cos, sin):
@@ -412,6 +459,74 @@ def test_a_captured_step_follows_its_inputs(generator):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.gpu
+def test_overlapping_kernels_wait_for_each_other(generator):
+    """A captured chain, in which each kernel needs all of the one before, time after time.
+
+    A kernel that starts early and does not wait reads or overwrites what is not finished: then
+    some result differs from that of the same calls with the device at rest between them.
+    """
+    num_rows, width, num_layers = 48, 4096, 6
+    weights = random(generator, 6144 + 4096, width, dtype=torch.bfloat16, device="cuda") / 64
+    qkv_weight, back_weight = weights.split((6144, 4096))
+    gain = random(generator, width, dtype=torch.bfloat16, device="cuda")
+    inverse = frequencies(128, "cuda")
+    source, x = torch.empty(2, num_rows, width, dtype=torch.bfloat16, device="cuda").unbind()
+    positions = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    slots = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    tables = torch.empty(2, num_rows, 128, device="cuda")
+    caches = torch.empty(num_layers, 2, num_rows, 8, 128, dtype=torch.bfloat16, device="cuda")
+    normed, gated = torch.empty_like(x), torch.empty(num_rows, 3072, device="cuda").bfloat16()
+    fused = torch.empty(num_rows, 6144, dtype=torch.bfloat16, device="cuda")
+    after = torch.empty_like(x)  # the buffers are those of every layer
+
+    def chain(rest):
+        def run(operation, *arguments, **options):
+            operation(*arguments, **options)
+            rest()
+
+        run(caches.zero_)
+        run(x.copy_, source)
+        run(fused_ops.rotary_tables, positions, inverse, *tables)
+        for layer in range(num_layers):
+            run(fused_ops.rms_norm, x, gain, 1e-6, out=normed)
+            run(skinny_linear, normed, qkv_weight, fused, early=True)
+            q, k, v = fused.view(num_rows, 48, 128).split((32, 8, 8), dim=1)
+            if layer % 2:
+                run(fused_ops.norm_rotary, q, k, gain[:128], gain[128:256], 1e-6, *tables)
+            else:
+                run(fused_ops.apply_rotary, q, k, *tables)
+            run(fused_ops.store_keys_values, k, v, *caches[layer], slots)
+            rows = caches[layer].view(2, num_rows, 1024)
+            run(fused_ops.add_rms_norm, rows[0], rows[1], gain[:1024], 1e-6, out=rows[0])
+            run(fused_ops.silu_mul, fused, gated)
+            run(normed[:, 1024:].copy_, gated)
+            run(fused_ops.rms_norm, normed, gain, 1e-6, out=after)
+            run(skinny_linear, after, back_weight, x, epilogue=Epilogue.RESIDUAL, early=True)
+
+    def fill():
+        source.copy_(random(generator, num_rows, width, dtype=torch.bfloat16))
+        positions.copy_(torch.randint(0, 200_000, (num_rows,), generator=generator))
+        slots.copy_(torch.randperm(num_rows, generator=generator))
+
+    def results():
+        return [tensor.clone() for tensor in (x, tables, fused, normed, after, caches)]
+
+    fill()
+    chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(lambda: None)
+    for _ in range(20):
+        fill()
+        graph.replay()
+        found = results()
+        torch.cuda.synchronize()
+        chain(torch.cuda.synchronize)
+        assert torch.isfinite(x).all()
+        assert all(torch.equal(a, b) for a, b in zip(found, results(), strict=True))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_rows(device):
     x = torch.empty(0, 16, device=device)
@@ -420,6 +535,8 @@ def test_no_rows(device):
     assert fused_ops.add_rms_norm(x, x.clone(), weight, 1e-6).shape == (0, 16)
     assert fused_ops.silu_mul(x).shape == (0, 8)
     heads = torch.empty(0, 2, 16, device=device)
+    no_positions = torch.empty(0, dtype=torch.int64, device=device)
+    fused_ops.rotary_tables(no_positions, weight[:8], x, x.clone())
     fused_ops.apply_rotary(heads, heads.clone(), x, x)
     fused_ops.norm_rotary(heads, heads.clone(), weight, weight, 1e-6, x, x)
     slots = torch.empty(0, dtype=torch.int32, device=device)
@@ -430,7 +547,7 @@ def test_no_rows(device):
 def test_kernels_run_on_a_gpu(generator, monkeypatch):
     assert fused_ops.is_built()
     names = ("rms_norm", "add_rms_norm", "apply_rotary", "norm_rotary", "silu_mul")
-    for name in (*names, "store_keys_values", "commit"):
+    for name in (*names, "rotary_tables", "store_keys_values", "commit"):
         monkeypatch.delattr(reference, name)  # the kernels must not need them
     x = random(generator, 5, 64, device="cuda")
     weight, heads = torch.ones(64, device="cuda"), x.view(5, 2, 32)
@@ -441,6 +558,7 @@ def test_kernels_run_on_a_gpu(generator, monkeypatch):
     tables = x[:, :32], x[:, 32:]
     fused_ops.norm_rotary(heads, heads.clone(), weight[:32], weight[:32], 1e-6, *tables)
     slots = torch.arange(5, device="cuda")
+    fused_ops.rotary_tables(slots, weight[:16], *tables)
     fused_ops.store_keys_values(heads, heads, heads.clone(), heads.clone(), slots)
     canvas, ranges, proposals = make_step(generator, [4], 8, "cuda")
     selection = fused_ops.Selection(ranges[:, 0].contiguous(), proposals.scores[:1])
@@ -479,6 +597,20 @@ SELECTION = fused_ops.Selection(torch.zeros(2, dtype=torch.int32), torch.zeros(2
         (
             lambda: fused_ops.add_rms_norm(X.clone(), X, WEIGHT, 1e-6, out=X),
             "out must not be residual",
+        ),
+        (
+            lambda: fused_ops.rotary_tables(SLOTS.float(), WEIGHT[:4], TABLE, TABLE),
+            r"rotary_tables: positions must be int32 or int64 \[any\]",
+        ),
+        (
+            lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:4], TABLE[:3], TABLE[:3]),
+            r"cos must be \[4, even\] on cpu, got \[3, 8\]",
+        ),
+        (lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:3], TABLE[:, :7], TABLE), "even"),
+        (lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:4], TABLE, TABLE.half()), "sin must be"),
+        (
+            lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:4].double(), TABLE, TABLE),
+            r"inverse_frequencies must be float32 \[4\]",
         ),
         (lambda: fused_ops.apply_rotary(HEADS, HEADS[:2], TABLE, TABLE), "k must be"),
         (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE[:2], TABLE[:2]), r"cos must be \[4,"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm.diffusion import ops
 from vllm.diffusion.layers.buffers import FreshBuffers
 
 if TYPE_CHECKING:
@@ -39,22 +40,33 @@ class Rotary(NamedTuple):
         return Rotary(copied("read cos", self.cos), copied("read sin", self.sin))
 
 
+def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    """theta^(-2j/rd), [rd / 2] fp32 on the default device, in radians a position.
+
+    A model makes them once, with its weights: the last bit of a power depends on the device.
+
+    Args:
+        theta: base of the frequencies.
+        rotary_dim: rd, the number of rotated channels of a head.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
+    return 1.0 / theta ** (exponents / rotary_dim)
+
+
 def rotary_rows(
     positions: Tensor,
+    frequencies: Tensor,
     *,
-    theta: float,
-    rotary_dim: int,
     dtype: torch.dtype = torch.float32,
     buffers: Buffers | None = None,
 ) -> Rotary:
-    """cos and sin of position * theta^(-2j/rd), twice side by side.
+    """cos and sin of position * frequency, twice side by side.
 
     Only the given positions are computed: nothing of the size of the longest sequence is stored.
 
     Args:
         positions: [R] integers, from 0.
-        theta: base of the frequencies.
-        rotary_dim: rd, the number of rotated channels of a head.
+        frequencies: [rd / 2] fp32, of `inverse_frequencies`.
         dtype: of the tables; they are computed in fp32 and cast.
         buffers: where the tables are to lie; None allocates.
 
@@ -62,17 +74,7 @@ def rotary_rows(
         tables of shape [R, rd].
     """
     buffers = FreshBuffers(positions.device) if buffers is None else buffers
-    num_rows, half = positions.numel(), rotary_dim // 2
-    cos = buffers.take("cos", (num_rows, rotary_dim), dtype)
-    sin = buffers.take("sin", (num_rows, rotary_dim), dtype)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device)
-    inverse_frequencies = 1.0 / theta ** (exponents / rotary_dim)
-    with buffers.scope("rotary"):
-        angles = buffers.take("angles", (num_rows, half), torch.float32)
-        table = buffers.take("half a table", (num_rows, half), torch.float32)
-        torch.mul(positions[:, None], inverse_frequencies, out=angles)
-        for function, out in ((torch.cos, cos), (torch.sin, sin)):
-            function(angles, out=table)
-            out[:, :half] = table
-            out[:, half:] = table
-    return Rotary(cos, sin)
+    shape = (positions.numel(), 2 * frequencies.numel())
+    rotary = Rotary(buffers.take("cos", shape, dtype), buffers.take("sin", shape, dtype))
+    ops.rotary_tables(positions, frequencies, *rotary)
+    return rotary

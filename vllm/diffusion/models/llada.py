@@ -19,7 +19,7 @@ from vllm.diffusion.layers.attention import SelfAttention
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
-from vllm.diffusion.layers.rotary import Rotary, rotary_rows
+from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
 from vllm.diffusion.models.weights import Destination, load_checkpoint
 from vllm.model_executor.layers.linear import (
@@ -149,6 +149,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
     """A LLaDA checkpoint as a vLLM model."""
 
     family: ClassVar[Family] = LLADA
+    rotary_frequencies: Tensor
     packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["ff_proj", "up_proj"],
@@ -162,6 +163,8 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
             config, vllm_config.quant_config, maybe_prefix(prefix, "model.transformer")
         )
         self.model = nn.ModuleDict({"transformer": transformer})
+        frequencies = inverse_frequencies(config.rope_theta, config.head_dim)
+        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
         attention = self.layers[0].qkv_proj
         shard = transformer.ff_out.shard_indices
@@ -196,8 +199,7 @@ class LLaDAModelLM(DiffusionModel, SupportsQuant):
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
         return rotary_rows(
             positions,
-            theta=self.config.rope_theta,
-            rotary_dim=self.head_dim,
+            self.rotary_frequencies,
             dtype=torch.float32 if self.config.rope_full_precision else self.dtype,
             buffers=buffers,
         )

@@ -18,7 +18,7 @@ from vllm.diffusion.layers.attention import SelfAttention
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
-from vllm.diffusion.layers.rotary import Rotary, rotary_rows
+from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel, FeedForward
 from vllm.diffusion.models.weights import Destination, load_checkpoint
 from vllm.model_executor.layers.linear import (
@@ -218,6 +218,7 @@ class LlamaNamedModel(DiffusionModel, SupportsQuant, ABC):
     """A checkpoint with Llama's names as a vLLM model; a family makes its layers."""
 
     config: LlamaNamedConfig
+    rotary_frequencies: Tensor
     packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -243,6 +244,9 @@ class LlamaNamedModel(DiffusionModel, SupportsQuant, ABC):
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+
+        frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim)
+        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
         attention = self.layers[0].self_attn.qkv_proj
         shard = self.lm_head.shard_indices
@@ -272,13 +276,7 @@ class LlamaNamedModel(DiffusionModel, SupportsQuant, ABC):
         return embed_rows(self.model.embed_tokens, ids, out)
 
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
-        return rotary_rows(
-            positions,
-            theta=self.config.rope_theta,
-            rotary_dim=self.config.rotary_dim,
-            dtype=self.dtype,
-            buffers=buffers,
-        )
+        return rotary_rows(positions, self.rotary_frequencies, dtype=self.dtype, buffers=buffers)
 
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         normed: Tensor = self.model.norm(x, out=out)

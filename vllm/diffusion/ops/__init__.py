@@ -7,6 +7,7 @@ from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,
     rms_norm,
+    rotary_tables,
     silu_mul,
     store_keys_values,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "philox_uniform",
     "plain_weight",
     "rms_norm",
+    "rotary_tables",
     "route",
     "silu_mul",
     "store_keys_values",

@@ -35,6 +35,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return fused_ops.rms_norm(x, weight, eps, out)
 
 
+def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """cos and sin of position * inverse frequency in fp32, cast, twice side by side.
+
+    Args:
+        positions: [R] int32 or int64, contiguous.
+        inverse_frequencies: [rd / 2] fp32, radians a position.
+        cos, sin: [R, rd], model dtype or fp32, written.
+    """
+    fused_ops.rotary_tables(positions, inverse_frequencies, cos, sin)
+
+
 def apply_rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
     """Rotate queries and keys in place, half-split pairing; either may be absent.
 

@@ -11,6 +11,7 @@ from ._ops import (
     is_built,
     norm_rotary,
     rms_norm,
+    rotary_tables,
     silu_mul,
     store_keys_values,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "is_built",
     "norm_rotary",
     "rms_norm",
+    "rotary_tables",
     "silu_mul",
     "store_keys_values",
 ]

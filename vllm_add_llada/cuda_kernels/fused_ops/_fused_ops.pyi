@@ -37,6 +37,18 @@ def add_rms_norm(
     device: int,
     stream: int,
 ) -> None: ...
+def rotary_tables(
+    *,
+    positions: _Integers,
+    inverse_frequencies: int,
+    cos: _Rows,
+    sin: _Rows,
+    dtype: int,
+    num_rows: int,
+    rotary_dim: int,
+    device: int,
+    stream: int,
+) -> None: ...
 def apply_rotary(
     *,
     q: _Rows,

@@ -90,6 +90,49 @@ def add_rms_norm(
     return out
 
 
+def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Tables for `apply_rotary`: cos and sin of position * inverse frequency, twice side by side.
+
+    The position and the angle are rounded to fp32, and so are cos and sin before they are cast.
+
+    Args:
+        positions: [T] int32 or int64.
+        inverse_frequencies: [rd/2] fp32, radians a position.
+        cos: [T, rd] bf16, fp16 or fp32, rd even; rows may be strided; written.
+        sin: Like ``cos``.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    name, device = "rotary_tables", positions.device
+    check_vector(name, "positions", positions, (torch.int32, torch.int64), (-1,), device)
+    check_rows(name, "cos", cos, (2,))
+    num_rows, rotary_dim = cos.shape
+    if num_rows != len(positions) or rotary_dim % 2 or cos.device != device:
+        raise ValueError(
+            f"{name}: cos must be [{len(positions)}, even] on {device}, "
+            f"got {list(cos.shape)} on {cos.device}"
+        )
+    check_like(name, "sin", sin, cos, cos.shape)
+    wanted = (rotary_dim // 2,)
+    check_vector(name, "inverse_frequencies", inverse_frequencies, (torch.float32,), wanted, device)
+    if not has_kernel(positions):
+        reference.rotary_tables(positions, inverse_frequencies, cos, sin)
+        return
+    assert native is not None
+    launch(
+        native.rotary_tables,
+        positions,
+        positions=integers_of(positions),
+        inverse_frequencies=inverse_frequencies.data_ptr(),
+        cos=rows_of(cos),
+        sin=rows_of(sin),
+        dtype=dtype_of(cos),
+        num_rows=num_rows,
+        rotary_dim=rotary_dim,
+    )
+
+
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary embedding (Su et al., arXiv:2104.09864), half-split form, of q and k in place.
 

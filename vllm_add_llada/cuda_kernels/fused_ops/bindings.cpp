@@ -74,6 +74,19 @@ void add_rms_norm(RowsTuple x, RowsTuple residual, uintptr_t weight, RowsTuple o
   launch("add_rms_norm", &launch_add_rms_norm, params, device, stream);
 }
 
+void rotary_tables(IntegersTuple positions, uintptr_t inverse_frequencies, RowsTuple cos,
+                   RowsTuple sin, int dtype, int64_t num_rows, int rotary_dim, int device,
+                   uintptr_t stream) {
+  const RotaryTablesParams params{to_integers(positions),
+                                  reinterpret_cast<float*>(inverse_frequencies),
+                                  to_rows(cos),
+                                  to_rows(sin),
+                                  to_data_type(dtype),
+                                  num_rows,
+                                  rotary_dim};
+  launch("rotary_tables", &launch_rotary_tables, params, device, stream);
+}
+
 RotaryParams to_rotary(const RowsTuple& q, const RowsTuple& k, uintptr_t cos, uintptr_t sin,
                        int64_t cos_stride, int64_t sin_stride, int dtype, int table_dtype,
                        int64_t num_tokens, int rotary_dim) {
@@ -168,6 +181,9 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("add_rms_norm", &fused_ops::add_rms_norm, py::kw_only(), arg("x"), arg("residual"),
              arg("weight"), arg("out"), arg("dtype"), arg("num_rows"), arg("num_columns"),
              arg("eps"), arg("device"), arg("stream"), release);
+  module.def("rotary_tables", &fused_ops::rotary_tables, py::kw_only(), arg("positions"),
+             arg("inverse_frequencies"), arg("cos"), arg("sin"), arg("dtype"), arg("num_rows"),
+             arg("rotary_dim"), arg("device"), arg("stream"), release);
   module.def("apply_rotary", &fused_ops::apply_rotary, py::kw_only(), arg("q"), arg("k"),
              arg("cos"), arg("sin"), arg("cos_stride"), arg("sin_stride"), arg("dtype"),
              arg("table_dtype"), arg("num_tokens"), arg("rotary_dim"), arg("device"), arg("stream"),

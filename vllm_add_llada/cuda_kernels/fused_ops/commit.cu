@@ -9,6 +9,7 @@
 
 #include <cfloat>
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -64,7 +65,7 @@ __device__ void for_each_score(const CommitParams& params, Segment segment, Func
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int index = start + i * blockDim.x + threadIdx.x;
-      scores[i] = index < segment.count ? __ldg(params.scores + segment.first + index) : 0.0;
+      scores[i] = index < segment.count ? params.scores[segment.first + index] : 0.0;
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -245,6 +246,8 @@ __device__ void report(const CommitParams& params, int request, Shared& shared) 
 __global__ void __launch_bounds__(kThreadsOfMany)
     commit_requests(const __grid_constant__ CommitParams params) {
   __shared__ Shared shared;
+  launch_dependents();
+  wait_for_prerequisites();
   const int request = blockIdx.x;
   const int first = params.ends[request];
   const Segment segment{first, max(params.ends[request + 1] - first, 0)};
@@ -269,8 +272,7 @@ cudaError_t launch_commit(const CommitParams& params, cudaStream_t stream) {
   const bool has_many = params.num_candidates > int64_t{4} * kFew * params.num_requests ||
                         params.num_positions > int64_t{8} * kThreads * params.num_requests;
   const int threads = has_many ? kThreadsOfMany : kThreads;
-  commit_requests<<<params.num_requests, threads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(commit_requests, params.num_requests, threads, params, stream);
 }
 
 }  // namespace fused_ops

@@ -28,6 +28,22 @@ struct RmsNormParams {
   float eps;
 };
 
+// Integers of either width.
+struct Integers {
+  const void* data;
+  bool is_wide;  // int64; else int32
+};
+
+struct RotaryTablesParams {
+  Integers positions;                // [num_rows]
+  const float* inverse_frequencies;  // [rotary_dim / 2]
+  Rows cos;                          // [num_rows, rotary_dim]
+  Rows sin;
+  DataType dtype;  // of the tables
+  int64_t num_rows;
+  int rotary_dim;  // even
+};
+
 struct RotaryParams {
   Rows q;  // [num_tokens, num_q_heads, head_dim]: inner is the number of heads
   Rows k;
@@ -53,12 +69,6 @@ struct SiluMulParams {
   DataType dtype;
   int64_t num_rows;
   int num_columns;
-};
-
-// Integers of either width.
-struct Integers {
-  const void* data;
-  bool is_wide;  // int64; else int32
 };
 
 struct StoreKeysValuesParams {
@@ -100,6 +110,7 @@ struct CommitParams {
 // synchronises.
 cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t launch_add_rms_norm(const RmsNormParams& params, cudaStream_t stream);
+cudaError_t launch_rotary_tables(const RotaryTablesParams& params, cudaStream_t stream);
 cudaError_t launch_rotary(const RotaryParams& params, cudaStream_t stream);
 cudaError_t launch_norm_rotary(const RotaryParams& params, cudaStream_t stream);
 cudaError_t launch_silu_mul(const SiluMulParams& params, cudaStream_t stream);

@@ -57,6 +57,13 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps, out)
 
 
+def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Both halves of the tables of some positions; see `fused_ops.rotary_tables`."""
+    angles = positions[:, None] * inverse_frequencies
+    for function, table in ((torch.cos, cos), (torch.sin, sin)):
+        table.unflatten(1, (2, -1)).copy_(function(angles)[:, None])
+
+
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Half-split rotation of q and k in place; see `fused_ops.apply_rotary`."""
     for heads in (q, k):

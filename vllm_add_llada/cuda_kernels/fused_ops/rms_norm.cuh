@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -40,6 +41,7 @@ template <typename T, int kWidth, int kVectors, bool kHasResidual>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_rows(const __grid_constant__ RmsNormParams params) {
   using Part = Vector<T, kWidth>;
+  launch_dependents();
   const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
   const unsigned outer = row / static_cast<unsigned>(params.x.inner);
   const unsigned inner = row % static_cast<unsigned>(params.x.inner);
@@ -49,6 +51,12 @@ __global__ void __launch_bounds__(kMaxThreads)
   const Part* weight = static_cast<const Part*>(params.weight);
   // The last block may have threads without a row; they take part in the sums with nothing.
   const int num_vectors = row < params.num_rows ? params.num_columns / kWidth : 0;
+  if (blockIdx.x == 0) {
+    for (int index = threadIdx.x; index < num_vectors; index += blockDim.x) {
+      prefetch(weight + index);
+    }
+  }
+  wait_for_prerequisites();
 
   Part parts[kVectors], added[kVectors], weights[kVectors];
 #pragma unroll
@@ -88,6 +96,8 @@ template <typename T, int kWidth, bool kHasResidual>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_rows_in_two_walks(const __grid_constant__ RmsNormParams params) {
   using Part = Vector<T, kWidth>;
+  launch_dependents();
+  wait_for_prerequisites();
   const unsigned outer = blockIdx.x / static_cast<unsigned>(params.x.inner);
   const unsigned inner = blockIdx.x % static_cast<unsigned>(params.x.inner);
   const Part* x = reinterpret_cast<const Part*>(row_address<T>(params.x, outer, inner));
@@ -124,16 +134,15 @@ cudaError_t launch_in_registers(const RmsNormParams& params, cudaStream_t stream
   const int threads = threads_per_row((num_vectors - 1) / kVectors + 1);
   const int rows = threads > 32 ? 1 : kThreads / threads;
   const auto blocks = static_cast<unsigned>((params.num_rows - 1) / rows + 1);
-  norm_rows<T, kWidth, kVectors, kHasResidual><<<blocks, dim3(threads, rows), 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(norm_rows<T, kWidth, kVectors, kHasResidual>, blocks, dim3(threads, rows),
+                       params, stream);
 }
 
 template <typename T, int kWidth, bool kHasResidual>
 cudaError_t launch_in_two_walks(const RmsNormParams& params, cudaStream_t stream) {
   const int threads = std::min(kMaxThreads, (params.num_columns / kWidth + 31) / 32 * 32);
-  norm_rows_in_two_walks<T, kWidth, kHasResidual>
-      <<<static_cast<unsigned>(params.num_rows), threads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(norm_rows_in_two_walks<T, kWidth, kHasResidual>,
+                       static_cast<unsigned>(params.num_rows), threads, params, stream);
 }
 
 template <bool kHasResidual>

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -82,9 +83,21 @@ __device__ T* head_address(const RotaryParams& params, int64_t token, int head) 
                             : row_address<T>(params.k, token, head - num_q_heads);
 }
 
+// Both channels of each pair of a run.
+template <typename T, int kWidth>
+struct Run {
+  Vector<T, kWidth> lower, upper;
+};
+
+template <int kWidth, typename T>
+__device__ Run<T, kWidth> load_run(const T* channels, int half) {
+  return {load_vector<kWidth>(channels), load_vector<kWidth>(channels + half)};
+}
+
 template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
 __global__ void __launch_bounds__(kRotaryThreads)
     rotate_heads(const __grid_constant__ RotaryParams params) {
+  launch_dependents();
   const int half = params.rotary_dim / 2;
   const int num_runs = half / kWidth;
   const int num_q_heads = static_cast<int>(params.q.inner);
@@ -95,21 +108,26 @@ __global__ void __launch_bounds__(kRotaryThreads)
   const int channel = item % num_runs * kWidth;
   // A thread without work has no heads, but lends its lane to the sums of the others.
   const int first_head = item / num_runs < head_step ? item / num_runs : num_heads;
+  const T* q_weights = static_cast<const T*>(params.q_weight) + channel;
+  const T* k_weights = static_cast<const T*>(params.k_weight) + channel;
+  if (kHasNorm && token == 0) {
+    prefetch(q_weights);
+    prefetch(q_weights + half);
+    prefetch(k_weights);
+    prefetch(k_weights + half);
+  }
+  wait_for_prerequisites();
 
-  Vector<T, kWidth> lower[kHeads] = {}, upper[kHeads] = {};
-  Vector<T, kWidth> lower_weight[kHeads] = {}, upper_weight[kHeads] = {};
+  Run<T, kWidth> runs[kHeads] = {}, q_weight = {}, k_weight = {};
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const int head = first_head + i * head_step;
     if (head >= num_heads) continue;
-    const T* channels = head_address<T>(params, token, head) + channel;
-    lower[i] = load_vector<kWidth>(channels);
-    upper[i] = load_vector<kWidth>(channels + half);
-    if (kHasNorm) {
-      const void* weight = head < num_q_heads ? params.q_weight : params.k_weight;
-      lower_weight[i] = load_vector<kWidth>(static_cast<const T*>(weight) + channel);
-      upper_weight[i] = load_vector<kWidth>(static_cast<const T*>(weight) + channel + half);
-    }
+    runs[i] = load_run<kWidth>(head_address<T>(params, token, head) + channel, half);
+  }
+  if (kHasNorm) {
+    q_weight = load_run<kWidth>(q_weights, half);
+    k_weight = load_run<kWidth>(k_weights, half);
   }
   const Rotation<T, Table, kWidth> rotation(
       static_cast<const Table*>(params.cos) + token * params.cos_stride + channel,
@@ -117,18 +135,20 @@ __global__ void __launch_bounds__(kRotaryThreads)
 
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    if (kHasNorm) {
-      const float sum = lane_sum(sum_of_squares(lower[i]) + sum_of_squares(upper[i]), num_runs);
-      const float scale = rsqrtf(sum / params.head_dim + params.eps);
-      lower[i] = product_of(scaled(lower[i], scale), lower_weight[i]);
-      upper[i] = product_of(scaled(upper[i], scale), upper_weight[i]);
-    }
+    auto& [lower, upper] = runs[i];
     const int head = first_head + i * head_step;
+    if (kHasNorm) {
+      const float sum = lane_sum(sum_of_squares(lower) + sum_of_squares(upper), num_runs);
+      const float scale = rsqrtf(sum / params.head_dim + params.eps);
+      const Run<T, kWidth> weight = head < num_q_heads ? q_weight : k_weight;
+      lower = product_of(scaled(lower, scale), weight.lower);
+      upper = product_of(scaled(upper, scale), weight.upper);
+    }
     if (head >= num_heads) continue;
-    rotation.apply(lower[i], upper[i]);
+    rotation.apply(lower, upper);
     T* channels = head_address<T>(params, token, head) + channel;
-    store_vector(channels, lower[i]);
-    store_vector(channels + half, upper[i]);
+    store_vector(channels, lower);
+    store_vector(channels + half, upper);
   }
 }
 
@@ -140,8 +160,8 @@ cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
       static_cast<int>(std::min<int64_t>(kRotaryThreads, (num_items + 31) / 32 * 32));
   const dim3 blocks = row_grid(params.num_tokens, num_items, threads);
   if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  rotate_heads<T, Table, kWidth, kHeads, kHasNorm><<<blocks, threads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(rotate_heads<T, Table, kWidth, kHeads, kHasNorm>, blocks, threads, params,
+                       stream);
 }
 
 template <typename T, typename Table>
@@ -152,15 +172,19 @@ bool has_vectors(const RotaryParams& params) {
          params.cos_stride % kTableWidth == 0 && params.sin_stride % kTableWidth == 0;
 }
 
-// Few tokens: every thread has one head, so that as many as possible share the work.
+// Few tokens: every thread has one head, so that as many as possible share the work. Many: enough
+// heads that the loads in flight keep the memory busy, of which a norm, with more registers to a
+// thread and fewer threads at a time, needs more for each.
 constexpr int64_t kFewTokens = 512;
+template <bool kHasNorm>
+constexpr int kHeadsOfMany = kHasNorm ? 4 : 2;
 
 template <typename T, typename Table, bool kHasNorm>
 cudaError_t launch_vectors(const RotaryParams& params, cudaStream_t stream) {
   constexpr int kWidth = kVectorWidth<T>;
   return params.num_tokens <= kFewTokens
              ? launch_heads<T, Table, kWidth, 1, kHasNorm>(params, stream)
-             : launch_heads<T, Table, kWidth, 2, kHasNorm>(params, stream);
+             : launch_heads<T, Table, kWidth, kHeadsOfMany<kHasNorm>, kHasNorm>(params, stream);
 }
 
 template <typename Function>

@@ -2,6 +2,7 @@
 //
 // silu(gate) * up. silu is computed in fp32 and rounded to the model dtype, then multiplied there.
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -12,6 +13,8 @@ constexpr int kThreads = 256;
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_rows(const __grid_constant__ SiluMulParams params) {
+  launch_dependents();
+  wait_for_prerequisites();
   const int64_t row = blockIdx.x;
   const int column = (blockIdx.y * kThreads + threadIdx.x) * kWidth;
   if (column >= params.num_columns) return;
@@ -29,8 +32,7 @@ template <typename T, int kWidth>
 cudaError_t launch_rows(const SiluMulParams& params, cudaStream_t stream) {
   const dim3 blocks = row_grid(params.num_rows, params.num_columns / kWidth, kThreads);
   if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  silu_mul_rows<T, kWidth><<<blocks, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(silu_mul_rows<T, kWidth>, blocks, kThreads, params, stream);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // Keys and values of a chunk, scattered to the rows of a cache. The parts of both, row after row,
 // are numbered through and dealt out to the blocks.
 
+#include "launch.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
@@ -14,6 +15,8 @@ constexpr int kThreads = 256;
 template <typename T, int kParts>
 __global__ void __launch_bounds__(kThreads)
     store_rows(const __grid_constant__ StoreKeysValuesParams params) {
+  launch_dependents();
+  wait_for_prerequisites();
   const int num_parts = static_cast<int>(params.k.inner) * params.head_dim;  // of k, and of v
   const int64_t first_part = int64_t{blockIdx.x} * (kThreads * kParts);
   const int64_t first_row = first_part / (2 * num_parts);
@@ -46,8 +49,8 @@ cudaError_t launch_parts(const StoreKeysValuesParams& params, int64_t num_parts,
                          cudaStream_t stream) {
   const int64_t blocks = (num_parts - 1) / (kThreads * kParts) + 1;
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-  store_rows<T, kParts><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(store_rows<T, kParts>, static_cast<unsigned>(blocks), kThreads, params,
+                       stream);
 }
 
 // Few parts: one for each thread, so that as many as possible share the work.

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Programmatic dependent launch (Hopper and later): a kernel gets onto the card while the one
+// before it in the stream ends, and waits there until that one is complete and its writes can be
+// seen. What is saved is the time from the end of a kernel to the start of the next.
+//
+// As every thread waits before it touches what other kernels touch, a kernel is complete only
+// after all those before it are.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace fused_ops {
+
+// Lets the next kernel get onto the card as soon as all blocks of this one are there.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Every thread calls it, before it reads what another kernel may have written and before it writes.
+__device__ inline void wait_for_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// For what a kernel reads first: weights come from memory while it waits. It need not be written
+// yet, as all kernels see the same second-level cache.
+__device__ inline void prefetch(const void* address) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+#endif
+}
+
+// Whether the code that the current device runs has the wait: a card may also run older PTX, and
+// must not be told to start that early. All kernels of the room are compiled for the same targets.
+template <typename Params>
+cudaError_t find_overlap(void (*kernel)(Params), bool* overlaps) {
+  thread_local int known_device = -1;
+  thread_local bool known = false;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && device != known_device) {
+    cudaFuncAttributes attributes{};
+    error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+    if (error == cudaSuccess) {
+      known = attributes.ptxVersion >= 90;
+      known_device = device;
+    }
+  }
+  *overlaps = known;
+  return error;
+}
+
+// Starts a kernel that waits for its prerequisites.
+template <typename Params>
+cudaError_t launch_kernel(void (*kernel)(Params), dim3 blocks, dim3 threads, const Params& params,
+                          cudaStream_t stream) {
+  bool overlaps = false;
+  const cudaError_t error = find_overlap(kernel, &overlaps);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace fused_ops
