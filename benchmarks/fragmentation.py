@@ -4,10 +4,10 @@
 
     python benchmarks/fragmentation.py --output-dir results/fragmentation
 
-Runs the same requests, one after the other, in three engines, each in a process of its own: with
-the activation pool on CUDA virtual memory, on PyTorch's caching allocator, and on that allocator
-with expandable segments. Two layers of the LLaDA-8B shape do: every layer lays out the same
-buffers. CUDA graphs are off, as they take the same memory in each.
+Runs the same requests, one after the other, in three engines side by side, each in a process of its
+own: with the activation pool on CUDA virtual memory, on PyTorch's caching allocator, and on that
+allocator with expandable segments. Two layers of the LLaDA-8B shape do: every layer lays out the
+same buffers. CUDA graphs are off, as they take the same memory in each.
 
 * used: the most that buffers and temporaries of any step had in use at a time.
 * reserved: the most that the process held of the GPU for them, looked at after every request.
@@ -22,7 +22,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,7 @@ ALLOCATORS = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     },
 }
-COLUMNS = ["allocator", "used, GiB", "reserved, GiB", "reserved / used", "s a request"]
+COLUMNS = ["allocator", "used, GiB", "reserved, GiB", "reserved / used"]
 GIB = 1 << 30
 
 
@@ -52,14 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.allocator:
         print(json.dumps(measure(options)))
         return 0
+    running = {name: start(name, variables, options) for name, variables in ALLOCATORS.items()}
     rows = []
     print(" | ".join(COLUMNS))
-    for allocator, variables in ALLOCATORS.items():
-        found = in_own_process(allocator, variables, options)
-        if found is None:
-            return 1
-        rows.append(row_of(allocator, found))
+    for allocator, process in running.items():
+        told, _ = process.communicate()
+        if process.returncode:
+            sys.stderr.write(f"error: {allocator}: its process ended with {process.returncode}\n")
+            continue
+        rows.append(row_of(allocator, json.loads(told.splitlines()[-1])))
         print(" | ".join(f"{c:.3f}" if isinstance(c, float) else c for c in rows[-1]), flush=True)
+    if len(rows) < len(ALLOCATORS):
+        return 1
     write_results(options, rows)
     return 0
 
@@ -80,28 +83,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def in_own_process(
+def start(
     allocator: str, variables: dict[str, str], options: argparse.Namespace
-) -> dict[str, float] | None:
-    """What `measure` found in a process with these variables; None where it failed."""
+) -> subprocess.Popen[str]:
+    """A process with these variables that prints what `measure` finds."""
     asked = {name: value for name, value in vars(options).items() if name != "allocator"}
     words = [
         word
         for name, value in asked.items()
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, __file__, *words, "--allocator", allocator],
         env=os.environ | variables,
         stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    if done.returncode:
-        sys.stderr.write(f"error: {allocator}: its process ended with {done.returncode}\n")
-        return None
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -127,8 +124,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         with in_process.engine(Path(folder), dummy_weights=True, **settings) as (llm, runner):
             reserved = Reserved(runner.pool)
             used = most = 0
-            started = time.perf_counter()
-            for length in tqdm(lengths, unit="request", leave=False):
+            shows_progress = options.allocator == next(iter(ALLOCATORS))
+            for length in tqdm(lengths, unit="request", leave=False, disable=not shows_progress):
                 canvas = length // 2
                 prompt = in_process.random_prompt(length - canvas, vocab_size, seed=length)
                 in_process.run_requests(
@@ -143,8 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
                 )
                 used = max(used, runner.pool.peak_bytes)
                 most = max(most, reserved.num_bytes())
-            seconds = time.perf_counter() - started
-    return {"used": used, "reserved": most, "seconds": seconds / len(lengths)}
+    return {"used": used, "reserved": most}
 
 
 class Reserved:
@@ -174,7 +170,7 @@ class Reserved:
 def row_of(allocator: str, found: dict[str, float]) -> list[str | float]:
     """Cells as COLUMNS has them."""
     used, reserved = found["used"] / GIB, found["reserved"] / GIB
-    return [allocator, used, reserved, reserved / used, found["seconds"]]
+    return [allocator, used, reserved, reserved / used]
 
 
 def write_results(options: argparse.Namespace, rows: list[list[str | float]]) -> None:

@@ -210,7 +210,7 @@ def test_a_step_waits_for_nothing_but_its_result(
 ) -> None:
     """In this mode torch raises at whatever would synchronise host and GPU; events may."""
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
-    blocks = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
+    blocks = {"algorithm": "semi_ar", "gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
     asks = [
         Ask([3 + i, 4, 5], {**blocks, **asked}, {"temperature": temperature})
         for temperature in (0.0, 0.7)
