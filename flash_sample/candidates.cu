@@ -7,13 +7,17 @@
 //
 // A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
 // has clusters. As many teams as fit stay on the card, and each goes through rows of its own. A row
-// is cut into segments of 4 KiB, which are dealt out to the warps; while a warp reduces one
-// segment, the next is on its way to shared memory, also that of another row. The maximum of a
+// is cut into segments of 2 KiB, which are dealt out to the warps; while a warp reduces one
+// segment, the next are on their way to shared memory, also those of another row. The maximum of a
 // segment is known before its first exp(); further segments of a row rescale what was summed. What
-// the warps found of a row meets in the shared memory of the team's last block, whose last warp
-// (the one with the fewest segments) joins it once all are through, while they reduce the next row.
+// the warps found of a row is sent to the last warp of the team's last block (the one with the
+// fewest segments), which joins it once all of it is there, while the others reduce the next row.
 // The cut into segments and the team depend on the width of a row alone, so the bits of a row do
 // not depend on its neighbours.
+//
+// A few rows are a matter of latency: nothing waits for the team's blocks to start but the first
+// message, messages carry their own signal (a fence of the whole card would cost as much as the
+// arithmetic), and the next kernel is let in as soon as the first loads are under way.
 //
 // Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
 // makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and
@@ -29,6 +33,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 
 #include "params.h"
 #include "row.cuh"
@@ -36,8 +41,8 @@
 namespace flash_sample {
 namespace {
 
-constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
-constexpr int kStages = 2;   // segments that a warp keeps
+constexpr int kVectors = 4;  // of 16 bytes, per lane and segment
+constexpr int kStages = 4;   // segments that a warp keeps
 // Measured on an H200: with more or larger blocks a row waits longer for its team, with fewer a
 // lone row takes longer.
 constexpr int kMaxWarps = 8;   // of a block
@@ -75,28 +80,18 @@ struct Member {
   }
 
   __device__ bool joins() const { return index == count - 1; }
-
-  // The last block's copy of a variable in shared memory.
-  template <typename T>
-  __device__ T* of_last_block(T* mine) const {
-#if __CUDA_ARCH__ >= 900
-    uint64_t address;
-    asm("mapa.u64 %0, %1, %2;"
-        : "=l"(address)
-        : "l"(reinterpret_cast<uint64_t>(mine)), "r"(last_block));
-    return reinterpret_cast<T*>(address);
-#else
-    return mine;
-#endif
-  }
 };
 
-// A barrier of all threads of the team in two halves; what was written before the first is seen
+// A barrier of the team in two halves: what a warp `has_read` before the first may be overwritten
 // after the second.
-__device__ void team_arrive() {
+__device__ void team_arrive([[maybe_unused]] bool has_read) {
   __syncwarp();
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (has_read) {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  } else {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
 #endif
 }
 
@@ -106,6 +101,105 @@ __device__ void team_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
+#endif
+}
+
+__device__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// What the warps of a team found of a row and of the one before. The copy in the team's last block
+// counts; the warp that joins reads it. Rows are numbered within the team.
+template <typename Found>
+struct Mail {
+  static_assert(sizeof(Found) % sizeof(uint4) == 0, "sent in vectors");
+  Found found[2][kMaxMembers];
+  uint64_t full[2];  // barriers: the bytes of all members have come
+
+  // To be followed by a barrier of the team.
+  __device__ void open([[maybe_unused]] const Member& member) {
+#if __CUDA_ARCH__ >= 900
+    if (!member.joins() || threadIdx.x % kWarpSize != 0) return;
+    for (const uint64_t& barrier : full) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
+                   : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  // Of one lane of each member.
+  __device__ void send(int number, const Found& mine, const Member& member) {
+    Found* const target = &found[number % 2][member.index];
+#if __CUDA_ARCH__ >= 900
+    const uint32_t address = in_last_block(target, member);
+    const uint32_t barrier = in_last_block(&full[number % 2], member);
+    constexpr int kCount = sizeof(Found) / sizeof(uint4);
+    uint4 vectors[kCount];
+    memcpy(vectors, &mine, sizeof(Found));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+          "[%5];" ::"r"(address + i * static_cast<uint32_t>(sizeof(uint4))),
+          "r"(vectors[i].x), "r"(vectors[i].y), "r"(vectors[i].z), "r"(vectors[i].w), "r"(barrier)
+          : "memory");
+    }
+#else
+    *target = mine;
+#endif
+  }
+
+  // Of the warp that joins: what all found of a row, once it is there. Without clusters a barrier
+  // of the block must have followed the last send.
+  __device__ const Found* receive(int number, [[maybe_unused]] const Member& member) {
+#if __CUDA_ARCH__ >= 900
+    const uint32_t barrier = shared_address(&full[number % 2]);
+    if (threadIdx.x % kWarpSize == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(member.count * static_cast<int>(sizeof(Found)))
+                   : "memory");
+    }
+    __syncwarp();
+    const uint32_t parity = number / 2 % 2;
+    uint32_t is_full = 0;
+    while (is_full == 0) {
+      asm volatile(
+          "{\n.reg .pred full;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 full, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, full;\n}"
+          : "=r"(is_full)
+          : "r"(barrier), "r"(parity)
+          : "memory");
+    }
+    __syncwarp();
+#endif
+    return found[number % 2];
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  __device__ static uint32_t in_last_block(const void* mine, const Member& member) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(shared_address(mine)), "r"(member.last_block));
+    return address;
+  }
+#endif
+};
+
+// The logits may be the work of the kernel before, which this one need not wait for to start.
+__device__ void await_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel after this one may start, up to where it waits for the end of this one.
+__device__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -173,8 +267,7 @@ __device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xf
 // ---- What a warp holds of a row ----
 
 __device__ void copy_async(uint4* target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(target))),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)),
                "l"(source)
                : "memory");
 }
@@ -267,7 +360,10 @@ class Feed {
         lane_(threadIdx.x % kWarpSize),
         vectors_(vectors + threadIdx.x / kWarpSize * kStages * kVectors * kWarpSize + lane_),
         row_(member.index < num_segments ? member.team : params.num_rows),
-        index_(member.index) {
+        index_(member.index) {}
+
+  // Before the first segment is taken.
+  __device__ void start() {
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) load(stage);
   }
@@ -313,7 +409,7 @@ class Feed {
 };
 
 // What one warp found; columns count from the first of `logits` here.
-struct Partial {
+struct alignas(uint4) Partial {
   float maximum;
   int column;
   float sum;
@@ -511,8 +607,8 @@ struct Reducer {
     return {maximum, column, warp_sum(sum), entropy_sum, two, draw};
   }
 
-  __device__ static void finish(const LogitsParams& params, int64_t row_index,
-                                const Partial* partials, int count);
+  __device__ static void finish(const LogitsParams& params, int64_t row_index, Mail<Found>& mail,
+                                int number, const Member& member);
 };
 
 // Joins what the warps of a team found, one to a lane.
@@ -552,11 +648,13 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
 
 template <typename T, Score kScore, bool kHasNoise>
 __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params, int64_t row_index,
-                                                      const Partial* partials, int count) {
+                                                      Mail<Found>& mail, int number,
+                                                      const Member& member) {
   const int lane = threadIdx.x % kWarpSize;
   const Row row(params.rows, row_index);
+  const Partial* partials = mail.receive(number, member);
   const Summary whole =
-      join<kHasNoise>(partials, count, row, params.first_column, params.num_columns, lane);
+      join<kHasNoise>(partials, member.count, row, params.first_column, params.num_columns, lane);
   if (lane != 0) return;
   if (params.record != nullptr) write_record(params.record + row_index * kRecordFields, whole);
   if (params.token != nullptr) params.token[row_index] = whole.token;
@@ -567,7 +665,9 @@ __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params
 // A warp's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
 template <typename T>
 struct EntropyShare {
-  using Found = float;
+  struct alignas(uint4) Found {
+    float share;
+  };
 
   const LogitsParams& params;
   const Row row;
@@ -601,14 +701,15 @@ struct EntropyShare {
     }
   }
 
-  __device__ float result() const {
-    return kLn2 * warp_sum((shares[0] + shares[1]) + (shares[2] + shares[3]));
+  __device__ Found result() const {
+    return {kLn2 * warp_sum((shares[0] + shares[1]) + (shares[2] + shares[3]))};
   }
 
-  __device__ static void finish(const LogitsParams& params, int64_t row_index, const float* found,
-                                int count) {
+  __device__ static void finish(const LogitsParams& params, int64_t row_index, Mail<Found>& mail,
+                                int number, const Member& member) {
     const int lane = threadIdx.x % kWarpSize;
-    const float total = warp_sum(lane < count ? found[lane] : 0.0f);
+    const Found* found = mail.receive(number, member);
+    const float total = warp_sum(lane < member.count ? found[lane].share : 0.0f);
     if (lane != 0) return;
     const double* whole = record(params, row_index);
     const bool is_empty = whole[kMaximum] == negative_infinity() || whole[kSumExp] == 0.0;
@@ -619,39 +720,37 @@ struct EntropyShare {
 template <typename T, typename Work>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
     reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
-  using Found = typename Work::Found;
-  __shared__ Found found[2][kMaxMembers];  // of a row and of the one before, in the last block
-  extern __shared__ uint4 vectors[];       // kStages * kVectors * 32 of each warp
-#if __CUDA_ARCH__ >= 900
-  // The logits may be the work of the kernel before, which this one need not wait for to start.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  __shared__ Mail<typename Work::Found> mail;
+  extern __shared__ uint4 vectors[];  // kStages * kVectors * 32 of each warp
   const Member member;
-  team_arrive();  // shared memory of the last block may be written once all blocks have started
+  mail.open(member);
+  team_arrive(false);
   Feed<T> feed(params, member, num_segments, vectors);
-  auto* const gathered = member.of_last_block(&found);
-  const auto finish = [&](int64_t row, int half) {
-    if (member.joins()) Work::finish(params, row, found[half], member.count);
-  };
+  await_kernel_before();
+  feed.start();
+  let_next_kernel_start();
 
-  int half = 0;
+  int number = 0;  // of the row within the team
   int64_t row = member.team;
-  for (; row < params.num_rows; row += member.num_teams) {
+  for (; row < params.num_rows; row += member.num_teams, ++number) {
     Work work(params, row);
     for (int index = member.index; index < num_segments; index += member.count) {
       Segment<T> segment = feed.take(index);
       work.add(segment);
       feed.release();
     }
-    const Found mine = work.result();
-    team_wait();  // all have arrived with what they found of the row before
-    if (row != member.team) finish(row - member.num_teams, half ^ 1);
-    if (threadIdx.x % kWarpSize == 0) (*gathered)[half][member.index] = mine;
-    team_arrive();
-    half ^= 1;
+    const auto mine = work.result();
+    team_wait();  // all blocks have started, and the row two before has been read
+    if (member.joins() && number > 0) {
+      Work::finish(params, row - member.num_teams, mail, number - 1, member);
+    }
+    if (threadIdx.x % kWarpSize == 0) mail.send(number, mine, member);
+    if (row + member.num_teams < params.num_rows) team_arrive(member.joins());
   }
-  team_wait();
-  finish(row - member.num_teams, half ^ 1);
+#if __CUDA_ARCH__ < 900
+  __syncthreads();  // the last row's messages, which nothing else tells of
+#endif
+  if (member.joins()) Work::finish(params, row - member.num_teams, mail, number - 1, member);
 }
 
 // ---- Launch ----
