@@ -388,6 +388,24 @@ def test_bits_do_not_depend_on_neighbours_or_alignment(generator, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("num_columns", [10_001, 126_464, 400_003])
+def test_bits_do_not_depend_on_the_number_of_rows(generator, score, num_columns):
+    """Few rows are spread over more of the card, in several steps."""
+    logits = random_logits(generator, 160, num_columns, torch.bfloat16, "cuda")
+    index = torch.arange(160, device="cuda")
+
+    def first(num_rows):
+        rows = Rows(0.5 * (index % 3)[:num_rows].double(), 7, 3, index[:num_rows], epsilon=1e-7)
+        return candidates(logits[:num_rows], rows, score)
+
+    wanted = first(160)
+    for num_rows in (1, 2, 17, 33, 34, 66, 67, 132, 133):
+        found = first(num_rows)
+        assert all(torch.equal(a, b[:num_rows]) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_columns", [3000, 20_000])
 def test_a_team_goes_through_many_rows(num_columns):
     logits = torch.randn(5000, num_columns, device="cuda").mul_(4).bfloat16()
