@@ -529,7 +529,7 @@ struct Reducer {
     }
     const float shift = exp_shift(maximum);
     float sums[4] = {}, weights[4] = {};
-#pragma unroll 2
+#pragma unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const Vector<T> vector = segment[v];
 #pragma unroll
