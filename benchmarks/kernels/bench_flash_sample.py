@@ -5,7 +5,8 @@
     benchmarks/kernels/bench_flash_sample.py [--ops margin] [--rows 32 512] [--json FILE]
 
 bf16, the vocabulary of LLaDA. Each variant is a CUDA graph over inputs that together are several
-times the cache, and the variants take turns.
+times the cache, and the variants take turns. In a graph, as in the engine, a call of ours is
+launched while the one before still runs and waits for its end.
 
     us         one call of ours
     TB/s       bytes of the logits over that time
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = ("op", "rows", "us", "TB/s", "% of copy", "read us", "of read", "torch", "compiled")
-ROWS = (1, 32, 128, 512, 2048, 4096)
+ROWS = (1, 8, 32, 64, 128, 512, 1024, 2048)
 VOCABULARY = 126_464
 CACHES = 4  # that the inputs fill together
 MOST_ROWS_OF_TORCH = 512  # whose fp32 copies of the logits take several GB

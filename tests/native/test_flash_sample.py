@@ -388,6 +388,24 @@ def test_bits_do_not_depend_on_neighbours_or_alignment(generator, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("num_columns", [10_001, 126_464, 400_003])
+def test_bits_do_not_depend_on_the_number_of_rows(generator, score, num_columns):
+    """Few rows are spread over more of the card, in several steps."""
+    logits = random_logits(generator, 160, num_columns, torch.bfloat16, "cuda")
+    index = torch.arange(160, device="cuda")
+
+    def first(num_rows):
+        rows = Rows(0.5 * (index % 3)[:num_rows].double(), 7, 3, index[:num_rows], epsilon=1e-7)
+        return candidates(logits[:num_rows], rows, score)
+
+    wanted = first(160)
+    for num_rows in (1, 2, 17, 33, 34, 66, 67, 132, 133):
+        found = first(num_rows)
+        assert all(torch.equal(a, b[:num_rows]) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_columns", [3000, 20_000])
 def test_a_team_goes_through_many_rows(num_columns):
     logits = torch.randn(5000, num_columns, device="cuda").mul_(4).bfloat16()
@@ -419,6 +437,27 @@ def test_kernel_runs_on_a_gpu_and_in_a_captured_graph(generator):
     torch.testing.assert_close(
         confidence.cpu().double(), wanted_confidence, rtol=CONFIDENCE_RTOL["cuda"], atol=0
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 200])
+def test_launches_that_overlap_wait_for_what_they_read(generator, num_rows):
+    """An epsilon takes two kernels a call; the second reads what the first has written."""
+    rows = Rows(epsilon=1e-6)
+    inputs = [random_logits(generator, num_rows, 126_464, torch.bfloat16, "cuda") for _ in range(6)]
+    wanted = []
+    for logits in inputs:
+        wanted.append(candidates(logits, rows, "entropy"))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [candidates(logits, rows, "entropy") for logits in inputs]
+    for _ in range(20):
+        for results in found:
+            results.score.zero_()
+        graph.replay()
+        for results, expected in zip(found, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
