@@ -44,9 +44,10 @@ def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Ten
         w2: [E, D, I], model dtype.
     """
     weights, slots, ends = routing
-    # nested, so that the inner rows are freed before the sum allocates its own
+    # nested, so that the inner rows are freed before the sum allocates its own; early, as the
+    # kernel before is that of the gated product
     terms = weighted_gemm(
-        gated_gemm(normed, slots, weights.shape[1], w1, ends), w2, ends, slots, weights
+        gated_gemm(normed, slots, weights.shape[1], w1, ends), w2, ends, slots, weights, early=True
     )
     if get_tensor_model_parallel_world_size() == 1:
         add_terms(x, terms)
