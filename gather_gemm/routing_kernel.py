@@ -195,9 +195,11 @@ def sum_kernel(
 # Tile [experts, rows, depth] of a program of the scores. 64 rows of a matrix are one tensor-core
 # instruction.
 _SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
-# Elements of the tile [rows, experts] of a program of the choice.
-_BLOCK_ELEMENTS = 2048
-_NUM_WARPS = 4
+# The most elements [rows, experts] of all rows, then those of a program of the choice, and its
+# warps. One program also orders the rows, which saves a launch; few rows a program are fewer
+# instructions after each other; of many programs each would read the counts of all.
+_CHOICES = ((2048, (2048, 8)), (65536, (1024, 4)), (None, (2048, 4)))
+_COUNTS_ELEMENTS = 2048  # [programs, experts], of the counts that are read at once
 
 
 def launch_score(x: Tensor, gate: Tensor) -> Tensor:
@@ -236,17 +238,18 @@ def launch_route(
     weights: Tensor,
     slots: Tensor,
     ends: Tensor,
-    block_elements: int = _BLOCK_ELEMENTS,
-    num_warps: int = _NUM_WARPS,
+    block: tuple[int, int] | None = None,
 ) -> None:
     """Enqueue the choice and the order of the rows; the arguments are checked.
 
-    `logits` is [R, E], or what `launch_score` gives.
+    `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
+    program of the choice.
     """
     parts = logits if logits.dim() == 3 else logits[None]
     num_parts, num_rows, num_experts = parts.shape
     experts = triton.next_power_of_2(num_experts)
-    rows = max(1, block_elements // experts)
+    elements, num_warps = block or _choose_block(num_rows * experts)
+    rows = max(1, elements // experts)
     num_blocks = triton.cdiv(num_rows, rows)
     is_whole = num_blocks == 1
     chosen = counts = None
@@ -288,11 +291,15 @@ def launch_route(
         num_blocks,
         ROWS=rows,
         EXPERTS=experts,
-        BLOCKS=rows,
+        BLOCKS=max(1, _COUNTS_ELEMENTS // experts),
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
         num_warps=4,
     )
+
+
+def _choose_block(num_elements: int) -> tuple[int, int]:
+    return next(block for most, block in _CHOICES if most is None or num_elements <= most)
 
 
 def launch_sum(terms: Tensor, out: Tensor, adds: bool) -> None:

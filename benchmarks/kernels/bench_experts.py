@@ -193,11 +193,9 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             layer.inner, layer.w2, ends, slots, weights, terms, early=True, config=config
         )
 
-    def launch_route(layer: Layer, block_elements: int, num_warps: int) -> None:
+    def launch_route(layer: Layer, block: tuple[int, int]) -> None:
         parts = routing_kernel.launch_score(layer.x, layer.gate)
-        routing_kernel.launch_route(
-            parts, NUM_CHOSEN, None, *layer.routing, block_elements, num_warps
-        )
+        routing_kernel.launch_route(parts, NUM_CHOSEN, None, *layer.routing, block)
 
     grouped = (
         ("gated", launch_gated, choose_gated, GATED_TILES, 2),
@@ -215,16 +213,14 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             for config in configs
             if config.num_stages * config.stage_bytes(2, num_weights) <= shared_bytes
         ]
-        variants = {
+        variants: dict[str, Callable[[Layer], object]] = {
             f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
             for config in fitting
         }
         print_sweep(kernel, layers, times_us(layers, repeats, variants))
     routes: dict[str, Callable[[Layer], object]] = {
-        f"{block_elements} elements a block, {num_warps} warps": partial(
-            launch_route, block_elements=block_elements, num_warps=num_warps
-        )
-        for block_elements, num_warps in CHOICES
+        f"{block[0]} elements a block, {block[1]} warps": partial(launch_route, block=block)
+        for block in CHOICES
     }
     routes["as gather_gemm chooses *"] = routed
     routes["PyTorch's product, then the choice"] = lambda layer: route(

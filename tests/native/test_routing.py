@@ -11,8 +11,12 @@ from tests.native.test_grouped_gemm import run_interpreted
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen.
-SIZES = [(1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)]
+# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen;
+# more blocks than are counted at once.
+SIZES = [
+    *((1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)),
+    (1100, 64, 8),
+]
 
 # Depths: of a part of a tile, of a tile, of several and a part.
 DEPTHS = [5, 256, 600]
