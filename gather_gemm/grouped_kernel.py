@@ -17,9 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .grouped_launch import GroupedConfig, choose_gated, choose_product, max_tiles
 from .overlap import begin, overlaps, prefetch
 
-# Cache lines of each row of a tile's weight that are fetched before the kernel before has ended.
-EARLY_LINES: tl.constexpr = tl.constexpr(4)
-
 
 @triton.jit
 def _find_tile(
@@ -92,6 +89,7 @@ def gated_kernel(
     x,  # [T, D]
     slots,  # [S] int32
     weight,  # [E * 2 * I, D]
+    weight_rows,  # the same, by pointer
     ends,  # [E] int32
     out,  # [S, I]
     num_groups,
@@ -106,6 +104,7 @@ def gated_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -114,14 +113,18 @@ def gated_kernel(
     )
     if first_row >= end_row:
         return
+    first_column = block * COLUMNS
+    gate_row = group * 2 * width + first_column
+    up_row = gate_row + width
+    if AHEAD > 0:
+        rest = width - first_column
+        _prefetch_weight(weight_rows, gate_row, rest, depth, weight_stride, COLUMNS, AHEAD)
+        _prefetch_weight(weight_rows, up_row, rest, depth, weight_stride, COLUMNS, AHEAD)
     row_ids = first_row + tl.arange(0, ROWS)
     row_mask = row_ids < end_row
     tokens = tl.load(slots + row_ids, mask=row_mask, other=0) // num_chosen
     depth_ids = tl.arange(0, DEPTH)
     x_tile = x + tokens.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
-    first_column = block * COLUMNS
-    gate_row = group * 2 * width + first_column
-    up_row = gate_row + width
     gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
@@ -187,6 +190,7 @@ def product_kernel(
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
     SCATTERS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -198,9 +202,9 @@ def product_kernel(
         return
     first_column = block * COLUMNS
     weight_row = group * num_columns + first_column
-    if EARLY:
+    if AHEAD > 0:
         rest = num_columns - first_column
-        _prefetch_weight(weight_rows, weight_row, rest, depth, weight_stride, COLUMNS, EARLY_LINES)
+        _prefetch_weight(weight_rows, weight_row, rest, depth, weight_stride, COLUMNS, AHEAD)
     begin(OVERLAPS and EARLY)
     row_ids = first_row + tl.arange(0, ROWS)
     row_mask = row_ids < end_row
@@ -260,6 +264,7 @@ def launch_gated(
         x,
         slots,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        rows,
         ends,
         out,
         num_groups,
@@ -274,6 +279,7 @@ def launch_gated(
         COLUMNS=config.columns,
         DEPTH=config.depth,
         USE_TMA=uses_tma,
+        AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
         OVERLAPS=overlaps(x.device),
         launch_pdl=overlaps(x.device),
         num_warps=config.num_warps,
@@ -320,6 +326,7 @@ def launch_product(
         DEPTH=config.depth,
         USE_TMA=uses_tma,
         SCATTERS=slots is not None,
+        AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
         OVERLAPS=overlaps(x.device),
         EARLY=early and overlaps(x.device),
         launch_pdl=overlaps(x.device),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -203,8 +203,8 @@ def sweep(layers: list[Layer], repeats: int) -> None:
     )
     for kernel, launch, choose, tiles, num_weights in grouped:
         chosen = choose(num_slots, NUM_EXPERTS, 2, shared_bytes)
-        configs = [chosen] + [
-            GroupedConfig(rows, *tile)
+        configs = [replace(chosen, ahead=ahead) for ahead in (0, 4, 8)] + [
+            GroupedConfig(rows, *tile, ahead=chosen.ahead)
             for rows in sorted({chosen.rows, max(16, chosen.rows // 2)})
             for tile in tiles
         ]
