@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -315,17 +316,16 @@ def commits_of_steps(num_masked: int, steps: int) -> Iterator[int]:
     return (base + (step < remainder) for step in range(steps))
 
 
-@torch.inference_mode()
-def touched_experts(model: PlainModel, ids: Tensor) -> float:
-    """Experts of a layer that at least one row of ids [B, T] passes, mean over the layers.
-
-    Costs the layers of one forward.
+@contextmanager
+def counted_experts(model: PlainModel) -> Iterator[list[int]]:
+    """Collects the experts that at least one row passes, a number for each layer of each forward.
 
     Raises:
         ValueError: the model has no experts.
     """
     counts: list[int] = []
 
+    @torch.inference_mode()
     def count(module: nn.Module, arguments: Any, _result: Any) -> None:
         scores = cast("MixtureOfExperts", module).gate(arguments[0].flatten(0, -2)).float()
         chosen = scores.topk(cast("int", module.num_chosen)).indices
@@ -336,8 +336,7 @@ def touched_experts(model: PlainModel, ids: Tensor) -> float:
         raise ValueError(f"model: wanted one with experts, got {model.shape.family}")
     handles = [module.register_forward_hook(count) for module in mixtures]
     try:
-        model.hidden(ids)
+        yield counts
     finally:
         for handle in handles:
             handle.remove()
-    return sum(counts) / len(counts)

@@ -15,7 +15,8 @@ no cache, so every step recomputes all rows. Measured in one process, after warm
     floor       the larger of moving every weight once at the bandwidth of a large copy, and of all
                 products at the rate of an 8192 x 8192 x 8192 one plus attention at the rate of
                 cuDNN; all rows through all layers, logits of 32 rows a request; of experts, those
-                that a row passes. The three rates are measured in the same run.
+                that a row passes, on average over the steps. The three rates are measured in the
+                same run.
     reference   the same step in plain PyTorch (benchmarks/plain_model.py): logits of all rows, one
                 request after the other; "-" where it does not fit into memory
 
@@ -42,7 +43,12 @@ import torch  # noqa: E402
 from make_dummy_checkpoint import PRESETS, configuration, write_checkpoint  # noqa: E402
 
 from benchmarks import gpu_timing  # noqa: E402
-from benchmarks.plain_model import denoise_step, random_model, touched_experts  # noqa: E402
+from benchmarks.plain_model import (  # noqa: E402
+    commits_of_steps,
+    counted_experts,
+    denoise_step,
+    random_model,
+)
 from benchmarks.shapes import Shape, forward_work  # noqa: E402
 
 if TYPE_CHECKING:
@@ -227,7 +233,7 @@ def measure_references(shape: Shape, options: argparse.Namespace) -> dict[int, R
     for length in sorted(options.lengths):
         row = masked_row(shape, Case(length, 1)).to(device)
         step_ms = None if options.no_reference else plain_step_ms(model, row, options)
-        touched = touched_experts(model, row) if shape.num_experts else None
+        touched = touched_experts(model, row, options.steps) if shape.num_experts else None
         references[length] = Reference(step_ms, touched)
     return references
 
@@ -249,6 +255,23 @@ def plain_step_ms(
     except torch.OutOfMemoryError:
         in_process.free_memory()
         return None
+
+
+def touched_experts(model: PlainModel, row: torch.Tensor, steps: int) -> float:
+    """Experts of a layer that at least one row of [1, T] passes, mean over layers and steps.
+
+    Tokens that are committed are more diverse than masks, so each step passes other experts. Where
+    the memory does not suffice for logits, of the first step alone.
+    """
+    row = row.clone()
+    num_masked = int((row == model.shape.mask_id).sum())
+    with counted_experts(model) as counts:
+        try:
+            for num_commits in commits_of_steps(num_masked, min(steps, num_masked)):
+                denoise_step(model, row, row.shape[1], num_commits)
+        except torch.OutOfMemoryError:
+            in_process.free_memory()
+    return statistics.mean(counts)
 
 
 def masked_row(shape: Shape, case: Case) -> torch.Tensor:

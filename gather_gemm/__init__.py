@@ -7,7 +7,7 @@ Importing never fails: without Triton, and without the compiled module, everythi
 
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, grouped_gemm, weighted_gemm
-from .routing import Routing, add_terms, route, sum_terms
+from .routing import Routing, add_terms, route, route_rows, sum_terms
 from .skinny import Epilogue, is_skinny_faster, skinny_linear
 from .top import Top, gather_top, is_top_faster
 
@@ -24,6 +24,7 @@ __all__ = [
     "is_skinny_faster",
     "is_top_faster",
     "route",
+    "route_rows",
     "skinny_linear",
     "sum_terms",
     "weighted_gemm",

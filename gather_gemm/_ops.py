@@ -95,7 +95,7 @@ def _check(op: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[in
         wanted_shape = ["any" if size == -1 else size for size in shape]
         raise ValueError(
             f"{op}: {argument} must be {wanted_shape} of one of bf16, fp16 and fp32, the "
-            f"same for x, weight and out, on {like.device}, "
+            f"same for all, on {like.device}, "
             f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

@@ -97,7 +97,13 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
 
 
 def weighted_gemm(
-    x: Tensor, weight: Tensor, ends: Tensor, slots: Tensor, weights: Tensor
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    *,
+    early: bool = False,
 ) -> Tensor:
     """`grouped_gemm`, with each row of the result weighted and put into its slot.
 
@@ -105,6 +111,8 @@ def weighted_gemm(
         x: [S, D], weight: [E, N, D], ends: int32 [E], as for `grouped_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
+        early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
+            stream ends: only where that kernel writes neither.
 
     Returns:
         [R, k, N]: the products rounded to the dtype, and rounded again after the weight.
@@ -129,7 +137,7 @@ def weighted_gemm(
     if _kernels is None or not can_take(x):
         return reference.weighted_terms(grouped_gemm(x, weight, ends), slots, weights)
     with guard(x):
-        _kernels.launch_product(x, weight, ends, slots, weights, out.view(len(x), -1))
+        _kernels.launch_product(x, weight, ends, slots, weights, out.view(len(x), -1), early)
     return out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .grouped_launch import GroupedConfig, choose_gated, choose_product, max_tiles
-from .overlap import begin, overlaps
+from .overlap import begin, overlaps, prefetch
 
 
 @triton.jit
@@ -29,13 +29,14 @@ def _find_tile(
     """The group of this program, its first row, the end of the group's rows, and its columns.
 
     Programs are ordered by group, then by columns, then by rows: those that run together share a
-    tile of the weight. A program past the last tile gets no rows.
+    tile of the weight. A program past the last tile gets no rows. Read past L1, which may hold what
+    was there before where an earlier kernel still runs.
     """
     program = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
     is_group = groups < num_groups
-    end = tl.load(ends + groups, mask=is_group, other=0)
-    start = tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0)
+    end = tl.load(ends + groups, mask=is_group, other=0, cache_modifier=".cg")
+    start = tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0, cache_modifier=".cg")
     num_tiles = (end - start + ROWS - 1) // ROWS
     last = tl.cumsum(num_tiles) * num_column_blocks
     group = tl.sum((last <= program).to(tl.int32))
@@ -45,6 +46,17 @@ def _find_tile(
     first_row = tl.sum(tl.where(mine, start, 0)) + local % tiles * ROWS
     end_row = tl.sum(tl.where(mine, end, 0))
     return group, first_row, end_row, local // tiles
+
+
+@triton.jit
+def _prefetch_weight(
+    weight_rows, row, num_rows, depth, stride, ROWS: tl.constexpr, LINES: tl.constexpr
+):
+    """The first cache lines of each of these rows of the weight, on their way to L2."""
+    LINE_ELEMENTS: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
+    rows = row + tl.minimum(tl.arange(0, ROWS), num_rows - 1)
+    columns = tl.minimum(tl.arange(0, LINES) * LINE_ELEMENTS, depth - 1)
+    prefetch(weight_rows + rows.to(tl.int64)[:, None] * stride + columns[None, :])
 
 
 @triton.jit
@@ -77,6 +89,7 @@ def gated_kernel(
     x,  # [T, D]
     slots,  # [S] int32
     weight,  # [E * 2 * I, D]
+    weight_rows,  # the same, by pointer
     ends,  # [E] int32
     out,  # [S, I]
     num_groups,
@@ -91,6 +104,7 @@ def gated_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -99,14 +113,18 @@ def gated_kernel(
     )
     if first_row >= end_row:
         return
+    first_column = block * COLUMNS
+    gate_row = group * 2 * width + first_column
+    up_row = gate_row + width
+    if AHEAD > 0:
+        rest = width - first_column
+        _prefetch_weight(weight_rows, gate_row, rest, depth, weight_stride, COLUMNS, AHEAD)
+        _prefetch_weight(weight_rows, up_row, rest, depth, weight_stride, COLUMNS, AHEAD)
     row_ids = first_row + tl.arange(0, ROWS)
     row_mask = row_ids < end_row
     tokens = tl.load(slots + row_ids, mask=row_mask, other=0) // num_chosen
     depth_ids = tl.arange(0, DEPTH)
     x_tile = x + tokens.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
-    first_column = block * COLUMNS
-    gate_row = group * 2 * width + first_column
-    up_row = gate_row + width
     gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
@@ -155,6 +173,7 @@ def gated_kernel(
 def product_kernel(
     x,  # [S, D]
     weight,  # [E * N, D]
+    weight_rows,  # the same, by pointer
     ends,  # [E] int32
     slots,  # [S] int32
     scales,  # [S]
@@ -171,20 +190,29 @@ def product_kernel(
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
     SCATTERS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    begin(OVERLAPS and not EARLY)
     group, first_row, end_row, block = _find_tile(
         ends, num_groups, tl.cdiv(num_columns, COLUMNS), GROUPS, ROWS
     )
     if first_row >= end_row:
         return
-    row_ids = first_row + tl.arange(0, ROWS)
-    row_mask = row_ids < end_row
-    depth_ids = tl.arange(0, DEPTH)
-    x_tile = x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
     first_column = block * COLUMNS
     weight_row = group * num_columns + first_column
+    if AHEAD > 0:
+        rest = num_columns - first_column
+        _prefetch_weight(weight_rows, weight_row, rest, depth, weight_stride, COLUMNS, AHEAD)
+    begin(OVERLAPS and EARLY)
+    row_ids = first_row + tl.arange(0, ROWS)
+    row_mask = row_ids < end_row
+    out_rows = row_ids
+    if SCATTERS:
+        out_rows = tl.load(slots + row_ids, mask=row_mask, other=0)
+    depth_ids = tl.arange(0, DEPTH)
+    x_tile = x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
         right = tl.load(
@@ -206,9 +234,7 @@ def product_kernel(
         total = tl.dot(left, right, total, input_precision="ieee")
     dtype = out.dtype.element_ty
     product = total.to(dtype)
-    out_rows = row_ids
     if SCATTERS:
-        out_rows = tl.load(slots + row_ids, mask=row_mask, other=0)
         scale = tl.load(scales + out_rows, mask=row_mask, other=0.0).to(tl.float32)
         product = (product.to(tl.float32) * scale[None, :]).to(dtype)
     columns = first_column + tl.arange(0, COLUMNS)
@@ -220,18 +246,25 @@ def product_kernel(
 
 
 def launch_gated(
-    x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: Tensor, out: Tensor
+    x: Tensor,
+    slots: Tensor,
+    num_chosen: int,
+    weight: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    config: GroupedConfig | None = None,
 ) -> None:
     """Enqueue ``out = silu(gate) * up`` of the gathered rows; the arguments are checked."""
     num_groups, _, depth = weight.shape
     num_rows, width = out.shape
-    config = choose_gated(num_rows, num_groups, x.element_size(), _shared_bytes(x.device))
+    config = config or choose_gated(num_rows, num_groups, x.element_size(), _shared_bytes(x.device))
     rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
     uses_tma = _has_tma(rows)
     gated_kernel[_grid(num_rows, width, num_groups, config)](
         x,
         slots,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        rows,
         ends,
         out,
         num_groups,
@@ -246,6 +279,7 @@ def launch_gated(
         COLUMNS=config.columns,
         DEPTH=config.depth,
         USE_TMA=uses_tma,
+        AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
         OVERLAPS=overlaps(x.device),
         launch_pdl=overlaps(x.device),
         num_warps=config.num_warps,
@@ -260,18 +294,22 @@ def launch_product(
     slots: Tensor | None,
     weights: Tensor | None,
     out: Tensor,
+    early: bool = False,
+    config: GroupedConfig | None = None,
 ) -> None:
     """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
 
-    With `slots` and `weights`, row i is weighted and becomes row ``slots[i]`` of `out`.
+    With `slots` and `weights`, row i is weighted and becomes row ``slots[i]`` of `out`. If `early`,
+    `ends` and `weight` are read before the kernel before this one has ended.
     """
     num_groups, num_columns, depth = weight.shape
-    config = choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
+    config = config or choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
     rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
     uses_tma = _has_tma(rows)
     product_kernel[_grid(len(x), num_columns, num_groups, config)](
         x,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        rows,
         ends,
         slots,
         weights,
@@ -288,7 +326,9 @@ def launch_product(
         DEPTH=config.depth,
         USE_TMA=uses_tma,
         SCATTERS=slots is not None,
+        AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
         OVERLAPS=overlaps(x.device),
+        EARLY=early and overlaps(x.device),
         launch_pdl=overlaps(x.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -16,6 +16,8 @@ class GroupedConfig:
         columns: columns of the result; a gated product computes as many gates besides.
         depth: of one step of the sum.
         num_warps, num_stages: as Triton means them.
+        ahead: cache lines of each row of the weight that a program asks for as soon as it knows its
+            tile, on GPUs where kernels overlap: a power of two, or none.
     """
 
     rows: int
@@ -23,6 +25,7 @@ class GroupedConfig:
     depth: int
     num_warps: int
     num_stages: int
+    ahead: int = 0
 
     def stage_bytes(self, element_bytes: int, num_weights: int) -> int:
         """Shared memory of one stage of the pipeline."""
@@ -38,9 +41,9 @@ _GATED = (
     (None, GroupedConfig(128, 128, 64, num_warps=8, num_stages=4)),
 )
 _PRODUCT = (
-    (8, GroupedConfig(16, 128, 64, num_warps=4, num_stages=3)),
-    (16, GroupedConfig(32, 128, 64, num_warps=4, num_stages=3)),
-    (64, GroupedConfig(64, 128, 64, num_warps=4, num_stages=3)),
+    (8, GroupedConfig(16, 128, 64, num_warps=4, num_stages=3, ahead=4)),
+    (16, GroupedConfig(32, 128, 64, num_warps=4, num_stages=3, ahead=4)),
+    (64, GroupedConfig(64, 128, 64, num_warps=4, num_stages=3, ahead=4)),
     (None, GroupedConfig(128, 128, 64, num_warps=8, num_stages=3)),
 )
 # fp32 products run on the ordinary units, from registers: small tiles.

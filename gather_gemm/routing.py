@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from . import grouped_reference as reference
+from ._ops import _check
 from ._triton import can_take, guard, load_kernels
 
 _kernels = load_kernels("routing_kernel")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_EXPERTS = 1024  # a block of the kernel holds whole rows
+# Up to as many rows the product with the router is bound by latency, and our kernel is the shorter.
+MAX_SCORED_ROWS = 256
 
 
 class Routing(NamedTuple):
@@ -46,18 +49,56 @@ def route(logits: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routin
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
-    _check_logits(logits, num_chosen, bias)
-    num_rows, num_experts = logits.shape
-    if _kernels is None or not can_take(logits) or num_rows == 0:
+    _check_logits(logits)
+    _check_choice("route", logits.shape[1], num_chosen, bias, logits.device)
+    if _kernels is None or not can_take(logits) or len(logits) == 0:
         return Routing(*reference.route(logits, num_chosen, bias))
-    routing = Routing(
-        logits.new_empty(num_rows, num_chosen),
-        torch.empty(num_rows * num_chosen, dtype=torch.int32, device=logits.device),
-        torch.empty(num_experts, dtype=torch.int32, device=logits.device),
-    )
+    routing = _allocate(logits, logits.shape[1], num_chosen)
     with guard(logits):
         _kernels.launch_route(logits, num_chosen, bias, *routing)
     return routing
+
+
+def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routing:
+    """`route` by the logits ``x @ gate.T``, rounded to the dtype.
+
+    Sums in fp32. On CUDA few rows go through a kernel that multiplies by parts of the depth, whose
+    sum is taken by the kernel that chooses; more rows, and fp32, through PyTorch's product.
+
+    Args:
+        x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
+        gate: [E, D] of the same dtype, E at most 1,024; likewise. It may be read before the kernel
+            before in the stream ends, which must not write it.
+        num_chosen: k, from 1 to E.
+        bias: fp32 [E], added to the probabilities for the choice only.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride is not as above.
+    """
+    op = "route_rows"
+    _check(op, "x", x, x, (-1, -1))
+    _check(op, "gate", gate, x, (-1, x.shape[1]))
+    _check_choice(op, len(gate), num_chosen, bias, x.device)
+    if _kernels is None or not can_take(x) or not _is_scored(x):
+        return route(torch.mm(x, gate.t()), num_chosen, bias)
+    routing = _allocate(x, len(gate), num_chosen)
+    with guard(x):
+        _kernels.launch_route(_kernels.launch_score(x, gate), num_chosen, bias, *routing)
+    return routing
+
+
+def _is_scored(x: Tensor) -> bool:
+    """Whether our kernel computes the logits of these rows."""
+    return x.element_size() == 2 and 0 < len(x) <= MAX_SCORED_ROWS and x.shape[1] > 0
+
+
+def _allocate(rows: Tensor, num_experts: int, num_chosen: int) -> Routing:
+    num_slots = len(rows) * num_chosen
+    return Routing(
+        rows.new_empty(len(rows), num_chosen),
+        torch.empty(num_slots, dtype=torch.int32, device=rows.device),
+        torch.empty(num_experts, dtype=torch.int32, device=rows.device),
+    )
 
 
 def sum_terms(terms: Tensor) -> Tensor:
@@ -107,25 +148,31 @@ def add_terms(x: Tensor, terms: Tensor) -> None:
         _kernels.launch_sum(terms, x, adds=True)
 
 
-def _check_logits(logits: Tensor, num_chosen: int, bias: Tensor | None) -> None:
-    if logits.dim() != 2 or logits.dtype not in _DTYPES or logits.shape[1] > MAX_EXPERTS:
+def _check_logits(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.dtype not in _DTYPES:
         raise ValueError(
-            f"route: logits must be [R, E] of one of bf16, fp16 and fp32 with E at most "
-            f"{MAX_EXPERTS}, got {logits.dtype} {list(logits.shape)}"
+            f"route: logits must be [R, E] of one of bf16, fp16 and fp32, "
+            f"got {logits.dtype} {list(logits.shape)}"
         )
-    num_experts = logits.shape[1]
-    if num_experts > 1 and logits.stride(1) != 1:
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
             f"route: the columns of logits must be contiguous, got strides {logits.stride()}"
         )
+
+
+def _check_choice(
+    op: str, num_experts: int, num_chosen: int, bias: Tensor | None, device: torch.device
+) -> None:
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"{op}: wanted E at most {MAX_EXPERTS}, got {num_experts}")
     if not 1 <= num_chosen <= num_experts:
-        raise ValueError(f"route: num_chosen must be from 1 to {num_experts}, got {num_chosen}")
+        raise ValueError(f"{op}: num_chosen must be from 1 to {num_experts}, got {num_chosen}")
     if bias is None:
         return
-    is_like = bias.dtype == torch.float32 and bias.device == logits.device
+    is_like = bias.dtype == torch.float32 and bias.device == device
     if bias.shape != (num_experts,) or not is_like or not bias.is_contiguous():
         raise ValueError(
-            f"route: bias must be fp32 [{num_experts}] contiguous on {logits.device}, "
+            f"{op}: bias must be fp32 [{num_experts}] contiguous on {device}, "
             f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
         )
 

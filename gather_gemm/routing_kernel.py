@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Triton kernels around the experts: the choice, the order of the rows, and the final sum."""
+"""Triton kernels around the experts: their scores and the choice, the order of the rows, and the
+final sum.
+
+The product with the router is small, so its time is latency. It is cut along the depth into as
+many programs as there are tiles, which read their part of the router while the kernel before runs
+out; the kernel that chooses adds the parts.
+"""
 
 import torch
 import triton
@@ -11,16 +17,50 @@ from .overlap import begin, overlaps
 
 
 @triton.jit
+def score_kernel(
+    x,  # [R, D]
+    gate,  # [E, D]
+    parts,  # [P, R, E] fp32, written: the products of one tile of the depth each
+    num_rows,
+    num_experts,
+    depth,
+    x_stride,
+    gate_stride,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row_ids = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    part = tl.program_id(2)
+    depth_ids = part * DEPTH + tl.arange(0, DEPTH)
+    is_row, is_expert, is_deep = row_ids < num_rows, experts < num_experts, depth_ids < depth
+    left = tl.load(
+        gate + experts.to(tl.int64)[:, None] * gate_stride + depth_ids[None, :],
+        mask=is_expert[:, None] & is_deep[None, :],
+        other=0.0,
+    )
+    begin(OVERLAPS)  # what was read before is a weight, which no kernel writes
+    right = tl.load(
+        x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None],
+        mask=is_row[None, :] & is_deep[:, None],
+        other=0.0,
+    )
+    products = tl.dot(left, right, input_precision="ieee")
+    into = (part * num_rows + row_ids).to(tl.int64)[:, None] * num_experts + experts[None, :]
+    tl.store(parts + into, products.T, mask=is_row[:, None] & is_expert[None, :])
+
+
+@triton.jit
 def _choose(scores, is_expert, num_chosen, EXPERTS: tl.constexpr):
     """Mark the num_chosen best of each row of scores [ROWS, EXPERTS]; ties to the lowest expert."""
     experts = tl.arange(0, EXPERTS)[None, :]
     is_open = tl.broadcast_to(is_expert[None, :], scores.shape)
-    # NaN equals nothing: as -inf its row still chooses num_chosen experts, the lowest.
-    scores = tl.where(scores == scores, scores, float("-inf"))
+    # NaN is greater than nothing: as the least number its row still chooses the lowest experts.
+    scores = tl.where(scores > -3.0e38, scores, -3.0e38)
     for _ in range(num_chosen):
-        best = tl.max(tl.where(is_open, scores, float("-inf")), axis=1)
-        is_best = is_open & (scores == best[:, None])
-        winner = tl.min(tl.where(is_best, experts, EXPERTS), axis=1)
+        winner = tl.argmax(tl.where(is_open, scores, float("-inf")), axis=1)
         is_open = is_open & (experts != winner[:, None])
     return is_expert[None, :] & ~is_open
 
@@ -28,7 +68,7 @@ def _choose(scores, is_expert, num_chosen, EXPERTS: tl.constexpr):
 # Not specialised: Triton 3.6 fails on the loop of one turn that a constant 1 would leave.
 @triton.jit(do_not_specialize=["num_chosen"])
 def choose_kernel(
-    logits,  # [R, E]
+    logits,  # [P, R, E], to be summed and rounded to the dtype of the weights
     bias,  # [E] fp32
     weights,  # [R, K], written: ascending experts
     chosen,  # [R, E] int8, written where the rows take several blocks
@@ -39,6 +79,8 @@ def choose_kernel(
     num_experts,
     num_chosen,
     logits_stride,
+    part_stride,
+    NUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -53,6 +95,9 @@ def choose_kernel(
     inside = is_row[:, None] & is_expert[None, :]
     at = row_ids.to(tl.int64)[:, None] * logits_stride + experts[None, :]
     given = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        given += tl.load(logits + part * part_stride + at, mask=inside, other=float("-inf"))
+    given = given.to(weights.dtype.element_ty).to(tl.float32)
     given = tl.where(is_row[:, None], given, 0.0)
     powers = tl.where(is_expert[None, :], tl.exp(given - tl.max(given, axis=1)[:, None]), 0.0)
     probabilities = powers / tl.sum(powers, axis=1)[:, None]
@@ -147,9 +192,43 @@ def sum_kernel(
     tl.store(into, total.to(dtype), mask=mask)
 
 
-# Elements of the tile [rows, experts] of a block.
-_BLOCK_ELEMENTS = 2048
-_NUM_WARPS = 4
+# Tile [experts, rows, depth] of a program of the scores. 64 rows of a matrix are one tensor-core
+# instruction.
+_SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
+# The most elements [rows, experts] of all rows, then those of a program of the choice, and its
+# warps. One program also orders the rows, which saves a launch; few rows a program are fewer
+# instructions after each other; of many programs each would read the counts of all.
+_CHOICES = ((2048, (2048, 8)), (65536, (1024, 4)), (None, (2048, 4)))
+_COUNTS_ELEMENTS = 2048  # [programs, experts], of the counts that are read at once
+
+
+def launch_score(x: Tensor, gate: Tensor) -> Tensor:
+    """Enqueue the parts [P, R, E] fp32 whose sum is ``x @ gate.T``; the arguments are checked."""
+    (num_rows, depth), num_experts = x.shape, len(gate)
+    num_parts = triton.cdiv(depth, _SCORE_DEPTH)
+    parts = x.new_empty((num_parts, num_rows, num_experts), dtype=torch.float32)
+    grid = (
+        triton.cdiv(num_rows, _SCORE_ROWS),
+        triton.cdiv(num_experts, _SCORE_EXPERTS),
+        num_parts,
+    )
+    score_kernel[grid](
+        x,
+        gate,
+        parts,
+        num_rows,
+        num_experts,
+        depth,
+        x.stride(0),
+        gate.stride(0),
+        ROWS=_SCORE_ROWS,
+        EXPERTS=_SCORE_EXPERTS,
+        DEPTH=_SCORE_DEPTH,
+        OVERLAPS=overlaps(x.device),
+        launch_pdl=overlaps(x.device),
+        num_warps=4,
+    )
+    return parts
 
 
 def launch_route(
@@ -159,11 +238,18 @@ def launch_route(
     weights: Tensor,
     slots: Tensor,
     ends: Tensor,
+    block: tuple[int, int] | None = None,
 ) -> None:
-    """Enqueue the choice and the order of the rows; the arguments are checked."""
-    num_rows, num_experts = logits.shape
+    """Enqueue the choice and the order of the rows; the arguments are checked.
+
+    `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
+    program of the choice.
+    """
+    parts = logits if logits.dim() == 3 else logits[None]
+    num_parts, num_rows, num_experts = parts.shape
     experts = triton.next_power_of_2(num_experts)
-    rows = max(1, _BLOCK_ELEMENTS // experts)
+    elements, num_warps = block or _choose_block(num_rows * experts)
+    rows = max(1, elements // experts)
     num_blocks = triton.cdiv(num_rows, rows)
     is_whole = num_blocks == 1
     chosen = counts = None
@@ -171,7 +257,7 @@ def launch_route(
         chosen = logits.new_empty((num_rows, num_experts), dtype=torch.int8)
         counts = slots.new_empty((num_blocks, num_experts))
     choose_kernel[(num_blocks,)](
-        logits,
+        parts,
         bias,
         weights,
         chosen,
@@ -181,14 +267,16 @@ def launch_route(
         num_rows,
         num_experts,
         num_chosen,
-        logits.stride(0),
+        parts.stride(1),
+        parts.stride(0),
+        NUM_PARTS=num_parts,
         ROWS=rows,
         EXPERTS=experts,
         HAS_BIAS=bias is not None,
         IS_WHOLE=is_whole,
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
-        num_warps=_NUM_WARPS,
+        num_warps=num_warps,
     )
     if is_whole:
         return
@@ -203,11 +291,15 @@ def launch_route(
         num_blocks,
         ROWS=rows,
         EXPERTS=experts,
-        BLOCKS=rows,
+        BLOCKS=max(1, _COUNTS_ELEMENTS // experts),
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
         num_warps=4,
     )
+
+
+def _choose_block(num_elements: int) -> tuple[int, int]:
+    return next(block for most, block in _CHOICES if most is None or num_elements <= most)
 
 
 def launch_sum(terms: Tensor, out: Tensor, adds: bool) -> None:

@@ -2,20 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the experts of LLaDA-MoE: routing, grouped products, the whole feed-forward stage.
 
-    benchmarks/kernels/bench_experts.py [--rows 1 32 256 ...] [--json FILE]
+    benchmarks/kernels/bench_experts.py [--rows 1 32 256 ...] [--sweep] [--json FILE]
 
 All times are replays of CUDA graphs over the weights of several layers in turn, which no cache
 holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
 writes it; "floor" is the bytes of the experts that the rows touch, at the bandwidth of a copy
 measured in the same run, or the arithmetic at the rate of a large matrix product, whichever is
-longer.
+longer. "route" is the product with the router and the choice.
+
+With --sweep the launches of each kernel that could be chosen are timed instead, and printed with
+the fastest first; those of `gather_gemm` are marked by a star.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +34,15 @@ from benchmarks.gpu_timing import (  # noqa: E402
     matmul_rate,
     write_record,
 )
-from gather_gemm import add_terms, gated_gemm, grouped_gemm, route, weighted_gemm  # noqa: E402
+from gather_gemm import (  # noqa: E402
+    add_terms,
+    gated_gemm,
+    grouped_gemm,
+    route,
+    route_rows,
+    weighted_gemm,
+)
+from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product  # noqa: E402
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 
 if TYPE_CHECKING:
@@ -51,6 +62,18 @@ COLUMNS = (
     *("gated us", "weighted us", "route us", "sum us", "torch route us"),
     *("grouped w1 us", "torch w1 us", "grouped w2 us", "torch w2 us", "worst of torch"),
 )
+# Launches to be timed: columns, depth, warps and stages of a tile, of as many rows as are chosen
+# today and of half as many.
+GATED_TILES = (
+    *((64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 2), (64, 128, 4, 3)),
+    *((128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
+)
+PRODUCT_TILES = (
+    *((128, 64, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 2)),
+    *((128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4)),
+)
+# Elements of a block of the choice, and warps.
+CHOICES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16), (4096, 8), (4096, 16))
 
 
 @dataclass(frozen=True)
@@ -75,12 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--width", type=int, default=WIDTH, help="I of this rank's experts")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--sweep", action="store_true", help="time the launches that could be chosen"
+    )
     parser.add_argument("--json", type=Path, help="write the table here")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     table = []
     weights = [make_weights(args.width) for _ in range(NUM_LAYERS)]
+    if args.sweep:
+        for num_rows in args.rows:
+            sweep([make_layer(num_rows, *each) for each in weights], args.repeats)
+        return
     print(" | ".join(COLUMNS))
     for num_rows in args.rows:
         table.append(measure([make_layer(num_rows, *each) for each in weights], args.repeats))
@@ -107,7 +137,7 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 def make_layer(num_rows: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Layer:
     x = random(num_rows, HIDDEN)
     normed = fused_ops.rms_norm(x, norm, EPS)
-    routing = route(normed @ gate.t(), NUM_CHOSEN)
+    routing = route_rows(normed, gate, NUM_CHOSEN)
     inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, w1, routing.ends)
     terms = weighted_gemm(inner, w2, routing.ends, routing.slots, routing.weights)
     rows = normed[routing.slots // NUM_CHOSEN]
@@ -118,12 +148,7 @@ def measure(layers: list[Layer], repeats: int) -> list[float]:
     """A row of the table."""
 
     def time(**variants: Callable[[Layer], object]) -> dict[str, float]:
-        calls = {
-            name: [partial(call, layer) for layer in layers] * NUM_ROUNDS
-            for name, call in variants.items()
-        }
-        times = compare(calls, repeats=repeats)
-        return {name: timing.median_us for name, timing in times.items()}
+        return times_us(layers, repeats, variants)
 
     us = time(stage=stage, torch=torch_stage)
     us |= time(gated=gated, weighted=weighted, route=routed, sum=summed, torch_route=torch_routed)
@@ -136,6 +161,77 @@ def measure(layers: list[Layer], repeats: int) -> list[float]:
         *(us["w1"], us["torch_w1"], us["w2"], us["torch_w2"]),
         max(us["w1"] / us["torch_w1"], us["w2"] / us["torch_w2"]),
     ]
+
+
+def times_us(
+    layers: list[Layer], repeats: int, variants: dict[str, Callable[[Layer], object]]
+) -> dict[str, float]:
+    """Microseconds of one call of each variant."""
+    calls = {
+        name: [partial(call, layer) for layer in layers] * NUM_ROUNDS
+        for name, call in variants.items()
+    }
+    times = compare(calls, repeats=repeats)
+    return {name: timing.median_us for name, timing in times.items()}
+
+
+def sweep(layers: list[Layer], repeats: int) -> None:
+    """Print the time of every launch of every kernel at this number of rows."""
+    from gather_gemm import grouped_kernel, routing_kernel
+
+    num_slots = len(layers[0].rows)
+    shared_bytes = grouped_kernel._shared_bytes(layers[0].x.device)
+
+    def launch_gated(layer: Layer, config: GroupedConfig) -> None:
+        slots, ends = layer.routing.slots, layer.routing.ends
+        grouped_kernel.launch_gated(layer.x, slots, NUM_CHOSEN, layer.w1, ends, layer.inner, config)
+
+    def launch_product(layer: Layer, config: GroupedConfig) -> None:
+        weights, slots, ends = layer.routing
+        terms = layer.terms.flatten(0, 1)
+        grouped_kernel.launch_product(
+            layer.inner, layer.w2, ends, slots, weights, terms, early=True, config=config
+        )
+
+    def launch_route(layer: Layer, block: tuple[int, int]) -> None:
+        parts = routing_kernel.launch_score(layer.x, layer.gate)
+        routing_kernel.launch_route(parts, NUM_CHOSEN, None, *layer.routing, block)
+
+    grouped = (
+        ("gated", launch_gated, choose_gated, GATED_TILES, 2),
+        ("weighted", launch_product, choose_product, PRODUCT_TILES, 1),
+    )
+    for kernel, launch, choose, tiles, num_weights in grouped:
+        chosen = choose(num_slots, NUM_EXPERTS, 2, shared_bytes)
+        configs = [replace(chosen, ahead=ahead) for ahead in (0, 4, 8)] + [
+            GroupedConfig(rows, *tile, ahead=chosen.ahead)
+            for rows in sorted({chosen.rows, max(16, chosen.rows // 2)})
+            for tile in tiles
+        ]
+        fitting = [
+            config
+            for config in configs
+            if config.num_stages * config.stage_bytes(2, num_weights) <= shared_bytes
+        ]
+        variants: dict[str, Callable[[Layer], object]] = {
+            f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
+            for config in fitting
+        }
+        print_sweep(kernel, layers, times_us(layers, repeats, variants))
+    routes: dict[str, Callable[[Layer], object]] = {
+        f"{block[0]} elements a block, {block[1]} warps": partial(launch_route, block=block)
+        for block in CHOICES
+    }
+    routes["as gather_gemm chooses *"] = routed
+    routes["PyTorch's product, then the choice"] = lambda layer: route(
+        layer.x @ layer.gate.t(), NUM_CHOSEN
+    )
+    print_sweep("route", layers, times_us(layers, repeats, routes))
+
+
+def print_sweep(kernel: str, layers: list[Layer], us: dict[str, float]) -> None:
+    for name, time_us in sorted(us.items(), key=lambda item: item[1]):
+        print(f"{kernel:>8} of {len(layers[0].x):>5} rows {time_us:>8.2f} us  {name}", flush=True)
 
 
 def count_touched(layer: Layer) -> int:
@@ -157,11 +253,11 @@ def gated(layer: Layer) -> Tensor:
 
 def weighted(layer: Layer) -> Tensor:
     weights, slots, ends = layer.routing
-    return weighted_gemm(layer.inner, layer.w2, ends, slots, weights)
+    return weighted_gemm(layer.inner, layer.w2, ends, slots, weights, early=True)
 
 
 def routed(layer: Layer) -> Routing:
-    return route(layer.x[:, :NUM_EXPERTS], NUM_CHOSEN)
+    return route_rows(layer.x, layer.gate, NUM_CHOSEN)
 
 
 def summed(layer: Layer) -> None:
@@ -171,9 +267,9 @@ def summed(layer: Layer) -> None:
 def stage(layer: Layer) -> None:
     """The feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
-    weights, slots, ends = route(normed @ layer.gate.t(), NUM_CHOSEN)
+    weights, slots, ends = route_rows(normed, layer.gate, NUM_CHOSEN)
     inner = gated_gemm(normed, slots, NUM_CHOSEN, layer.w1, ends)
-    add_terms(layer.x, weighted_gemm(inner, layer.w2, ends, slots, weights))
+    add_terms(layer.x, weighted_gemm(inner, layer.w2, ends, slots, weights, early=True))
 
 
 def grouped_w1(layer: Layer) -> Tensor:
@@ -193,7 +289,7 @@ def torch_w2(layer: Layer) -> Tensor:
 
 
 def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_route(layer.x[:, :NUM_EXPERTS])
+    return torch_route(layer.x @ layer.gate.t())
 
 
 def torch_route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -122,21 +122,28 @@ def test_floor_is_the_larger_of_moving_and_computing() -> None:
     assert few.floor_ms(**rates) < many.floor_ms(**rates)
 
 
-def test_touched_experts_are_counted() -> None:
+@torch.inference_mode()
+def test_experts_are_counted_layer_by_layer() -> None:
     shape = Shape.of(configuration("llada-moe", num_layers=2, shrink=16))
     model = random_model(shape, "cpu", torch.float32)
-    one_row = plain_model.touched_experts(model, torch.tensor([[5]]))
-    assert one_row == shape.num_chosen
-    many_rows = plain_model.touched_experts(model, torch.arange(200)[None])
-    assert shape.num_chosen < many_rows <= shape.num_experts
+    with plain_model.counted_experts(model) as counts:
+        model.hidden(torch.tensor([[5]]))
+        model.hidden(torch.arange(200)[None])
+    assert counts[:2] == [shape.num_chosen] * 2
+    assert all(shape.num_chosen < count <= shape.num_experts for count in counts[2:])
+    model.hidden(torch.tensor([[5]]))
+    assert len(counts) == 4
     fewer = forward_work(shape, 32, touched_experts=10).weight_bytes
     assert fewer < forward_work(shape, 32).weight_bytes
 
 
 def test_a_dense_model_has_no_experts_to_count() -> None:
     model = random_model(Shape.of(configuration("llada", num_layers=1, shrink=32)), "cpu")
-    with pytest.raises(ValueError, match="wanted one with experts, got llada"):
-        plain_model.touched_experts(model, torch.tensor([[1, 2]]))
+    with (
+        pytest.raises(ValueError, match="wanted one with experts, got llada"),
+        plain_model.counted_experts(model),
+    ):
+        pass
 
 
 def test_random_weights_are_normal_and_norms_neutral() -> None:

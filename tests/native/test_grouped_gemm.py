@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gather_gemm import gated_gemm, grouped_gemm, grouped_launch, is_built, weighted_gemm
+from gather_gemm import (
+    add_terms,
+    gated_gemm,
+    grouped_gemm,
+    grouped_launch,
+    is_built,
+    route_rows,
+    weighted_gemm,
+)
 from gather_gemm.grouped_launch import choose_gated, choose_product, max_tiles, prefers_torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +100,7 @@ def test_experts_against_float64(generator, device, dtype, sizes, width, depth):
     ends = ends_of(sizes, device)
     inner = gated_gemm(x, slots, 2, w1, ends)
     assert relative_error(inner, gated_wanted(x, slots, 2, w1, sizes)) <= ERROR[dtype]
-    terms = weighted_gemm(inner, w2, ends, slots, weights)
+    terms = weighted_gemm(inner, w2, ends, slots, weights, early=True)
     wanted = weighted_wanted(inner, w2, sizes, slots, weights)
     assert terms.shape == (num_slots // 2, 2, depth)
     assert relative_error(terms, wanted) <= ERROR[dtype]
@@ -167,6 +175,47 @@ def test_a_graph_holds_for_any_routing(generator):
         graph.replay()
         wanted = gated_wanted(x, slots, 2, w1, sizes)
         assert relative_error(given, wanted) <= ERROR[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [3, 32, 200])
+def test_layers_in_a_graph_read_their_own_routing(generator, num_rows):
+    """Kernels start before those ahead have ended; replays equal the layers one by one.
+
+    Each layer has another routing, in memory that the layer before used.
+    """
+    width, num_experts, num_chosen, num_layers = 512, 64, 8, 4
+    shapes = ((num_experts, width), (num_experts, 2 * width, width), (num_experts, width, width))
+    gates, w1, w2 = (
+        (torch.randn(num_layers, *shape, generator=generator) / width**0.5).bfloat16().cuda()
+        for shape in shapes
+    )
+    x = torch.empty(num_rows, width, dtype=torch.bfloat16, device="cuda")
+
+    def run(wait):
+        for layer in range(num_layers):
+            weights, slots, ends = route_rows(x, gates[layer], num_chosen)
+            wait()
+            inner = gated_gemm(x, slots, num_chosen, w1[layer], ends)
+            wait()
+            terms = weighted_gemm(inner, w2[layer], ends, slots, weights, early=True)
+            wait()
+            add_terms(x, terms)
+            wait()
+
+    x.normal_()
+    run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(3):
+        given = torch.randn(num_rows, width, generator=generator).bfloat16()
+        x.copy_(given)
+        run(torch.cuda.synchronize)
+        wanted = x.clone()
+        x.copy_(given)
+        graph.replay()
+        assert torch.equal(x, wanted)
 
 
 INTERPRETED = """

@@ -4,19 +4,44 @@
 import pytest
 import torch
 
-from gather_gemm import add_terms, is_built, route, sum_terms
+from gather_gemm import add_terms, is_built, route, route_rows, sum_terms
 from gather_gemm import grouped_reference as reference
 from tests.native.test_grouped_gemm import run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen.
-SIZES = [(1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)]
+# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen;
+# more blocks than are counted at once.
+SIZES = [
+    *((1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)),
+    (1100, 64, 8),
+]
+
+# Depths: of a part of a tile, of a tile, of several and a part.
+DEPTHS = [5, 256, 600]
 
 
 def check_routing(logits, num_chosen, bias):
     given = route(logits, num_chosen, bias)
+    weights, slots, ends = reference.route(logits, num_chosen, bias)
+    assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
+    torch.testing.assert_close(given.weights, weights)
+
+
+def exact_rows(generator, num_rows, num_experts, depth, dtype):
+    """x [R, D] and gate [E, D] of strided rows, whose logits no order of the sums changes.
+
+    Few values: many logits are equal.
+    """
+    x = torch.randint(-2, 3, (num_rows, depth + 8), generator=generator).to(dtype)
+    gate = torch.randint(-2, 3, (num_experts, depth + 16), generator=generator).to(dtype)
+    return x[:, :depth], gate[:, :depth] / 8
+
+
+def check_rows(x, gate, num_chosen, bias):
+    logits = (x.float() @ gate.float().t()).to(x.dtype)
+    given = route_rows(x, gate, num_chosen, bias)
     weights, slots, ends = reference.route(logits, num_chosen, bias)
     assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
     torch.testing.assert_close(given.weights, weights)
@@ -76,6 +101,58 @@ def test_kernels_against_the_reference(generator, num_rows, has_bias):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), SIZES)
+def test_rows_go_where_their_logits_send_them(
+    generator, device, dtype, depth, num_rows, num_experts, num_chosen
+):
+    x, gate = exact_rows(generator, num_rows, num_experts, depth, dtype)
+    bias = torch.randn(num_experts, generator=generator).to(device)
+    for given_bias in (None, bias):
+        check_rows(x.to(device), gate.to(device), num_chosen, given_bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 32, 33, 255, 256, 257, 2000])
+def test_scores_of_any_numbers_are_rounded_once(generator, num_rows):
+    """Against float64: sums in fp32, then one rounding to the dtype."""
+    x = torch.randn(num_rows, 2048, generator=generator).bfloat16().cuda()
+    gate = (torch.randn(64, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
+    probabilities = (x.double() @ gate.double().t()).softmax(-1)
+    weights, slots, ends = route_rows(x, gate, 8)
+    members = torch.bucketize(torch.arange(len(slots), device="cuda"), ends, right=True)
+    experts = torch.empty_like(members)
+    experts[slots.long()] = members
+    experts = experts.view(num_rows, 8)
+    assert (experts.diff(dim=1) > 0).all()
+    # a logit below 8 is rounded by at most 2**-6, and its probability by that share
+    wanted = probabilities.gather(1, experts)
+    torch.testing.assert_close(weights.double(), wanted, rtol=2**-4, atol=0)
+    best = probabilities.topk(8).values
+    torch.testing.assert_close(wanted.sort(descending=True).values, best, rtol=2**-4, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [32, 100])
+def test_a_graph_routes_whatever_rows_it_finds(generator, num_rows):
+    x, gate = (matrix.cuda() for matrix in exact_rows(generator, num_rows, 64, 512, torch.bfloat16))
+    route_rows(x, gate, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given = route_rows(x, gate, 8)
+    for _ in range(3):
+        x.copy_(x.flip(0).roll(1, dims=1))
+        for tensor in given:
+            tensor.zero_()
+        graph.replay()
+        logits = (x.float() @ gate.float().t()).to(x.dtype)
+        weights, slots, ends = reference.route(logits, 8, None)
+        assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
+        torch.testing.assert_close(given.weights, weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_rows", [40, 200])
 def test_the_lowest_expert_wins_among_equals(device, num_rows):
     routing = route(torch.zeros(num_rows, 64, device=device), 8)
@@ -100,6 +177,8 @@ def test_no_rows(device):
     routing = route(torch.empty(0, 6, device=device), 2)
     assert routing.weights.shape == (0, 2) and len(routing.slots) == 0
     assert routing.ends.tolist() == [0] * 6
+    routing = route_rows(torch.empty(0, 4, device=device), torch.empty(6, 4, device=device), 2)
+    assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
     assert sum_terms(torch.empty(0, 2, 8, device=device)).shape == (0, 8)
 
 
@@ -123,11 +202,13 @@ INTERPRETED = """
 import torch
 from gather_gemm import add_terms, route, routing, sum_terms
 from gather_gemm import grouped_reference as reference
-from tests.native.test_routing import SIZES, check_routing
+from tests.native.test_routing import DEPTHS, SIZES, check_routing, check_rows, exact_rows
 routing.reference = None  # the kernels must not need it
 generator = torch.Generator().manual_seed(5)
+*most_rows, num_chosen = SIZES[-1]
+check_routing(torch.randn(*most_rows, generator=generator), num_chosen, None)
 for dtype in (torch.float32, torch.float16):
-    for num_rows, num_experts, num_chosen in SIZES:
+    for num_rows, num_experts, num_chosen in SIZES[:-1]:
         logits = torch.randn(num_rows, num_experts, generator=generator).to(dtype)
         for bias in (None, torch.randn(num_experts, generator=generator)):
             check_routing(logits, num_chosen, bias)
@@ -139,6 +220,11 @@ for dtype in (torch.float32, torch.float16):
         wanted += x
         add_terms(x, terms)
         assert torch.equal(x, wanted)
+for num_rows, num_experts, num_chosen in SIZES[:-1]:
+    if num_rows <= routing.MAX_SCORED_ROWS:
+        for depth in DEPTHS:
+            x, gate = exact_rows(generator, num_rows, num_experts, depth, torch.float16)
+            check_rows(x, gate, num_chosen, torch.randn(num_experts, generator=generator))
 """
 
 
@@ -151,7 +237,11 @@ def test_kernels_under_the_interpreter():
     ("call", "message"),
     [
         (lambda: route(torch.zeros(4), 1), r"logits must be \[R, E\]"),
-        (lambda: route(torch.zeros(4, 2000), 1), "E at most 1024"),
+        (lambda: route(torch.zeros(4, 2000), 1), "E at most 1024, got 2000"),
+        (lambda: route_rows(torch.zeros(4), torch.zeros(6, 8), 1), "route_rows: x must be"),
+        (lambda: route_rows(torch.zeros(4, 8), torch.zeros(6, 7), 1), r"gate must be \['any', 8\]"),
+        (lambda: route_rows(torch.zeros(4, 8), torch.zeros(6, 8), 7), "from 1 to 6, got 7"),
+        (lambda: route_rows(torch.zeros(4, 8), torch.zeros(2000, 8), 7), "route_rows: wanted E"),
         (lambda: route(torch.zeros(4, 4, dtype=torch.int64), 1), "got torch.int64"),
         (lambda: route(torch.zeros(4, 6).t(), 1), "columns of logits must be contiguous"),
         (lambda: route(torch.zeros(4, 6), 7), "num_chosen must be from 1 to 6, got 7"),

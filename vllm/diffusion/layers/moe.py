@@ -45,9 +45,9 @@ class ExpertsMLP:
             ops.add_experts(x, normed, routing, self.w1, self.w2)
 
     def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
-        """The experts of every row; scores are done with when they are chosen."""
-        shape = (len(normed), len(self.w1))
-        scores = ops.linear(normed, self.gate, out=buffers.take("scores", shape, normed.dtype))
-        chosen_bytes = self.num_chosen * (normed.element_size() + 4)  # weights, int32 slots
-        buffers.expect("routing", len(normed) * (len(self.w1) + chosen_bytes))
-        return ops.route(scores, self.num_chosen, self.bias)
+        """The experts of every row."""
+        element_bytes = normed.element_size()
+        scores_bytes = len(self.w1) * (element_bytes + 1)  # and choices, int8
+        chosen_bytes = self.num_chosen * (element_bytes + 4)  # weights, int32 slots
+        buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
+        return ops.route_rows(normed, ops.plain_weight(self.gate), self.num_chosen, self.bias)

@@ -2,7 +2,7 @@
 """The only door to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Score
-from vllm.diffusion.ops.experts import Routing, add_experts, route
+from vllm.diffusion.ops.experts import Routing, add_experts, route, route_rows
 from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,
@@ -52,6 +52,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "route",
+    "route_rows",
     "silu_mul",
     "store_keys_values",
     "to_device",

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gather_gemm import Routing, add_terms, gated_gemm, route, sum_terms, weighted_gemm
+from gather_gemm import (
+    Routing,
+    add_terms,
+    gated_gemm,
+    route,
+    route_rows,
+    sum_terms,
+    weighted_gemm,
+)
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
@@ -19,7 +27,7 @@ from vllm.distributed import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Routing", "add_experts", "route"]
+__all__ = ["Routing", "add_experts", "route", "route_rows"]
 
 
 def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor) -> None:
@@ -31,14 +39,15 @@ def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Ten
     Args:
         x: [R, D], model dtype.
         normed: [R, D], model dtype; not x.
-        routing: the rows' experts, from `route`.
+        routing: the rows' experts, from `route_rows` or `route`.
         w1: [E, 2I, D], the gate's rows first, model dtype.
         w2: [E, D, I], model dtype.
     """
     weights, slots, ends = routing
-    # nested, so that the inner rows are freed before the sum allocates its own
+    # nested, so that the inner rows are freed before the sum allocates its own; early, as the
+    # kernel before is that of the gated product
     terms = weighted_gemm(
-        gated_gemm(normed, slots, weights.shape[1], w1, ends), w2, ends, slots, weights
+        gated_gemm(normed, slots, weights.shape[1], w1, ends), w2, ends, slots, weights, early=True
     )
     if get_tensor_model_parallel_world_size() == 1:
         add_terms(x, terms)
