@@ -7,7 +7,8 @@
 Runs the same requests, one after the other, in three engines side by side, each in a process of its
 own: with the activation pool on CUDA virtual memory, on PyTorch's caching allocator, and on that
 allocator with expandable segments. Two layers of the LLaDA-8B shape do: every layer lays out the
-same buffers. CUDA graphs are off, as they take the same memory in each.
+same buffers. CUDA graphs are off, as they take the same memory in each. Short lengths are as likely
+as long ones: their logarithm is uniform.
 
 * used: the most that buffers and temporaries of any step had in use at a time.
 * reserved: the most that the process held of the GPU for them, looked at after every request.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -113,7 +115,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         sys.exit("error: wanted a CUDA device, found none")
     vocab_size = Shape.of(configuration("llada")).vocab_size
     draw = random.Random(options.seed)
-    lengths = [draw.randint(options.shortest, options.longest) for _ in range(options.requests)]
+    ends = math.log(options.shortest), math.log(options.longest)
+    lengths = [round(math.exp(draw.uniform(*ends))) for _ in range(options.requests)]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), "llada", num_layers=options.num_layers)
         settings: dict[str, Any] = {

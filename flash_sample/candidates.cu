@@ -47,7 +47,7 @@ constexpr int kShares = kWarpSize;      // of a row, at most: one to a lane of t
 constexpr int kMaxBlocks = 8;           // of a cluster, a power of two
 constexpr int kMinWarps = 4;            // of a block of a cluster
 constexpr int kMaxWarps = 8;            // of a block
-constexpr int kBlocksPerProcessor = 2;  // of few rows; more rows have less of the card each
+constexpr int kWarpsPerProcessor = 8;   // have as much under way as memory takes
 
 // ---- The warps that share a row ----
 
@@ -780,14 +780,18 @@ struct Team {
   int num_warps;  // of each block
 };
 
-// Every warp has a share.
+// Few rows are spread over the card; many have a block each, so that nothing need be joined. Every
+// warp has a share.
 Team choose_team(int num_shares, int64_t num_rows, int num_processors, bool has_clusters) {
-  int num_blocks = 1;
-  while (has_clusters && num_blocks < kMaxBlocks && 2 * num_blocks * kMinWarps <= num_shares &&
-         2 * num_blocks * num_rows <= kBlocksPerProcessor * num_processors) {
-    num_blocks *= 2;
+  const auto of_blocks = [=](int count) {
+    return Team{count, std::min(num_shares / count, kMaxWarps)};
+  };
+  for (int count = has_clusters ? kMaxBlocks : 1; count > 1; count /= 2) {
+    const Team team = of_blocks(count);
+    const bool fits = count * team.num_warps * num_rows <= kWarpsPerProcessor * num_processors;
+    if (fits && team.num_warps >= kMinWarps) return team;
   }
-  return {num_blocks, std::min(num_shares / num_blocks, kMaxWarps)};
+  return of_blocks(1);
 }
 
 template <typename T, typename Work>
@@ -833,7 +837,9 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
     num_teams *= num_processors;
   }
   if (error != cudaSuccess) return error;
-  const int64_t count = std::min<int64_t>(params.num_rows, std::max(num_teams, 1));
+  // All teams have as many rows as the busiest one, or one less: none is left alone at the end.
+  const int64_t most_rows = (params.num_rows - 1) / std::max(num_teams, 1) + 1;
+  const int64_t count = (params.num_rows - 1) / most_rows + 1;
   config.gridDim.x = static_cast<unsigned>(count * team.num_blocks);
   return cudaLaunchKernelEx(&config, kernel, params, num_segments);
 }

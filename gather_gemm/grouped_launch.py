@@ -41,9 +41,9 @@ _GATED = (
     (None, GroupedConfig(128, 128, 64, num_warps=8, num_stages=4)),
 )
 _PRODUCT = (
-    (8, GroupedConfig(16, 128, 64, num_warps=4, num_stages=3, ahead=4)),
+    (8, GroupedConfig(16, 64, 128, num_warps=4, num_stages=3, ahead=4)),
     (16, GroupedConfig(32, 128, 64, num_warps=4, num_stages=3, ahead=4)),
-    (64, GroupedConfig(64, 128, 64, num_warps=4, num_stages=3, ahead=4)),
+    (64, GroupedConfig(64, 128, 64, num_warps=4, num_stages=3)),
     (None, GroupedConfig(128, 128, 64, num_warps=8, num_stages=3)),
 )
 # fp32 products run on the ordinary units, from registers: small tiles.
