@@ -197,8 +197,8 @@ def sum_kernel(
 _SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
 # The most elements [rows, experts] of all rows, then those of a program of the choice, and its
 # warps. Few rows a program are fewer instructions after each other; of many programs each would
-# read the counts of all. On an H200, 32 and 256 rows of 64 experts: 6.8 and 7.7 us; one program for
-# 32 rows, which needs no kernel for the order, 7.3; PyTorch's product before the choice 10 and 10.9.
+# read the counts of all. On an H200, 32 and 256 rows of 64 experts: 6.8 and 7.7 us; one program of
+# 32 rows, which needs no kernel for the order, 7.3; PyTorch's product before the choice 10 and 11.
 _CHOICES = ((16384, (512, 4)), (65536, (1024, 4)), (None, (2048, 4)))
 _COUNTS_ELEMENTS = 2048  # [programs, experts], of the counts that are read at once
 

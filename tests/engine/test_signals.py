@@ -35,17 +35,20 @@ def handler() -> Iterator[None]:
 def test_a_library_that_lets_waits_go_on_after_a_signal_does_not_keep_the_engine() -> None:
     signal.siginterrupt(signal.SIGTERM, False)  # as a library's handler around Python's may be
     _restore_signal_handlers()
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    waiting: queue.Queue[None] = queue.Queue()
+    killing = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    waking = threading.Timer(5.0, waiting.put, (None,))  # a wait with a timeout is another one
+    killing.start()
+    waking.start()
     with pytest.raises(Stopped):
-        queue.Queue[None]().get(timeout=10.0)
-    timer.join()
+        waiting.get()
+    waking.cancel()
 
 
 def test_what_python_does_not_handle_stays_as_it_is() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        pass
+        _restore_signal_handlers()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
