@@ -42,6 +42,7 @@ def test_a_library_that_lets_waits_go_on_after_a_signal_does_not_keep_the_engine
     waking.start()
     with pytest.raises(Stopped):
         waiting.get()
+    assert waking.is_alive(), "the signal was seen only when something else ended the wait"
     waking.cancel()
 
 
