@@ -5,19 +5,15 @@
 // Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with
 // its epsilon, which depends on the sum over the row.
 //
-// A row is cut into segments of 2 KiB and those into at most 32 shares: a share is every 32nd
-// segment, reduced by one warp. A team of warps takes the shares of a row: the warps of one block,
-// or of a cluster of blocks where the card has clusters and the rows are few. As many teams as fit
-// stay on the card, and each goes through rows of its own; while a warp reduces one segment, the
-// next are on their way to shared memory, also those of another row. The maximum of a segment is
-// known before its first exp(); further segments of a share rescale what was summed. What is found
-// in a share is sent to the last warp of the team's last block, which joins the row, a share to a
-// lane, once all are there, while the others reduce the next row. The cut depends on the width of a
-// row alone, so the bits of a row depend neither on its neighbours nor on the team.
-//
-// A few rows are a matter of latency: nothing waits for the team's blocks to start but the first
-// message, messages carry their own signal (a fence of the whole card would cost as much as the
-// arithmetic), and the next kernel is let in as soon as the first loads are under way.
+// A team of warps shares a row: the warps of one block, or of a cluster of blocks where the card
+// has clusters. As many teams as fit stay on the card, and each goes through rows of its own. A row
+// is cut into segments of 4 KiB, which are dealt out to the warps; while a warp reduces one
+// segment, the next is on its way to shared memory, also that of another row. The maximum of a
+// segment is known before its first exp(); further segments of a row rescale what was summed. What
+// the warps found of a row meets in the shared memory of the team's last block, whose last warp
+// (the one with the fewest segments) joins it once all are through, while they reduce the next row.
+// The cut into segments and the team depend on the width of a row alone, so the bits of a row do
+// not depend on its neighbours.
 //
 // Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
 // makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and
@@ -33,7 +29,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstring>
 
 #include "params.h"
 #include "row.cuh"
@@ -41,26 +36,26 @@
 namespace flash_sample {
 namespace {
 
-constexpr int kVectors = 4;             // of 16 bytes, per lane and segment
-constexpr int kStages = 4;              // segments that a warp keeps
-constexpr int kShares = kWarpSize;      // of a row, at most: one to a lane of the warp that joins
-constexpr int kMaxBlocks = 8;           // of a cluster, a power of two
-constexpr int kMinWarps = 4;            // of a block of a cluster
-constexpr int kMaxWarps = 8;            // of a block
-constexpr int kWarpsPerProcessor = 8;   // have as much under way as memory takes
+constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
+constexpr int kStages = 2;   // segments that a warp keeps
+// Measured on an H200: with more or larger blocks a row waits longer for its team, with fewer a
+// lone row takes longer.
+constexpr int kMaxWarps = 8;   // of a block
+constexpr int kMaxBlocks = 4;  // of a cluster, a power of two
+constexpr int kMaxMembers = kMaxBlocks * kMaxWarps;
+static_assert(kMaxMembers <= kWarpSize, "one warp joins what they found");
 
 // ---- The warps that share a row ----
 
 // This warp's place.
 struct Member {
   int index;
-  int count;       // of the team
-  int num_shares;  // of a row: those from `index` on, in steps of `count`, are this warp's
+  int count;  // of the team
   int64_t team;
   int64_t num_teams;
   unsigned last_block;  // of the team
 
-  __device__ explicit Member(int num_segments) : num_shares(min(num_segments, kShares)) {
+  __device__ Member() {
     const int warp = threadIdx.x / kWarpSize;
     const int num_warps = blockDim.x / kWarpSize;
 #if __CUDA_ARCH__ >= 900
@@ -80,18 +75,28 @@ struct Member {
   }
 
   __device__ bool joins() const { return index == count - 1; }
+
+  // The last block's copy of a variable in shared memory.
+  template <typename T>
+  __device__ T* of_last_block(T* mine) const {
+#if __CUDA_ARCH__ >= 900
+    uint64_t address;
+    asm("mapa.u64 %0, %1, %2;"
+        : "=l"(address)
+        : "l"(reinterpret_cast<uint64_t>(mine)), "r"(last_block));
+    return reinterpret_cast<T*>(address);
+#else
+    return mine;
+#endif
+  }
 };
 
-// A barrier of the team in two halves: what a warp `has_read` before the first may be overwritten
+// A barrier of all threads of the team in two halves; what was written before the first is seen
 // after the second.
-__device__ void team_arrive([[maybe_unused]] bool has_read) {
+__device__ void team_arrive() {
   __syncwarp();
 #if __CUDA_ARCH__ >= 900
-  if (has_read) {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  } else {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  }
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
@@ -101,105 +106,6 @@ __device__ void team_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
-#endif
-}
-
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// What was found in the shares of a row and of the one before. The copy in the team's last block
-// counts; the warp that joins reads it. Rows are numbered within the team.
-template <typename Found>
-struct Mail {
-  static_assert(sizeof(Found) % sizeof(uint4) == 0, "sent in vectors");
-  Found found[2][kShares];
-  uint64_t full[2];  // barriers: the bytes of all shares have come
-
-  // To be followed by a barrier of the team.
-  __device__ void open([[maybe_unused]] const Member& member) {
-#if __CUDA_ARCH__ >= 900
-    if (!member.joins() || threadIdx.x % kWarpSize != 0) return;
-    for (const uint64_t& barrier : full) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
-                   : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-  }
-
-  // Of one lane.
-  __device__ void send(int number, int share, const Found& mine, const Member& member) {
-    Found* const target = &found[number % 2][share];
-#if __CUDA_ARCH__ >= 900
-    const uint32_t address = in_last_block(target, member);
-    const uint32_t barrier = in_last_block(&full[number % 2], member);
-    constexpr int kCount = sizeof(Found) / sizeof(uint4);
-    uint4 vectors[kCount];
-    memcpy(vectors, &mine, sizeof(Found));
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-          "[%5];" ::"r"(address + i * static_cast<uint32_t>(sizeof(uint4))),
-          "r"(vectors[i].x), "r"(vectors[i].y), "r"(vectors[i].z), "r"(vectors[i].w), "r"(barrier)
-          : "memory");
-    }
-#else
-    *target = mine;
-#endif
-  }
-
-  // Of the warp that joins: the shares of a row, once all are there. Without clusters a barrier
-  // of the block must have followed the last send.
-  __device__ const Found* receive(int number, [[maybe_unused]] const Member& member) {
-#if __CUDA_ARCH__ >= 900
-    const uint32_t barrier = shared_address(&full[number % 2]);
-    if (threadIdx.x % kWarpSize == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                   "r"(member.num_shares * static_cast<int>(sizeof(Found)))
-                   : "memory");
-    }
-    __syncwarp();
-    const uint32_t parity = number / 2 % 2;
-    uint32_t is_full = 0;
-    while (is_full == 0) {
-      asm volatile(
-          "{\n.reg .pred full;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 full, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, full;\n}"
-          : "=r"(is_full)
-          : "r"(barrier), "r"(parity)
-          : "memory");
-    }
-    __syncwarp();
-#endif
-    return found[number % 2];
-  }
-
- private:
-#if __CUDA_ARCH__ >= 900
-  __device__ static uint32_t in_last_block(const void* mine, const Member& member) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address)
-        : "r"(shared_address(mine)), "r"(member.last_block));
-    return address;
-  }
-#endif
-};
-
-// The logits may be the work of the kernel before, which this one need not wait for to start.
-__device__ void await_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// The kernel after this one may start, up to where it waits for the end of this one.
-__device__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -267,7 +173,8 @@ __device__ __nv_bfloat16 lowest(__nv_bfloat16) { return __ushort_as_bfloat16(0xf
 // ---- What a warp holds of a row ----
 
 __device__ void copy_async(uint4* target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(target))),
                "l"(source)
                : "memory");
 }
@@ -345,7 +252,7 @@ struct Segment {
   }
 };
 
-// The segments of one warp, share after share of its team's rows: kStages of them are in shared
+// The segments of one warp, of its team's rows one after another: kStages of them are in shared
 // memory or on their way there.
 template <typename T>
 class Feed {
@@ -359,12 +266,8 @@ class Feed {
         num_segments_(num_segments),
         lane_(threadIdx.x % kWarpSize),
         vectors_(vectors + threadIdx.x / kWarpSize * kStages * kVectors * kWarpSize + lane_),
-        row_(member.team),
-        share_(member.index),
-        index_(member.index) {}
-
-  // Before the first segment is taken.
-  __device__ void start() {
+        row_(member.index < num_segments ? member.team : params.num_rows),
+        index_(member.index) {
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) load(stage);
   }
@@ -390,14 +293,10 @@ class Feed {
     if (row_ < params_.num_rows) {
       const T* logits = static_cast<const T*>(params_.logits) + row_ * params_.row_stride;
       at(stage, index_).load(logits, params_.num_columns);
-      index_ += kShares;
+      index_ += member_.count;
       if (index_ >= num_segments_) {
-        share_ += member_.count;
-        if (share_ >= member_.num_shares) {
-          share_ = member_.index;
-          row_ += member_.num_teams;
-        }
-        index_ = share_;
+        index_ = member_.index;
+        row_ += member_.num_teams;
       }
     }
     commit_copies();
@@ -409,13 +308,12 @@ class Feed {
   const int lane_;
   uint4* const vectors_;
   int64_t row_;  // of the segment to load next
-  int share_;
   int index_;
   int stage_ = 0;  // of the segment to take next
 };
 
-// What is found in a share; columns count from the first of `logits` here.
-struct alignas(uint4) Partial {
+// What one warp found; columns count from the first of `logits` here.
+struct Partial {
   float maximum;
   int column;
   float sum;
@@ -439,7 +337,7 @@ __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
   return draw;
 }
 
-// A share of a row's record.
+// A warp's part of a row's record.
 template <typename T, Score kScore, bool kHasNoise>
 struct Reducer {
   using S = Segment<T>;
@@ -449,23 +347,16 @@ struct Reducer {
   const LogitsParams& params;
   const Row row;
   const int lane;
-  float maximum;  // of the warp
-  int column;     // of the warp
-  float sum;      // of the lane, as what follows
-  float weighted;
-  float first;  // largest logit (margin only)
-  float second;
-  Draw draw;
+  float maximum = negative_infinity();  // of the warp
+  int column = INT_MAX;                 // of the warp
+  float sum = 0.0f;                     // of the lane, as what follows
+  float weighted = 0.0f;
+  float first = negative_infinity();  // largest logit (margin only)
+  float second = negative_infinity();
+  Draw draw = Draw::none();
 
   __device__ Reducer(const LogitsParams& params, int64_t row_index)
       : params(params), row(params.rows, row_index), lane(threadIdx.x % kWarpSize) {}
-
-  __device__ void begin() {
-    maximum = first = second = negative_infinity();
-    column = INT_MAX;
-    sum = weighted = 0.0f;
-    draw = Draw::none();
-  }
 
   __device__ void add(S& segment) {
     segment.remove(params, row.forbidden);
@@ -529,7 +420,7 @@ struct Reducer {
     }
     const float shift = exp_shift(maximum);
     float sums[4] = {}, weights[4] = {};
-#pragma unroll 4
+#pragma unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const Vector<T> vector = segment[v];
 #pragma unroll
@@ -620,11 +511,11 @@ struct Reducer {
     return {maximum, column, warp_sum(sum), entropy_sum, two, draw};
   }
 
-  __device__ static void finish(const LogitsParams& params, int64_t row_index, Mail<Found>& mail,
-                                int number, const Member& member);
+  __device__ static void finish(const LogitsParams& params, int64_t row_index,
+                                const Partial* partials, int count);
 };
 
-// Joins the shares of a row, one to a lane.
+// Joins what the warps of a team found, one to a lane.
 template <bool kHasNoise>
 __device__ Summary join(const Partial* partials, int count, const Row& row, int64_t first_column,
                         int num_columns, int lane) {
@@ -661,13 +552,11 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
 
 template <typename T, Score kScore, bool kHasNoise>
 __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params, int64_t row_index,
-                                                      Mail<Found>& mail, int number,
-                                                      const Member& member) {
+                                                      const Partial* partials, int count) {
   const int lane = threadIdx.x % kWarpSize;
   const Row row(params.rows, row_index);
-  const Partial* partials = mail.receive(number, member);
-  const Summary whole = join<kHasNoise>(partials, member.num_shares, row, params.first_column,
-                                        params.num_columns, lane);
+  const Summary whole =
+      join<kHasNoise>(partials, count, row, params.first_column, params.num_columns, lane);
   if (lane != 0) return;
   if (params.record != nullptr) write_record(params.record + row_index * kRecordFields, whole);
   if (params.token != nullptr) params.token[row_index] = whole.token;
@@ -675,19 +564,17 @@ __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params
   if (params.value != nullptr) params.value[row_index] = score_of(whole, row, params.rows, kScore);
 }
 
-// A share of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
+// A warp's part of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
 template <typename T>
 struct EntropyShare {
-  struct alignas(uint4) Found {
-    float share;
-  };
+  using Found = float;
 
   const LogitsParams& params;
   const Row row;
   const float shift;
   const float inverse;
   const float epsilon;
-  float sums[4];  // of the lane
+  float shares[4] = {};  // of the lane
 
   __device__ static const double* record(const LogitsParams& params, int64_t row_index) {
     return params.whole + row_index * kRecordFields;
@@ -700,8 +587,6 @@ struct EntropyShare {
         inverse(1.0f / static_cast<float>(record(params, row_index)[kSumExp])),
         epsilon(params.rows.epsilon[row_index]) {}
 
-  __device__ void begin() { sums[0] = sums[1] = sums[2] = sums[3] = 0.0f; }
-
   __device__ void add(Segment<T>& segment) {
     segment.remove(params, row.forbidden | row.excluded);
 #pragma unroll 2
@@ -711,20 +596,19 @@ struct EntropyShare {
       for (int k = 0; k < Vector<T>::kWidth; ++k) {
         const float t = (vector[k] - shift) * row.scale;
         const float p = exp2_approx(t) * inverse;
-        sums[k % 4] -= p * log2_approx(p + epsilon);
+        shares[k % 4] -= p * log2_approx(p + epsilon);
       }
     }
   }
 
-  __device__ Found result() const {
-    return {kLn2 * warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
+  __device__ float result() const {
+    return kLn2 * warp_sum((shares[0] + shares[1]) + (shares[2] + shares[3]));
   }
 
-  __device__ static void finish(const LogitsParams& params, int64_t row_index, Mail<Found>& mail,
-                                int number, const Member& member) {
+  __device__ static void finish(const LogitsParams& params, int64_t row_index, const float* found,
+                                int count) {
     const int lane = threadIdx.x % kWarpSize;
-    const Found* found = mail.receive(number, member);
-    const float total = warp_sum(lane < member.num_shares ? found[lane].share : 0.0f);
+    const float total = warp_sum(lane < count ? found[lane] : 0.0f);
     if (lane != 0) return;
     const double* whole = record(params, row_index);
     const bool is_empty = whole[kMaximum] == negative_infinity() || whole[kSumExp] == 0.0;
@@ -735,42 +619,39 @@ struct EntropyShare {
 template <typename T, typename Work>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
     reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
-  __shared__ Mail<typename Work::Found> mail;
-  extern __shared__ uint4 vectors[];  // kStages * kVectors * 32 of each warp
-  const Member member(num_segments);
-  mail.open(member);
-  team_arrive(false);
-  Feed<T> feed(params, member, num_segments, vectors);
-  await_kernel_before();
-  feed.start();
-  let_next_kernel_start();
-
-  int number = 0;  // of the row within the team
-  int64_t row = member.team;
-  for (; row < params.num_rows; row += member.num_teams, ++number) {
-    Work work(params, row);
-    for (int share = member.index; share < member.num_shares; share += member.count) {
-      work.begin();
-      for (int index = share; index < num_segments; index += kShares) {
-        Segment<T> segment = feed.take(index);
-        work.add(segment);
-        feed.release();
-      }
-      const auto mine = work.result();
-      if (share == member.index) {
-        team_wait();  // all blocks have started, and the row two before has been read
-        if (member.joins() && number > 0) {
-          Work::finish(params, row - member.num_teams, mail, number - 1, member);
-        }
-      }
-      if (threadIdx.x % kWarpSize == 0) mail.send(number, share, mine, member);
-    }
-    if (row + member.num_teams < params.num_rows) team_arrive(member.joins());
-  }
-#if __CUDA_ARCH__ < 900
-  __syncthreads();  // the last row's messages, which nothing else tells of
+  using Found = typename Work::Found;
+  __shared__ Found found[2][kMaxMembers];  // of a row and of the one before, in the last block
+  extern __shared__ uint4 vectors[];       // kStages * kVectors * 32 of each warp
+#if __CUDA_ARCH__ >= 900
+  // The logits may be the work of the kernel before, which this one need not wait for to start.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  if (member.joins()) Work::finish(params, row - member.num_teams, mail, number - 1, member);
+  const Member member;
+  team_arrive();  // shared memory of the last block may be written once all blocks have started
+  Feed<T> feed(params, member, num_segments, vectors);
+  auto* const gathered = member.of_last_block(&found);
+  const auto finish = [&](int64_t row, int half) {
+    if (member.joins()) Work::finish(params, row, found[half], member.count);
+  };
+
+  int half = 0;
+  int64_t row = member.team;
+  for (; row < params.num_rows; row += member.num_teams) {
+    Work work(params, row);
+    for (int index = member.index; index < num_segments; index += member.count) {
+      Segment<T> segment = feed.take(index);
+      work.add(segment);
+      feed.release();
+    }
+    const Found mine = work.result();
+    team_wait();  // all have arrived with what they found of the row before
+    if (row != member.team) finish(row - member.num_teams, half ^ 1);
+    if (threadIdx.x % kWarpSize == 0) (*gathered)[half][member.index] = mine;
+    team_arrive();
+    half ^= 1;
+  }
+  team_wait();
+  finish(row - member.num_teams, half ^ 1);
 }
 
 // ---- Launch ----
@@ -780,34 +661,24 @@ struct Team {
   int num_warps;  // of each block
 };
 
-// Few rows are spread over the card; many have a block each, so that nothing need be joined. Every
-// warp has a share.
-Team choose_team(int num_shares, int64_t num_rows, int num_processors, bool has_clusters) {
-  const auto of_blocks = [=](int count) {
-    return Team{count, std::min(num_shares / count, kMaxWarps)};
-  };
-  for (int count = has_clusters ? kMaxBlocks : 1; count > 1; count /= 2) {
-    const Team team = of_blocks(count);
-    const bool fits = count * team.num_warps * num_rows <= kWarpsPerProcessor * num_processors;
-    if (fits && team.num_warps >= kMinWarps) return team;
-  }
-  return of_blocks(1);
+// Depends on the width of a row (and the card) alone.
+Team choose_team(int num_segments, bool has_clusters) {
+  int num_blocks = 1;
+  while (has_clusters && num_blocks < kMaxBlocks && num_segments > 4 * num_blocks) num_blocks *= 2;
+  const int num_warps = (num_segments + num_blocks - 1) / num_blocks;
+  return {num_blocks, std::min(num_warps, kMaxWarps)};
 }
 
 template <typename T, typename Work>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   const auto kernel = reduce_rows<T, Work>;
-  int device = 0, major = 0, num_processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  cudaFuncAttributes compiled{};
+  cudaError_t error = cudaFuncGetAttributes(&compiled, kernel);
   if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  const bool has_clusters = major >= 9;
+  // Of what the card runs, not of the card: a later one may run code that was made for 8.0.
+  const bool has_clusters = compiled.ptxVersion >= 90;
   const int num_segments = (params.num_columns - 1) / Segment<T>::kColumns + 1;
-  const int num_shares = std::min(num_segments, kShares);
-  const Team team = choose_team(num_shares, params.num_rows, num_processors, has_clusters);
+  const Team team = choose_team(num_segments, has_clusters);
 
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -834,12 +705,15 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   } else {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &num_teams, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes);
+    if (error != cudaSuccess) return error;
+    int device = 0, num_processors = 0;
+    error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
     num_teams *= num_processors;
   }
   if (error != cudaSuccess) return error;
-  // All teams have as many rows as the busiest one, or one less: none is left alone at the end.
-  const int64_t most_rows = (params.num_rows - 1) / std::max(num_teams, 1) + 1;
-  const int64_t count = (params.num_rows - 1) / most_rows + 1;
+  const int64_t count = std::min<int64_t>(params.num_rows, std::max(num_teams, 1));
   config.gridDim.x = static_cast<unsigned>(count * team.num_blocks);
   return cudaLaunchKernelEx(&config, kernel, params, num_segments);
 }

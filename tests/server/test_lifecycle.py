@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -100,6 +101,31 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
     assert server.group_is_empty()
     assert len(re.findall(STEP_LINE, server.log())) >= 384
     assert "Traceback" not in server.log()
+
+
+def test_an_engine_that_sleeps_through_its_signal_ends_all_the_same(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Libraries of a GPU can leave handlers behind under which a wait goes on."""
+    code = """
+import signal, threading, time
+def go_on():
+    while True:
+        signal.siginterrupt(signal.SIGTERM, False)
+        time.sleep(0.02)
+threading.Thread(target=go_on, daemon=True).start()
+"""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [*SERVER, "--model", str(model_dir)]
+    server = ServerProcess(command, tmp_path / "server.log", PYTHONPATH=path)
+    try:
+        server.wait_until_healthy()
+        server.terminate()
+        assert server.wait() == 0, server.log()
+        assert "force killing" not in server.log()
+    finally:
+        server.kill()
 
 
 def wait_until_turned_away(server: ServerProcess, timeout_s: float = 30.0) -> None:

@@ -28,6 +28,7 @@ State = Literal["ready", "paused", "draining", "dead"]
 LEAVING = "the server is shutting down; try again later or elsewhere"
 _ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
 _FLUSH_S = 2.0  # for the last errors to reach their clients
+_WAKE_S = 0.5  # between looks at an engine that has been told to end
 
 
 class Lifecycle:
@@ -87,9 +88,13 @@ class Lifecycle:
         """Upstream calls this in a thread when a signal arrives, and once more at the very end."""
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
-        if drains:
-            asyncio.run_coroutine_threadsafe(self._drain(timeout or 0.0), self._loop).result()
+        if not drains:
+            self._stop_engine(timeout=timeout)
+            return
+        asyncio.run_coroutine_threadsafe(self._drain(timeout or 0.0), self._loop).result()
+        waking = asyncio.run_coroutine_threadsafe(self._keep_awake(), self._loop)
         self._stop_engine(timeout=timeout)
+        waking.cancel()
 
     def _is_on_loop(self) -> bool:
         try:
@@ -109,6 +114,16 @@ class Lifecycle:
         # Else it would report the end of the engine's process as a failure.
         if self._engine.output_handler is not None:
             self._engine.output_handler.cancel()
+
+    async def _keep_awake(self) -> None:
+        """Ask the engine something again and again until this is cancelled.
+
+        A signal does not end an engine's wait for requests on every machine; a question does.
+        """
+        while True:
+            with suppress(Exception):
+                await asyncio.wait_for(self._engine.is_paused(), _WAKE_S)
+            await asyncio.sleep(_WAKE_S)
 
     async def _is_idle_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):

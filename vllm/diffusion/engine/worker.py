@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +163,6 @@ class DiffusionWorker(WorkerBase):
                 time.perf_counter() - start,
                 graphs.used_bytes / 2**30,
             )
-        _restore_signal_handlers()
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
 
     def synchronize_device(self) -> None:
@@ -176,17 +173,3 @@ class DiffusionWorker(WorkerBase):
         if self.device is None:
             raise RuntimeError("init_device must run before the model is loaded")
         return self.device
-
-
-def _restore_signal_handlers() -> None:
-    """Let a signal end the engine's process again at once.
-
-    What a GPU's start loads may put handlers of its own around Python's, under which a process that
-    waits for requests sleeps on.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if callable(handler):
-            signal.signal(number, handler)
