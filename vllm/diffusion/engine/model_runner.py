@@ -133,6 +133,7 @@ class DiffusionModelRunner:
             self.graphs = GraphRunner(model, pool, self.caches, graph_memory, max_model_len)
         self._head = PooledHead(model, pool)
         self._last_sizes: tuple[int, ...] = ()
+        self._last_told: tuple[int, tuple[int, ...]] | None = None
         self._usage = self._idle_usage()
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
@@ -286,10 +287,17 @@ class DiffusionModelRunner:
             self.caches.trim()
             plan = self.planner.plan(shape, self._kept_bytes)
         if self.planner.num_found > num_found and self._is_reporting:
-            level = logging.DEBUG if plan.is_whole(shape.rows) else logging.INFO
-            free = self.planner.budget_bytes - self._kept_bytes
-            logger.log(level, "plan for T = %d with %s: %s", shape.rows, readable(free), plan)
+            self._tell(shape.rows, plan)
         return plan
+
+    def _tell(self, num_rows: int, plan: Plan) -> None:
+        """Log a new plan; steps that differ in the rows that are read alone are cut alike."""
+        told = (num_rows, plan.sizes)
+        is_known = told == self._last_told
+        self._last_told = told
+        level = logging.DEBUG if is_known or plan.is_whole(num_rows) else logging.INFO
+        free = self.planner.budget_bytes - self._kept_bytes
+        logger.log(level, "plan for T = %d with %s: %s", num_rows, readable(free), plan)
 
     def _begin_measuring(self, plan: Plan, num_rows: int) -> UsageMeter | None:
         """Times cost a GPU's host two events a stage: small steps do without."""
