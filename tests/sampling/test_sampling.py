@@ -19,7 +19,15 @@ from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
-from vllm.diffusion.sampling import Choice, NoiseSource, PhiloxNoise, RowGroup, choose, sample
+from vllm.diffusion.sampling import (
+    Choice,
+    NoiseSource,
+    PhiloxNoise,
+    RowGroup,
+    choose,
+    sample,
+    sampler,
+)
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -302,6 +310,37 @@ def test_neighbours_and_chunks_change_nothing(rows_per_chunk: int) -> None:
     wanted = torch.cat([score for _, score in alone])
     # Products of other shapes round differently.
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 2, 3])
+def test_rows_whose_logits_are_copied_go_a_few_at_a_time(
+    rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hidden, seen = head_model(), hidden_rows(50), []
+
+    def adjust(logits: Tensor, positions: Tensor) -> Tensor:
+        seen.append(len(logits))
+        return logits + 0.01 * positions[:, None] * logits
+
+    def candidates(part: RowGroup) -> Tensor:
+        first = dataclasses.replace(part, rows=slice(0, len(part.positions)))
+        return sample(model, [(hidden[part.rows], [first])], PhiloxNoise())
+
+    plain = group(list(range(7)), temperature=0.8)
+    groups = [
+        dataclasses.replace(plain, params=dataclasses.replace(plain.params, logprobs=2)),
+        group(list(range(5)), confidence_dtype="float64"),
+        dataclasses.replace(group(list(range(10, 17))), adjust=adjust),
+        dream(list(range(20, 27)), temperature=0.5, top_p=0.9),
+    ]
+    wanted = [candidates(part) for part in groups]
+    assert seen == [7]
+    seen.clear()
+    copies = sampler.BYTES_OF_COPIES * NUM_COLUMNS * rows_at_a_time
+    monkeypatch.setattr(sampler, "COPIES_BYTES", copies)
+    for part, whole in zip(groups, wanted, strict=True):
+        assert torch.equal(candidates(part), whole)
+    assert sum(seen) == 7 and max(seen) == rows_at_a_time
 
 
 def test_plain_requests_share_a_product() -> None:

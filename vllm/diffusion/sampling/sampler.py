@@ -9,7 +9,7 @@ requests that want alike are sampled by one launch (`joint`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.sampling.noise import NoiseSource
     from vllm.diffusion.scoring import Scoring
+
+
+BYTES_OF_COPIES = 24  # of a logit, where PyTorch sorts, draws or takes logarithms in fp32
+COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
 
 
 class LogitsModel(Protocol):
@@ -62,6 +66,11 @@ class RowGroup:
     unconditional_rows: slice | None
     positions: torch.Tensor
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether more is wanted of the logits than candidates."""
+        return self.adjust is not None or self.params.num_logprobs is not None
 
     @property
     def forbidden(self) -> tuple[int, ...]:
@@ -163,25 +172,31 @@ def _choose(
     own = logits[lead.rows.start : run[-1].rows.stop]
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
-        own = free + (lead.params.cfg_scale + 1) * (own - free)
-    if lead.params.num_logprobs is not None:
-        return _choose_with_logprobs(own, lead, model, noise)
-    if len(run) == 1:
+        own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
+    if len(run) > 1:
+        kind = kind_of(lead, own, noise)
+        assert kind is not None
+        return Choice(*choose_jointly(own, run, kind, model.vocab_start, model.vocab_size)).packed()
+    if not lead.has_extras and kind_of(lead, own, noise) is not None:
         return choose(own, lead, model, noise).packed()
-    kind = kind_of(lead, own, noise)
-    assert kind is not None
-    return Choice(*choose_jointly(own, run, kind, model.vocab_start, model.vocab_size)).packed()
+    # The others make copies of their logits: of a few rows at a time.
+    most = max(COPIES_BYTES // (BYTES_OF_COPIES * model.vocab_size), 1)
+    parts = [slice(start, start + most) for start in range(0, max(len(own), 1), most)]
+    return torch.cat([_choose_part(own, lead, part, model, noise) for part in parts], dim=1)
 
 
-def _choose_with_logprobs(
-    logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource
+def _choose_part(
+    logits: torch.Tensor, group: RowGroup, rows: slice, model: LogitsModel, noise: NoiseSource
 ) -> torch.Tensor:
+    """What `sample` returns for some rows of a group, given all of its logits."""
+    logits, group = logits[rows], replace(group, positions=group.positions[rows])
+    if group.params.num_logprobs is None:
+        return choose(logits, group, model, noise).packed()
     # Before the choice, which may overwrite the logits; ranks exchange their columns for it.
     whole = ops.gather_columns(logits, model.vocab_size)
     distribution = distribution_of(whole, group.forbidden)
     found = choose(logits, group, model, noise)
-    num_top = group.params.num_logprobs or 0
-    logprobs = Logprobs.of(distribution, found.tokens, found.greedy, num_top)
+    logprobs = Logprobs.of(distribution, found.tokens, found.greedy, group.params.num_logprobs)
     return torch.cat([found.packed(), logprobs.packed()])
 
 
@@ -241,8 +256,7 @@ def _runs(
     run: list[RowGroup] = []
     kind: Kind | None = None
     for group in groups:
-        has_extras = group.adjust is not None or group.params.num_logprobs is not None
-        is_lone = group.unconditional_rows is not None or has_extras
+        is_lone = group.unconditional_rows is not None or group.has_extras
         own = None if is_lone else kind_of(group, logits, noise)
         if run and (own is None or own != kind or run[-1].rows.stop != group.rows.start):
             yield run
