@@ -114,9 +114,7 @@ def run(
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="Our server against a plain loop.")
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--family", choices=FAMILIES, help="a released shape, random weights")
-    model.add_argument("--model", type=Path, help="checkpoint folder with weights")
+    add_model_options(parser)
     parser.add_argument("--in-process", action="store_true", help="no server, no HTTP")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32], metavar="N")
     parser.add_argument(
@@ -128,14 +126,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="forwards of a canvas")
     parser.add_argument("--rounds", type=int, default=2, help="requests of every client")
     parser.add_argument("--no-reference", action="store_true", help="leave the plain loop out")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="with --family: fewer layers")
-    parser.add_argument("--shrink", type=int, default=1, help="with --family: divide all widths")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "throughput")
     options = parser.parse_args(arguments)
     if min(*options.clients, options.rounds, options.prompt_length) < 1:
         parser.error("--clients, --rounds, --prompt-length: wanted at least 1")
     return options
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model is served, as `checkpoint` wants to know it."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--family", choices=FAMILIES, help="a released shape, random weights")
+    model.add_argument("--model", type=Path, help="checkpoint folder with weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-layers", type=int, help="with --family: fewer layers")
+    parser.add_argument("--shrink", type=int, default=1, help="with --family: divide all widths")
 
 
 # --- measuring -------------------------------------------------------------------------------

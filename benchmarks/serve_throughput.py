@@ -39,7 +39,7 @@ from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch an
 from test_api_request import post  # noqa: E402
 
 from benchmarks import compare_hf, gpu_timing  # noqa: E402
-from benchmarks.compare_hf import FAMILIES, PLAIN_LOOP, SERVER  # noqa: E402
+from benchmarks.compare_hf import PLAIN_LOOP, SERVER  # noqa: E402
 from benchmarks.shapes import Shape  # noqa: E402
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="The server under 1 to 64 clients.")
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--family", choices=FAMILIES, help="a released shape, random weights")
-    model.add_argument("--model", type=Path, help="checkpoint folder with weights")
+    compare_hf.add_model_options(parser)
     parser.add_argument(
         "--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64], metavar="N"
     )
@@ -110,9 +108,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="forwards of a canvas")
     parser.add_argument("--algorithm", help="of the server; the loop's by default, semi_ar")
     parser.add_argument("--cache", default="none", help="of the server (default: none)")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="with --family: fewer layers")
-    parser.add_argument("--shrink", type=int, default=1, help="with --family: divide all widths")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "serve_throughput")
     options = parser.parse_args(arguments)
     if min(*options.clients, options.prompt_length) < 1 or options.requests < 2:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gather_gemm import route
 from vllm.diffusion import ops
 
 NUM_EXPERTS, WIDTH, INNER = 6, 8, 16
@@ -55,7 +56,7 @@ def test_mixture_equals_its_definition(num_rows: int, num_chosen: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, WIDTH, generator=generator)
     normed = torch.randn(num_rows, WIDTH, generator=generator)
-    routing = ops.route(torch.randn(num_rows, NUM_EXPERTS, generator=generator), num_chosen)
+    routing = route(torch.randn(num_rows, NUM_EXPERTS, generator=generator), num_chosen)
     kept = normed.clone()
     wanted = x.double() + plain_mixture(normed, routing, *matrices())
     ops.add_experts(x, normed, routing, *matrices())
@@ -68,7 +69,7 @@ def test_all_rows_with_one_expert(device: str) -> None:
     normed = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
     logits = torch.zeros(5, NUM_EXPERTS, device=device)
     logits[:, -1] = 50.0
-    routing = ops.route(logits, 1)
+    routing = route(logits, 1)
     assert routing.ends.tolist() == [0] * (NUM_EXPERTS - 1) + [5]
     w1, w2 = (matrix.to(device) for matrix in matrices())
     x = torch.zeros_like(normed)
@@ -87,7 +88,7 @@ def test_terms_are_added_in_ascending_order_in_the_model_dtype(device: str) -> N
     w1[:, INNER, 0] = 1.0
     w2 = torch.zeros(3, WIDTH, INNER, dtype=torch.bfloat16, device=device)
     w2[:, 0, 0] = torch.tensor([1.0, 256.0, 1.0]) / 32.0
-    routing = ops.route(torch.tensor([[1.0, 3.0, 2.0]], device=device), 3)
+    routing = route(torch.tensor([[1.0, 3.0, 2.0]], device=device), 3)
     routing.weights.fill_(1.0)
     routing = routing._replace(weights=routing.weights.to(torch.bfloat16))
     x = torch.zeros_like(normed)
@@ -99,7 +100,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
     """Each rank holds half of every expert's width; what the ranks would reduce is summed here."""
     generator = torch.Generator().manual_seed(3)
     normed = torch.randn(7, WIDTH, generator=generator)
-    routing = ops.route(torch.randn(7, NUM_EXPERTS, generator=generator), 2)
+    routing = route(torch.randn(7, NUM_EXPERTS, generator=generator), 2)
     w1, w2 = matrices()
     whole = torch.zeros_like(normed)
     ops.add_experts(whole, normed, routing, w1, w2)
@@ -122,7 +123,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
 
 def test_weights_are_probabilities_over_all_experts() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    routing = ops.route(logits, 2)
+    routing = route(logits, 2)
     assert chosen_experts(routing).tolist() == [[1, 3]]
     wanted = torch.softmax(logits.double(), dim=-1)[:, [1, 3]]
     torch.testing.assert_close(routing.weights.double(), wanted)
@@ -131,18 +132,18 @@ def test_weights_are_probabilities_over_all_experts() -> None:
 
 def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    routing = ops.route(logits, 2, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    routing = route(logits, 2, torch.tensor([1.0, 0.0, 0.0, 0.0]))
     assert chosen_experts(routing).tolist() == [[0, 1]]
     torch.testing.assert_close(routing.weights, torch.softmax(logits, dim=-1)[:, [0, 1]])
 
 
 def test_the_lowest_expert_wins_among_equals() -> None:
-    assert chosen_experts(ops.route(torch.zeros(40, 64), 8)).tolist() == [list(range(8))] * 40
+    assert chosen_experts(route(torch.zeros(40, 64), 8)).tolist() == [list(range(8))] * 40
 
 
 def test_bf16_logits_are_widened_before_the_softmax() -> None:
     logits = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    routing = ops.route(logits, 8)
+    routing = route(logits, 8)
     wide = torch.softmax(logits.float(), dim=-1)
     assert routing.weights.dtype == torch.bfloat16
     wanted = wide.gather(1, chosen_experts(routing)).to(torch.bfloat16)

@@ -2,7 +2,7 @@
 """The only door to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Score
-from vllm.diffusion.ops.experts import Routing, add_experts, route, route_rows
+from vllm.diffusion.ops.experts import Routing, add_experts, route_rows
 from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,
@@ -51,7 +51,6 @@ __all__ = [
     "plain_weight",
     "rms_norm",
     "rotary_tables",
-    "route",
     "route_rows",
     "silu_mul",
     "store_keys_values",

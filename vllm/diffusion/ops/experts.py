@@ -14,7 +14,6 @@ from gather_gemm import (
     Routing,
     add_terms,
     gated_gemm,
-    route,
     route_rows,
     sum_terms,
     weighted_gemm,
@@ -27,7 +26,7 @@ from vllm.distributed import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Routing", "add_experts", "route", "route_rows"]
+__all__ = ["Routing", "add_experts", "route_rows"]
 
 
 def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor) -> None:
@@ -39,7 +38,7 @@ def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Ten
     Args:
         x: [R, D], model dtype.
         normed: [R, D], model dtype; not x.
-        routing: the rows' experts, from `route_rows` or `route`.
+        routing: the rows' experts, from `route_rows`.
         w1: [E, 2I, D], the gate's rows first, model dtype.
         w2: [E, D, I], model dtype.
     """

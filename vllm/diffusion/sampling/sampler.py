@@ -173,13 +173,10 @@ def _choose(
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
         own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
-    if len(run) > 1:
-        kind = kind_of(lead, own, noise)
-        assert kind is not None
+    kind = None if lead.has_extras else kind_of(lead, own, noise)
+    if kind is not None:
         return Choice(*choose_jointly(own, run, kind, model.vocab_start, model.vocab_size)).packed()
-    if not lead.has_extras and kind_of(lead, own, noise) is not None:
-        return choose(own, lead, model, noise).packed()
-    # The others make copies of their logits: of a few rows at a time.
+    # The others, each in a run of its own, make copies of their logits: of a few rows at a time.
     most = max(COPIES_BYTES // (BYTES_OF_COPIES * model.vocab_size), 1)
     parts = [slice(start, start + most) for start in range(0, max(len(own), 1), most)]
     return torch.cat([_choose_part(own, lead, part, model, noise) for part in parts], dim=1)
