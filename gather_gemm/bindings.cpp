@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "skinny_linear.h"
+#include "linear.h"
 
 namespace py = pybind11;
 
@@ -16,15 +16,15 @@ namespace {
 
 void check(cudaError_t error) {
   if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string("gather_gemm.skinny_linear: ") + cudaGetErrorName(error) +
-                           ": " + cudaGetErrorString(error));
+  throw std::runtime_error(std::string("gather_gemm: ") + cudaGetErrorName(error) + ": " +
+                           cudaGetErrorString(error));
 }
 
-void skinny_linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
-                   int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns,
-                   int depth, Epilogue epilogue, int columns, int split, bool early, int device,
-                   uintptr_t stream) {
-  SkinnyLinearParams params{};
+void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
+            int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns, int depth,
+            Epilogue epilogue, int rows, int columns, int share, int split, bool early, int device,
+            uintptr_t stream) {
+  LinearParams params{};
   params.x = reinterpret_cast<const void*>(x);
   params.weight = reinterpret_cast<const void*>(weight);
   params.bias = reinterpret_cast<const void*>(bias);
@@ -36,10 +36,11 @@ void skinny_linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out,
   params.num_columns = num_columns;
   params.depth = depth;
   params.epilogue = epilogue;
-  params.tiling = {columns, split};
+  params.tiling = {rows, columns, share, split};
   params.early = early;
   check(cudaSetDevice(device));
-  check(launch_skinny_linear(params, reinterpret_cast<cudaStream_t>(stream)));
+  const auto launch = rows == 0 ? launch_skinny_linear : launch_wide_linear;
+  check(launch(params, reinterpret_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace
@@ -47,15 +48,15 @@ void skinny_linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out,
 
 PYBIND11_MODULE(_gather_gemm, module) {
   using gather_gemm::Epilogue;
-  module.attr("MAX_ROWS") = gather_gemm::kMaxRows;
+  module.attr("MAX_ROWS") = gather_gemm::kMaxSkinnyRows;
   py::enum_<Epilogue>(module, "Epilogue")
       .value("STORE", Epilogue::kStore)
       .value("RESIDUAL", Epilogue::kResidual)
       .value("SILU_MUL", Epilogue::kSiluMul);
-  module.def("skinny_linear", &gather_gemm::skinny_linear, py::kw_only(), py::arg("x"),
-             py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("x_stride"),
-             py::arg("weight_stride"), py::arg("out_stride"), py::arg("num_rows"),
-             py::arg("num_columns"), py::arg("depth"), py::arg("epilogue"), py::arg("columns"),
+  module.def("linear", &gather_gemm::linear, py::kw_only(), py::arg("x"), py::arg("weight"),
+             py::arg("bias"), py::arg("out"), py::arg("x_stride"), py::arg("weight_stride"),
+             py::arg("out_stride"), py::arg("num_rows"), py::arg("num_columns"), py::arg("depth"),
+             py::arg("epilogue"), py::arg("rows"), py::arg("columns"), py::arg("share"),
              py::arg("split"), py::arg("early"), py::arg("device"), py::arg("stream"),
              py::call_guard<py::gil_scoped_release>());
 }

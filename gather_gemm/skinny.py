@@ -82,7 +82,7 @@ def skinny_linear(
     if out is None:
         out = x.new_empty(len(x), num_columns // (2 if epilogue is Epilogue.SILU_MUL else 1))
     with torch.cuda.device(x.device):
-        _native.skinny_linear(
+        _native.linear(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
             bias=0 if bias is None else bias.contiguous().data_ptr(),
@@ -94,7 +94,9 @@ def skinny_linear(
             num_columns=num_columns,
             depth=depth,
             epilogue=getattr(_native.Epilogue, epilogue.name),
+            rows=0,
             columns=tiling.columns,
+            share=1,
             split=tiling.split,
             early=early,
             device=x.device.index,

@@ -13,12 +13,11 @@
 // Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
 // while that kernel ends, and waits for it before it reads x.
 
-#include <cuda_bf16.h>
-
 #include <algorithm>
 
+#include "epilogue.cuh"
 #include "hopper.cuh"
-#include "skinny_linear.h"
+#include "linear.h"
 
 namespace gather_gemm {
 namespace {
@@ -35,14 +34,6 @@ struct KernelParams {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
-// As PyTorch rounds them one by one: both products, silu, and silu times up.
-__device__ float silu_mul(float gate, float up) {
-  gate = rounded(gate);
-  return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * rounded(up);
-}
 
 // Adds the bias, and for kResidual what is there already.
 template <Epilogue kEpilogue>
@@ -279,7 +270,7 @@ __global__ void skinny_linear_kernel(const __grid_constant__ CUtensorMap,
 #endif
 
 template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
-cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
+cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   if (params.num_columns % kColumns != 0 || params.depth % (kSplit * kDepth) != 0) {
     return cudaErrorInvalidValue;
@@ -329,7 +320,7 @@ cudaError_t launch(const SkinnyLinearParams& params, cudaStream_t stream) {
 }
 
 template <int kColumns, int kParts, int kSplit, Epilogue kEpilogue>
-cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_groups(const LinearParams& params, cudaStream_t stream) {
   switch ((params.num_rows + kGroupRows - 1) / kGroupRows) {
     case 1:
       return launch<kColumns, kParts, kSplit, 1, kEpilogue>(params, stream);
@@ -347,7 +338,7 @@ cudaError_t launch_groups(const SkinnyLinearParams& params, cudaStream_t stream)
 }
 
 template <int kColumns, int kParts, int kSplit>
-cudaError_t launch_sum(const SkinnyLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_sum(const LinearParams& params, cudaStream_t stream) {
   return params.epilogue == Epilogue::kResidual
              ? launch_groups<kColumns, kParts, kSplit, Epilogue::kResidual>(params, stream)
              : launch_groups<kColumns, kParts, kSplit, Epilogue::kStore>(params, stream);
@@ -355,9 +346,9 @@ cudaError_t launch_sum(const SkinnyLinearParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream) {
   const Tiling tiling = params.tiling;
-  if (params.num_rows < 1 || params.num_rows > kMaxRows) return cudaErrorInvalidValue;
+  if (params.num_rows < 1 || params.num_rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
     return tiling.columns == 192 && tiling.split == 1
                ? launch_groups<192, 2, 1, Epilogue::kSiluMul>(params, stream)

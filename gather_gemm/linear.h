@@ -8,8 +8,6 @@
 
 namespace gather_gemm {
 
-constexpr int kMaxRows = 192;  // of a product: three groups of 64
-
 // out = x weight^T, bf16. What is done with the product before it is written:
 enum class Epilogue {
   kStore,     // out = product
@@ -17,13 +15,15 @@ enum class Epilogue {
   kSiluMul,   // out = silu(product of the gate's rows) * product of the other half
 };
 
-// Tile of one cluster. Its `split` blocks share the depth, and each keeps its own pipeline.
+// What a cluster of blocks computes. Its blocks keep pipelines of their own.
 struct Tiling {
+  int rows;     // of x; 0: all there are, which are few
   int columns;  // of the weight's rows: kSiluMul takes half from either part
+  int share;    // blocks side by side that share the rows of x
   int split;    // blocks along the depth
 };
 
-struct SkinnyLinearParams {
+struct LinearParams {
   const void* x;       // [num_rows, depth], rows x_stride apart
   const void* weight;  // [num_columns, depth], rows weight_stride apart
   const void* bias;    // [num_columns], or null; not with kSiluMul
@@ -35,8 +35,11 @@ struct SkinnyLinearParams {
   bool early;  // let the launch overlap the end of the kernel before it
 };
 
-// Enqueues the product. cudaErrorInvalidValue: no kernel for the tiling, or a shape that it does
-// not divide; cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
-cudaError_t launch_skinny_linear(const SkinnyLinearParams& params, cudaStream_t stream);
+// Enqueue the product: of few rows, at most kMaxSkinnyRows, and of any number. Both return
+// cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide the shape;
+// cudaErrorNotSupported without a card of compute capability 9.0, or without a driver call.
+constexpr int kMaxSkinnyRows = 192;
+cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
+cudaError_t launch_wide_linear(const LinearParams& params, cudaStream_t stream);
 
 }  // namespace gather_gemm
