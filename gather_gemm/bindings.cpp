@@ -22,7 +22,7 @@ void check(cudaError_t error) {
 
 void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
             int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns, int depth,
-            Epilogue epilogue, int rows, int columns, int share, int split, bool early, int device,
+            Epilogue epilogue, int rows, int columns, int split, bool early, int device,
             uintptr_t stream) {
   LinearParams params{};
   params.x = reinterpret_cast<const void*>(x);
@@ -36,7 +36,7 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_
   params.num_columns = num_columns;
   params.depth = depth;
   params.epilogue = epilogue;
-  params.tiling = {rows, columns, share, split};
+  params.tiling = {rows, columns, split};
   params.early = early;
   check(cudaSetDevice(device));
   const auto launch = rows == 0 ? launch_skinny_linear : launch_wide_linear;
@@ -56,7 +56,7 @@ PYBIND11_MODULE(_gather_gemm, module) {
   module.def("linear", &gather_gemm::linear, py::kw_only(), py::arg("x"), py::arg("weight"),
              py::arg("bias"), py::arg("out"), py::arg("x_stride"), py::arg("weight_stride"),
              py::arg("out_stride"), py::arg("num_rows"), py::arg("num_columns"), py::arg("depth"),
-             py::arg("epilogue"), py::arg("rows"), py::arg("columns"), py::arg("share"),
-             py::arg("split"), py::arg("early"), py::arg("device"), py::arg("stream"),
+             py::arg("epilogue"), py::arg("rows"), py::arg("columns"), py::arg("split"),
+             py::arg("early"), py::arg("device"), py::arg("stream"),
              py::call_guard<py::gil_scoped_release>());
 }

@@ -10,16 +10,6 @@
 
 namespace gather_gemm {
 
-__device__ inline float rounded(float value) {
-  return __bfloat162float(__float2bfloat16_rn(value));
-}
-
-// As PyTorch rounds them one by one: both products, silu, and silu times up.
-__device__ inline float silu_mul(float gate, float up) {
-  gate = rounded(gate);
-  return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * rounded(up);
-}
-
 // Two elements as the 32 bits that registers and shuffles take, the first in the lower half.
 __device__ inline __nv_bfloat162 as_pair(uint32_t bits) {
   return *reinterpret_cast<const __nv_bfloat162*>(&bits);
@@ -27,6 +17,36 @@ __device__ inline __nv_bfloat162 as_pair(uint32_t bits) {
 
 __device__ inline uint32_t as_bits(__nv_bfloat162 pair) {
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ inline void add_pair(float2& sum, __nv_bfloat162 pair) {
+  const float2 value = __bfloat1622float2(pair);
+  sum.x += value.x;
+  sum.y += value.y;
+}
+
+__device__ inline void add_pair(float2& sum, const __nv_bfloat16* pair) {
+  sum.x += __bfloat162float(pair[0]);
+  sum.y += __bfloat162float(pair[1]);
+}
+
+__device__ inline float2 rounded(float2 value) {
+  return __bfloat1622float2(__float22bfloat162_rn(value));
+}
+
+__device__ inline float silu(float x) {
+  float power, quotient;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));  // log2(e)
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + power));
+  return x * quotient;
+}
+
+// As PyTorch rounds them one by one: both products, silu, and (by who stores it) silu times up.
+__device__ inline float2 silu_mul(float2 gate, float2 up) {
+  gate = rounded(gate);
+  up = rounded(up);
+  gate = rounded(make_float2(silu(gate.x), silu(gate.y)));
+  return make_float2(gate.x * up.x, gate.y * up.y);
 }
 
 }  // namespace gather_gemm

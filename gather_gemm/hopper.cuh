@@ -196,24 +196,6 @@ __device__ inline float4 load_of_block(uint32_t address, int rank) {
   return value;
 }
 
-__device__ inline void copy_to_blocks(uint32_t target, const CUtensorMap* map, int column, int row,
-                                      uint32_t barrier, uint16_t blocks, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(target),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(hint)
-      : "memory");
-}
-
-__device__ inline void arrive_at_block(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 __device__ inline int block_of_cluster() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -19,7 +19,6 @@ enum class Epilogue {
 struct Tiling {
   int rows;     // of x; 0: all there are, which are few
   int columns;  // of the weight's rows: kSiluMul takes half from either part
-  int share;    // blocks side by side that share the rows of x
   int split;    // blocks along the depth
 };
 

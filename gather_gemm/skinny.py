@@ -96,7 +96,6 @@ def skinny_linear(
             epilogue=getattr(_native.Epilogue, epilogue.name),
             rows=0,
             columns=tiling.columns,
-            share=1,
             split=tiling.split,
             early=early,
             device=x.device.index,

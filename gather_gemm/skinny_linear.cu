@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
         for (int i = 0; i < kWidth / 8; ++i) {
           const float* gate = &total[0][i * 4 + half * 2];
           const float* up = &total[1][i * 4 + half * 2];
-          store_pair<kEpilogue>(params, row, first_column + i * 8 + pair, silu_mul(gate[0], up[0]),
-                                silu_mul(gate[1], up[1]));
+          const float2 product = silu_mul(make_float2(gate[0], gate[1]), make_float2(up[0], up[1]));
+          store_pair<kEpilogue>(params, row, first_column + i * 8 + pair, product.x, product.y);
         }
       } else {
 #pragma unroll
