@@ -8,7 +8,7 @@ Importing never fails: without Triton, and without the compiled module, everythi
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, grouped_gemm, weighted_gemm
 from .routing import Routing, add_terms, route, route_rows, sum_terms
-from .skinny import Epilogue, is_skinny_faster, skinny_linear
+from .fused_linear import Epilogue, is_fused_linear_faster, fused_linear
 from .top import Top, gather_top, is_top_faster
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
     "gather_top",
     "grouped_gemm",
     "is_built",
-    "is_skinny_faster",
+    "is_fused_linear_faster",
     "is_top_faster",
     "route",
     "route_rows",
-    "skinny_linear",
+    "fused_linear",
     "sum_terms",
     "weighted_gemm",
 ]

@@ -8,7 +8,7 @@ class Epilogue(enum.Enum):
     RESIDUAL = 1
     SILU_MUL = 2
 
-def skinny_linear(
+def linear(
     *,
     x: int,
     weight: int,
@@ -21,6 +21,7 @@ def skinny_linear(
     num_columns: int,
     depth: int,
     epilogue: Epilogue,
+    rows: int,
     columns: int,
     split: int,
     early: bool,

@@ -39,7 +39,7 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_
   params.tiling = {rows, columns, split};
   params.early = early;
   check(cudaSetDevice(device));
-  const auto launch = rows == 0 ? launch_skinny_linear : launch_wide_linear;
+  const auto launch = rows == 0 ? launch_skinny_linear : launch_gated_linear;
   check(launch(params, reinterpret_cast<cudaStream_t>(stream)));
 }
 

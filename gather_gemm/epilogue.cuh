@@ -11,23 +11,8 @@
 namespace gather_gemm {
 
 // Two elements as the 32 bits that registers and shuffles take, the first in the lower half.
-__device__ inline __nv_bfloat162 as_pair(uint32_t bits) {
-  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-}
-
 __device__ inline uint32_t as_bits(__nv_bfloat162 pair) {
   return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ inline void add_pair(float2& sum, __nv_bfloat162 pair) {
-  const float2 value = __bfloat1622float2(pair);
-  sum.x += value.x;
-  sum.y += value.y;
-}
-
-__device__ inline void add_pair(float2& sum, const __nv_bfloat16* pair) {
-  sum.x += __bfloat162float(pair[0]);
-  sum.y += __bfloat162float(pair[1]);
 }
 
 __device__ inline float2 rounded(float2 value) {

@@ -2,6 +2,7 @@
 """Launch choices of the gather-GEMM, as data."""
 
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,18 @@ def choose_top_config(num_rows: int) -> TopConfig | None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """What one cluster of the skinny product computes, and for how many rows it was faster."""
+    """What one block of a fused product computes, or a cluster of blocks that share the depth."""
 
     columns: int  # rows of the weight; of a gated product half of them from each part
-    split: int  # blocks of a cluster, which share the depth
+    split: int = 1  # blocks of the cluster
+    rows: int = 0  # of x; 0: all there are, which are few
+
+
+@dataclass(frozen=True)
+class SkinnyTiling:
+    """A tiling for few rows, and for how many of them it was faster."""
+
+    tiling: Tiling
     max_rows: int
     min_rows: int = 1
 
@@ -87,34 +96,47 @@ class Tiling:
 # 24576 x 4096 (192 columns) 48, 49, 50, 54 -> 48, 49, 51, 54, so that only a gated product, whose
 # second kernel is saved, is worth it. After a norm, at 136, 160, 192 and 256 rows: 4096 x 4096 15,
 # 19, 17, 18 -> 16, 16, 16, 19; 4096 x 12288 34, 36, 49, 44 -> 34, 35, 36, 45.
-_TILINGS = (
-    Tiling(96, 1, max_rows=64),
-    Tiling(64, 2, max_rows=128),
-    Tiling(64, 2, min_rows=144, max_rows=192),
-    Tiling(96, 2, max_rows=64),
-    Tiling(32, 2, max_rows=64),
+_SKINNY = (
+    SkinnyTiling(Tiling(96), max_rows=64),
+    SkinnyTiling(Tiling(64, split=2), max_rows=128),
+    SkinnyTiling(Tiling(64, split=2), min_rows=144, max_rows=192),
+    SkinnyTiling(Tiling(96, split=2), max_rows=64),
+    SkinnyTiling(Tiling(32, split=2), max_rows=64),
 )
-_GATED_TILINGS = (Tiling(192, 1, max_rows=128),)
+_SKINNY_GATED = (SkinnyTiling(Tiling(192), max_rows=128),)
+# The gated product of more rows, 24576 x 4096, cuBLAS and activation -> ours in us at 256, 384,
+# 512, 640, 1,024 and 8,192 rows: 94, 129, 175, TODO, 328, 2,687 -> 86, 123, 163, TODO, 311, 2,587.
+_GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
+_LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
 _STEP_DEPTH = 64
 
 
 def choose_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
 ) -> Tiling | None:
-    """Tiling that gives (nearly) every multiprocessor one block; None where PyTorch is faster.
+    """Tiling that keeps (nearly) every multiprocessor busy; None where PyTorch is faster.
 
     Args:
         num_rows, num_columns, depth: of the product.
         gated: silu(gate) * up is wanted.
         multiprocessors: of the card.
     """
-    for tiling in _GATED_TILINGS if gated else _TILINGS:
+    for skinny in _SKINNY_GATED if gated else _SKINNY:
+        tiling = skinny.tiling
         blocks = num_columns // tiling.columns * tiling.split
         if (
-            tiling.min_rows <= num_rows <= tiling.max_rows
+            skinny.min_rows <= num_rows <= skinny.max_rows
             and num_columns % tiling.columns == 0
             and depth % (tiling.split * _STEP_DEPTH) == 0
             and 0.84 * multiprocessors <= blocks <= multiprocessors
         ):
+            return tiling
+    if not gated or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
+        return None
+    for tiling in _GATED:
+        tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
+        computed = ceil(tiles / multiprocessors) * multiprocessors
+        wanted = num_rows * num_columns
+        if wanted > 0 and wanted >= _LEAST_USE * computed * tiling.rows * tiling.columns:
             return tiling
     return None

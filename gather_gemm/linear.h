@@ -15,11 +15,11 @@ enum class Epilogue {
   kSiluMul,   // out = silu(product of the gate's rows) * product of the other half
 };
 
-// What a cluster of blocks computes. Its blocks keep pipelines of their own.
+// What one block computes, or a cluster of `split` blocks that share the depth.
 struct Tiling {
   int rows;     // of x; 0: all there are, which are few
   int columns;  // of the weight's rows: kSiluMul takes half from either part
-  int split;    // blocks along the depth
+  int split;
 };
 
 struct LinearParams {
@@ -34,11 +34,11 @@ struct LinearParams {
   bool early;  // let the launch overlap the end of the kernel before it
 };
 
-// Enqueue the product: of few rows, at most kMaxSkinnyRows, and of any number. Both return
-// cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide the shape;
-// cudaErrorNotSupported without a card of compute capability 9.0, or without a driver call.
+// Enqueue the product: any of few rows, at most kMaxSkinnyRows, and the gated one of any number.
+// Both return cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide
+// the shape; cudaErrorNotSupported without the driver's call that describes a matrix.
 constexpr int kMaxSkinnyRows = 192;
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
-cudaError_t launch_wide_linear(const LinearParams& params, cudaStream_t stream);
+cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 
 }  // namespace gather_gemm

@@ -38,10 +38,10 @@ from gather_gemm import (  # noqa: E402
     Epilogue,
     gather_gemm,
     gather_top,
-    is_skinny_faster,
+    is_fused_linear_faster,
     is_top_faster,
     reference,
-    skinny_linear,
+    fused_linear,
 )
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 COLUMNS = ("op", "shape", "rows", "us", "torch", "chosen", "ratio", "TFLOP/s", "TB/s")
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
 NUM_TOKENS, WIDTH, VOCABULARY = 16384, 4096, 126464
-FEW_ROWS = 256  # of a layer's products, beyond which only PyTorch's is there
+FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
 LAYER = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 
 
@@ -125,7 +125,7 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
         }[op]
         # Together several times the cache, as the weights of a model's layers are.
         weights = [random(num_columns, depth) * 0.02 for _ in range(16)]
-        for num_rows in (rows for rows in all_rows if rows <= FEW_ROWS):
+        for num_rows in (rows for rows in all_rows if op == "gated" or rows <= FEW_ROWS):
             x = random(num_rows, depth)
             out_columns = num_columns // 2 if op == "gated" else num_columns
             out = random(num_rows, out_columns)
@@ -136,11 +136,11 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 2.0 * num_rows * num_columns * depth,
                 weights[0].nbytes + x.nbytes + out.nbytes,
                 [
-                    partial(skinny_linear, x, weight, out, epilogue=epilogue, early=True)
+                    partial(fused_linear, x, weight, out, epilogue=epilogue, early=True)
                     for weight in weights
                 ],
                 [partial(_plain, op, x, weight, out) for weight in weights],
-                is_skinny_faster(x, weights[0], epilogue),
+                is_fused_linear_faster(x, weights[0], epilogue),
             )
 
 

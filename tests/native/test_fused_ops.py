@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from gather_gemm import Epilogue, skinny_linear
+from gather_gemm import Epilogue, fused_linear
 from vllm_add_llada.cuda_kernels import fused_ops
 from vllm_add_llada.cuda_kernels.fused_ops import reference
 
@@ -490,7 +490,7 @@ def test_overlapping_kernels_wait_for_each_other(generator):
         run(fused_ops.rotary_tables, positions, inverse, *tables)
         for layer in range(num_layers):
             run(fused_ops.rms_norm, x, gain, 1e-6, out=normed)
-            run(skinny_linear, normed, qkv_weight, fused, early=True)
+            run(fused_linear, normed, qkv_weight, fused, early=True)
             q, k, v = fused.view(num_rows, 48, 128).split((32, 8, 8), dim=1)
             if layer % 2:
                 run(fused_ops.norm_rotary, q, k, gain[:128], gain[128:256], 1e-6, *tables)
@@ -502,7 +502,7 @@ def test_overlapping_kernels_wait_for_each_other(generator):
             run(fused_ops.silu_mul, fused, gated)
             run(normed[:, 1024:].copy_, gated)
             run(fused_ops.rms_norm, normed, gain, 1e-6, out=after)
-            run(skinny_linear, after, back_weight, x, epilogue=Epilogue.RESIDUAL, early=True)
+            run(fused_linear, after, back_weight, x, epilogue=Epilogue.RESIDUAL, early=True)
 
     def fill():
         source.copy_(random(generator, num_rows, width, dtype=torch.bfloat16))

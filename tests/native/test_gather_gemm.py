@@ -14,9 +14,9 @@ from gather_gemm import (
     gather_gemm,
     gather_top,
     is_built,
-    is_skinny_faster,
+    is_fused_linear_faster,
     is_top_faster,
-    skinny_linear,
+    fused_linear,
 )
 from gather_gemm.launch import choose_config, choose_tiling, choose_top_config
 
@@ -254,11 +254,25 @@ def test_tilings_give_each_multiprocessor_one_block():
     assert choose_tiling(32, 24576, 4096, gated=False, multiprocessors=132) is None
 
 
+# Rows for which a card of 132 multiprocessors has little left over in the last of its tiles.
+GATED = [(250, 24576), (384, 24576), (505, 24576), (1000, 24576), (512, 37888)]
+
+
+def test_tilings_of_many_rows_leave_little_of_the_card_idle():
+    chosen = [choose_tiling(*case, 256, gated=True, multiprocessors=132).rows for case in GATED]
+    assert chosen == [256, 128, 256, 256, 256]
+    for num_rows in (0, 129, 192, 300, 448):
+        assert choose_tiling(num_rows, 24576, 256, gated=True, multiprocessors=132) is None
+    assert choose_tiling(256, 24576, 256, gated=True, multiprocessors=0) is None
+    assert choose_tiling(256, 24576, 256 + 8, gated=True, multiprocessors=132) is None
+    assert choose_tiling(256, 24576, 256, gated=False, multiprocessors=132) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", SKINNY_ROWS)
 @pytest.mark.parametrize(("num_columns", "depth", "gated"), SKINNY)
 @pytest.mark.parametrize("early", [False, True])
-def test_skinny_against_float64(generator, num_rows, num_columns, depth, gated, early):
+def test_fused_linear_against_float64(generator, num_rows, num_columns, depth, gated, early):
     wide = torch.randn(max(SKINNY_ROWS), depth + 8, generator=generator).to("cuda", torch.bfloat16)
     x = wide[:num_rows, :depth]
     weight = torch.randn(num_columns, depth, generator=generator).to("cuda", torch.bfloat16)
@@ -268,68 +282,79 @@ def test_skinny_against_float64(generator, num_rows, num_columns, depth, gated, 
     torch.cuda.synchronize()
     room = torch.full((num_rows + 1, num_columns + 8), torch.nan, device="cuda").bfloat16()
     out = room[:num_rows, :num_columns]
-    assert skinny_linear(x, weight, out, early=early) is out
+    assert fused_linear(x, weight, out, early=early) is out
     assert (out.double() - wanted).norm() <= ERROR[torch.bfloat16] * wanted.norm()
     assert room[num_rows:].isnan().all() and room[:, num_columns:].isnan().all()
-    biased = skinny_linear(x, weight, bias=bias, early=early).double()
+    biased = fused_linear(x, weight, bias=bias, early=early).double()
     assert (biased - wanted - bias).norm() <= ERROR[torch.bfloat16] * wanted.norm()
     before = torch.randn(num_rows, num_columns, generator=generator).to("cuda", torch.bfloat16)
     after = before.clone()
-    skinny_linear(x, weight, after, epilogue=Epilogue.RESIDUAL, early=early)
+    fused_linear(x, weight, after, epilogue=Epilogue.RESIDUAL, early=early)
     total = before.double() + wanted
     assert (after.double() - total).norm() <= ERROR[torch.bfloat16] * total.norm()
-    if is_skinny_faster(x, weight):  # the same bits whatever the number of rows
-        assert torch.equal(skinny_linear(x[: (num_rows + 1) // 2], weight), out[: len(x[::2])])
+    if is_fused_linear_faster(x, weight):  # the same bits whatever the number of rows
+        assert torch.equal(fused_linear(x[: (num_rows + 1) // 2], weight), out[: len(x[::2])])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [rows for rows in SKINNY_ROWS if rows <= 128])
-def test_gated_skinny_rounds_as_its_parts(generator, num_rows):
-    x = torch.randn(num_rows, 256, generator=generator).to("cuda", torch.bfloat16)
-    weight = torch.randn(24576, 256, generator=generator).to("cuda", torch.bfloat16) / 16
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns"), [*((rows, 24576) for rows in SKINNY_ROWS if rows <= 128), *GATED]
+)
+def test_gated_linear_rounds_as_its_parts(generator, num_rows, num_columns, early):
+    x = torch.randn(num_rows, 264, generator=generator).to("cuda", torch.bfloat16)[:, :256]
+    weight = torch.randn(num_columns, 256, generator=generator).to("cuda", torch.bfloat16) / 16
     if torch.cuda.get_device_capability() == (9, 0):
-        assert is_skinny_faster(x, weight, Epilogue.SILU_MUL)
-    out = skinny_linear(x, weight, epilogue=Epilogue.SILU_MUL)
+        assert is_fused_linear_faster(x, weight, Epilogue.SILU_MUL)
     gate, up = (x.double() @ weight.double().t()).bfloat16().chunk(2, dim=-1)
     wanted = (torch.nn.functional.silu(gate) * up).double()
+    width = num_columns // 2
+    room = torch.full((num_rows + 1, width + 8), torch.nan, device="cuda").bfloat16()
+    out = room[:num_rows, :width]
+    torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
+    assert fused_linear(x, weight, out, epilogue=Epilogue.SILU_MUL, early=early) is out
     assert (out.double() - wanted).norm() <= 1e-3 * wanted.norm()  # a sum now and then rounds away
+    assert room[num_rows:].isnan().all() and room[:, width:].isnan().all()
+    crooked = torch.empty(num_rows, width + 3, device="cuda").bfloat16()[:, :width]
+    fused_linear(x, weight, crooked, epilogue=Epilogue.SILU_MUL)
+    assert (crooked.double() - wanted).norm() <= 1e-3 * wanted.norm()
 
 
 @pytest.mark.gpu
-def test_skinny_in_a_captured_graph(generator):
+def test_fused_linear_in_a_captured_graph(generator):
     """A chain of products, each started early, replayed over changed rows."""
     x = torch.randn(32, 4096, generator=generator).to("cuda", torch.bfloat16)
     weights = torch.randn(2, 4096, 4096, generator=generator).to("cuda", torch.bfloat16) / 64
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = skinny_linear(x, weights[0], early=True)
-        second = skinny_linear(first, weights[1], early=True)
+        first = fused_linear(x, weights[0], early=True)
+        second = fused_linear(first, weights[1], early=True)
     for _ in range(5):
         x.normal_()
         graph.replay()
-        assert torch.equal(second, skinny_linear(skinny_linear(x, weights[0]), weights[1]))
+        assert torch.equal(second, fused_linear(fused_linear(x, weights[0]), weights[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_skinny_on_the_cpu_is_pytorch(generator, dtype):
+def test_fused_linear_on_the_cpu_is_pytorch(generator, dtype):
     x = torch.randn(5, 24, generator=generator).to(dtype)
     weight = torch.randn(16, 24, generator=generator).to(dtype)
     bias, out = torch.randn(16, generator=generator).to(dtype), torch.zeros(5, 16, dtype=dtype)
-    assert not is_skinny_faster(x, weight)
-    assert torch.equal(skinny_linear(x, weight), x @ weight.t())
-    assert torch.equal(skinny_linear(x, weight, bias=bias), torch.addmm(bias, x, weight.t()))
-    assert skinny_linear(x, weight, out, epilogue=Epilogue.RESIDUAL) is out
+    assert not is_fused_linear_faster(x, weight)
+    assert torch.equal(fused_linear(x, weight), x @ weight.t())
+    assert torch.equal(fused_linear(x, weight, bias=bias), torch.addmm(bias, x, weight.t()))
+    assert fused_linear(x, weight, out, epilogue=Epilogue.RESIDUAL) is out
     torch.testing.assert_close(out, x @ weight.t())
     gate, up = (x @ weight.t()).chunk(2, dim=-1)
-    gated = skinny_linear(x, weight, epilogue=Epilogue.SILU_MUL)
+    gated = fused_linear(x, weight, epilogue=Epilogue.SILU_MUL)
     assert torch.equal(gated, torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.zeros(4)}, "skinny_linear: x must be"),
+        ({"x": torch.zeros(4)}, "fused_linear: x must be"),
         ({"weight": torch.zeros(6, 7)}, r"weight must be \['any', 8\]"),
         ({"weight": torch.zeros(6, 8).half()}, "got torch.float16"),
         ({"bias": torch.zeros(5)}, r"bias must be \[6\]"),
@@ -340,7 +365,7 @@ def test_skinny_on_the_cpu_is_pytorch(generator, dtype):
         ({"epilogue": Epilogue.SILU_MUL, "out": torch.zeros(4, 6)}, r"out must be \[4, 3\]"),
     ],
 )
-def test_arguments_of_skinny_are_checked(changes, message):
+def test_arguments_of_fused_linear_are_checked(changes, message):
     arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8)}
     with pytest.raises(ValueError, match=message):
-        skinny_linear(**(arguments | changes))
+        fused_linear(**(arguments | changes))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gather_gemm import Epilogue, is_skinny_faster, skinny_linear
+from gather_gemm import Epilogue, is_fused_linear_faster, fused_linear
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
@@ -64,8 +64,8 @@ def linear(
         return product if out is None else out.copy_(product)
     weight = plain_weight(layer)[columns]
     bias = None if bias is None else bias[columns]
-    if is_skinny_faster(x, weight):
-        return skinny_linear(x, weight, out, bias=bias, early=_AT_REST)
+    if is_fused_linear_faster(x, weight):
+        return fused_linear(x, weight, out, bias=bias, early=_AT_REST)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -90,8 +90,8 @@ def gated_linear(
     """
     if is_plain(layer) and _local_bias(layer) is None:
         weight = plain_weight(layer)
-        if is_skinny_faster(x, weight, Epilogue.SILU_MUL):
-            return skinny_linear(x, weight, out, epilogue=Epilogue.SILU_MUL, early=_AT_REST)
+        if is_fused_linear_faster(x, weight, Epilogue.SILU_MUL):
+            return fused_linear(x, weight, out, epilogue=Epilogue.SILU_MUL, early=_AT_REST)
     return silu_mul(linear(x, layer, out=gate_up if is_plain(layer) else None), out=out)
 
 
@@ -125,8 +125,8 @@ def add_linear(
         _add_features(x, h, layer, product, features)
     elif adds_in_place(x, layer):
         weight = plain_weight(layer)
-        if is_skinny_faster(h, weight, Epilogue.RESIDUAL):
-            skinny_linear(h, weight, x, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
+        if is_fused_linear_faster(h, weight, Epilogue.RESIDUAL):
+            fused_linear(h, weight, x, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
         else:
             x.addmm_(h, weight.t())
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows, which take the time of reading the weight."""
+"""Products with what follows them: few rows, which take the time of reading the weight, or a gate."""
 
 import warnings
 from enum import Enum
@@ -31,18 +31,18 @@ class Epilogue(Enum):
     SILU_MUL = "silu_mul"  # out = silu(g) * u, where x W^T is g and u side by side
 
 
-def is_skinny_faster(x: Tensor, weight: Tensor, epilogue: Epilogue = Epilogue.STORE) -> bool:
-    """Whether `skinny_linear` has a kernel for these that was measured faster than PyTorch's.
+def is_fused_linear_faster(x: Tensor, weight: Tensor, epilogue: Epilogue = Epilogue.STORE) -> bool:
+    """Whether `fused_linear` has a kernel for these that was measured faster than PyTorch's.
 
     Args:
         x: [R, D].
         weight: [N, D].
-        epilogue: as for `skinny_linear`.
+        epilogue: as for `fused_linear`.
     """
     return _choose_tiling(x, weight, epilogue) is not None
 
 
-def skinny_linear(
+def fused_linear(
     x: Tensor,
     weight: Tensor,
     out: Tensor | None = None,
@@ -51,10 +51,11 @@ def skinny_linear(
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
 ) -> Tensor:
-    """x W^T of few rows, bf16, on a card of compute capability 9.0.
+    """x W^T in one kernel with what follows it, bf16, on a card of compute capability 9.0.
 
-    Sums in fp32, in an order that neither the number of rows nor the rows beside a row change.
-    Wherever there is no such kernel (see `is_skinny_faster`) PyTorch computes the same.
+    Sums in fp32, in an order that neither the number of rows (of those a kernel serves) nor the
+    rows beside a row change. Wherever there is no such kernel (see `is_fused_linear_faster`)
+    PyTorch computes the same.
 
     Args:
         x: [R, D]; rows may be strided.
@@ -75,7 +76,7 @@ def skinny_linear(
     """
     _check(x, weight, out, bias, epilogue)
     tiling = _choose_tiling(x, weight, epilogue)
-    if tiling is None or (out is not None and not _has_pairs(out)):
+    if tiling is None or (out is not None and not _can_be_written(out, tiling)):
         return _reference(x, weight, out, bias, epilogue)
     assert _native is not None
     num_columns, depth = weight.shape
@@ -94,7 +95,7 @@ def skinny_linear(
             num_columns=num_columns,
             depth=depth,
             epilogue=getattr(_native.Epilogue, epilogue.name),
-            rows=0,
+            rows=tiling.rows,
             columns=tiling.columns,
             split=tiling.split,
             early=early,
@@ -143,7 +144,7 @@ def _hopper_multiprocessors(device: int) -> int:
 
 
 def _is_describable(matrix: Tensor) -> bool:
-    """Whether the copy engine can read tiles of it: rows that lie on whole 16 bytes."""
+    """Whether tiles of it can be copied 16 bytes at a time, as the copy engine does."""
     return (
         matrix.stride(1) == 1
         and matrix.stride(0) % 8 == 0
@@ -152,15 +153,17 @@ def _is_describable(matrix: Tensor) -> bool:
     )
 
 
-def _has_pairs(out: Tensor) -> bool:
-    """Whether two neighbouring columns can be written at once."""
+def _can_be_written(out: Tensor, tiling: Tiling) -> bool:
+    """Whether rows lie as the kernel writes them: two elements at once, or eight."""
+    if tiling.rows > 0:
+        return _is_describable(out)
     return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
 
 
 def _check(
     x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, epilogue: Epilogue
 ) -> None:
-    op, gated = "skinny_linear", epilogue is Epilogue.SILU_MUL
+    op, gated = "fused_linear", epilogue is Epilogue.SILU_MUL
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"{op}: x must be [R, D] floating, got {x.dtype} {list(x.shape)}")
     _check_like(op, "weight", weight, x, (-1, x.shape[1]))

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// silu(x gate^T) * (x up^T) for as many rows as keep the tensor cores busy, in tiles that fill the
+// card evenly; the products themselves are never stored.
+//
+// A block computes 256 rows (or 128) of 96 gates and of the 96 ups beside them: that many sums are
+// all that registers hold, and the fewer times an operand is read, the less the second-level cache
+// has to give. Gate and up of a column meet in one thread. One thread copies the weight and one
+// copies x, through a ring of shared-memory stages that goes on from tile to tile, and two groups
+// of four warps multiply.
+//
+// As in skinny_linear.cu an `early` launch reads its first weights while the kernel before it ends.
+//
+// Tried and slower: copies that the blocks of a cluster share (multicast); such tiles for products
+// without a gate, where cuBLAS needs less power and so runs at a higher clock.
+
+#include <algorithm>
+
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "linear.h"
+
+namespace gather_gemm {
+namespace {
+
+constexpr int kColumns = 96;               // of a tile of the result
+constexpr int kWeightRows = 2 * kColumns;  // that it takes: gates, then ups
+constexpr int kBand = 8;                   // tiles of rows whose products run side by side
+constexpr int kGroups = 2;                 // of four warps that multiply; a third one copies
+constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+// Registers of a thread that multiplies, and of one that copies; together those of the card.
+constexpr int kMultiplyRegisters = 232;
+constexpr int kCopyRegisters = 40;
+
+// Sizes of a block whose groups multiply `kTall` times 64 rows each.
+template <int kTall>
+struct Sizes {
+  static constexpr int kRows = kGroups * kTall * kGroupRows;
+  static constexpr int kStageBytes = (kRows + kWeightRows) * kRowBytes;
+  static constexpr int kStages = (kSharedBytes - kAlignment) / (kStageBytes + 16);
+  static constexpr int kSharedTotal = kAlignment + kStages * (kStageBytes + 16);
+};
+
+struct KernelParams {
+  __nv_bfloat16* out;
+  int64_t out_stride;
+  int num_rows;
+  int width;      // columns of out
+  int num_steps;  // stages of a tile
+  int row_tiles, column_tiles;
+  uint64_t weight_hint;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+struct Tile {
+  int row, column;  // the first of the result
+};
+
+// Tiles that run at one time are a band of rows by as many columns: both stay in the cache.
+template <int kTall>
+__device__ Tile locate(const KernelParams& params, int tile) {
+  const int band = tile / (kBand * params.column_tiles);
+  const int in_band = tile - band * kBand * params.column_tiles;
+  const int rows = min(kBand, params.row_tiles - band * kBand);
+  const int row_tile = band * kBand + in_band % rows;
+  return {row_tile * Sizes<kTall>::kRows, in_band / rows * kColumns};
+}
+
+// The ring: in each stage a tile of the weight and then one of x, and two barriers.
+template <int kTall>
+struct Ring {
+  using S = Sizes<kTall>;
+  uint32_t stages;
+
+  __device__ uint32_t weight(int stage) const { return stages + stage * S::kStageBytes; }
+  __device__ uint32_t x(int stage) const { return weight(stage) + kWeightRows * kRowBytes; }
+  __device__ uint32_t full(int stage) const {
+    return stages + S::kStages * S::kStageBytes + stage * 16;
+  }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8; }
+};
+
+template <int kTall>
+struct Position {
+  int stage = 0, phase = 0;
+
+  __device__ void advance() {
+    if (++stage == Sizes<kTall>::kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// Calls `visit` for every tile of this block.
+template <int kTall, typename Visit>
+__device__ void for_each_tile(const KernelParams& params, Visit visit) {
+  const int num_tiles = params.row_tiles * params.column_tiles;
+  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    visit(locate<kTall>(params, tile));
+  }
+}
+
+// One thread keeps one operand in the ring: `copy` enqueues its `bytes` of a stage. The wait for a
+// stage that nothing has been in yet is none.
+template <int kTall, typename Copy>
+__device__ void produce(const Ring<kTall>& ring, const KernelParams& params, int bytes, Copy copy) {
+  Position<kTall> at;
+  for_each_tile<kTall>(params, [&](Tile tile) {
+    for (int step = 0; step < params.num_steps; ++step) {
+      wait(ring.empty(at.stage), at.phase ^ 1);
+      expect_bytes(ring.full(at.stage), bytes);
+      copy(at.stage, tile, step * kDepth);
+      at.advance();
+    }
+  });
+}
+
+// A group of four warps multiplies its rows with the columns of every stage of a tile.
+template <int kTall>
+__device__ void consume(const Ring<kTall>& ring, Position<kTall>& at, int num_steps, int group,
+                        float (&total)[kTall][kWeightRows / 2]) {
+  const bool releases = threadIdx.x % 32 == 0;
+  int last = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    wait(ring.full(at.stage), at.phase);
+    const uint64_t left =
+        matrix_descriptor(ring.x(at.stage) + group * kTall * kGroupRows * kRowBytes);
+    const uint64_t right = matrix_descriptor(ring.weight(at.stage));
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+#pragma unroll
+      for (int tall = 0; tall < kTall; ++tall) {
+        multiply(total[tall], left + k * 2 + tall * (kGroupRows * kRowBytes >> 4), right + k * 2,
+                 step > 0 || k > 0);
+      }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (step > 0 && releases) arrive(ring.empty(last));
+    last = at.stage;
+    at.advance();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (releases) arrive(ring.empty(last));
+}
+
+// Four lanes hold two columns each of four times eight; afterwards each has eight of its own.
+__device__ void transpose(uint32_t (&v)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = (lane & bit) != 0;
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i | bit], bit);
+      v[i] = upper ? other : v[i];
+      v[i | bit] = upper ? v[i | bit] : other;
+    }
+  }
+}
+
+// Writes a tile from the registers, sixteen bytes at a time.
+template <int kTall>
+__device__ void store(const KernelParams& params, Tile tile, int group,
+                      const float (&total)[kTall][kWeightRows / 2]) {
+  const int lane = threadIdx.x % 32;
+  const int first_row =
+      tile.row + group * kTall * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int part = 0; part < kTall * 2; ++part) {
+    const int row = first_row + part / 2 * kGroupRows + part % 2 * 8;
+    __nv_bfloat16* out = params.out + row * params.out_stride;
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* gate = &total[part / 2][(i * 4 + j) * 4 + part % 2 * 2];
+        const float* up = gate + kColumns / 2;
+        const float2 product = silu_mul(make_float2(gate[0], gate[1]), make_float2(up[0], up[1]));
+        packed[j] = as_bits(__float22bfloat162_rn(product));
+      }
+      transpose(packed);
+      const int column = tile.column + (i * 4 + lane % 4) * 8;
+      if (row < params.num_rows && column < params.width) {
+        *reinterpret_cast<uint4*>(out + column) =
+            make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      }
+    }
+  }
+}
+
+template <int kTall>
+__global__ void __launch_bounds__(kThreads, 1)
+    gated_linear_kernel(const __grid_constant__ CUtensorMap x,
+                        const __grid_constant__ CUtensorMap weight,
+                        const __grid_constant__ KernelParams params) {
+  using S = Sizes<kTall>;
+  extern __shared__ char shared[];
+  const Ring<kTall> ring{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment};
+  if (threadIdx.x == 0) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    for (int stage = 0; stage < S::kStages; ++stage) {
+      init_barrier(ring.full(stage), 2);
+      init_barrier(ring.empty(stage), kGroups * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  const int group = threadIdx.x / kGroupThreads;
+  if (group == kGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
+    const int thread = threadIdx.x % kGroupThreads;
+    if (thread == 0) {
+      produce(ring, params, kWeightRows * kRowBytes, [&](int stage, Tile tile, int depth) {
+        const uint32_t gate = ring.weight(stage), up = gate + kColumns * kRowBytes;
+        const uint32_t barrier = ring.full(stage);
+        copy_tile(gate, &weight, depth, tile.column, barrier, params.weight_hint);
+        copy_tile(up, &weight, depth, params.width + tile.column, barrier, params.weight_hint);
+      });
+    } else if (thread == 32) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      produce(ring, params, S::kRows * kRowBytes, [&](int stage, Tile tile, int depth) {
+        copy_tile(ring.x(stage), &x, depth, tile.row, ring.full(stage), kEvictLast);
+      });
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // every thread that writes waits itself
+    Position<kTall> at;
+    for_each_tile<kTall>(params, [&](Tile tile) {
+      float total[kTall][kWeightRows / 2];
+      consume<kTall>(ring, at, params.num_steps, group, total);
+      store<kTall>(params, tile, group, total);
+    });
+  }
+}
+
+#else
+
+template <int kTall>
+__global__ void gated_linear_kernel(const __grid_constant__ CUtensorMap,
+                                    const __grid_constant__ CUtensorMap,
+                                    const __grid_constant__ KernelParams) {}
+
+#endif
+
+template <int kTall>
+cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
+  using S = Sizes<kTall>;
+  const int width = params.num_columns / 2;
+  if (params.depth % kDepth != 0 || width % 8 != 0) return cudaErrorInvalidValue;
+  CUtensorMap x, weight;
+  cudaError_t error =
+      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, S::kRows);
+  if (error != cudaSuccess) return error;
+  error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
+                   kColumns);
+  if (error != cudaSuccess) return error;
+  int device = 0, blocks = 0;
+  error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const auto kernel = gated_linear_kernel<kTall>;
+  error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedTotal);
+  if (error != cudaSuccess) return error;
+
+  KernelParams kernel_params{};
+  kernel_params.out = static_cast<__nv_bfloat16*>(params.out);
+  kernel_params.out_stride = params.out_stride;
+  kernel_params.num_rows = params.num_rows;
+  kernel_params.width = width;
+  kernel_params.num_steps = params.depth / kDepth;
+  kernel_params.row_tiles = (params.num_rows + S::kRows - 1) / S::kRows;
+  kernel_params.column_tiles = (width + kColumns - 1) / kColumns;
+  kernel_params.weight_hint = kernel_params.row_tiles == 1 ? kEvictFirst : kEvictNormal;
+
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(std::min(kernel_params.row_tiles * kernel_params.column_tiles, blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = S::kSharedTotal;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, x, weight, kernel_params);
+}
+
+}  // namespace
+
+cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream) {
+  const bool is_gated = params.epilogue == Epilogue::kSiluMul;
+  if (params.num_rows < 1 || !is_gated || params.tiling.columns != kWeightRows) {
+    return cudaErrorInvalidValue;
+  }
+  switch (params.tiling.rows) {
+    case Sizes<1>::kRows:
+      return launch<1>(params, stream);
+    case Sizes<2>::kRows:
+      return launch<2>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace gather_gemm
