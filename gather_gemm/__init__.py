@@ -6,9 +6,9 @@ Importing never fails: without Triton, and without the compiled module, everythi
 """
 
 from ._ops import gather_gemm, is_built
+from .fused_linear import Epilogue, fused_linear, is_fused_linear_faster
 from .grouped import gated_gemm, grouped_gemm, weighted_gemm
 from .routing import Routing, add_terms, route, route_rows, sum_terms
-from .fused_linear import Epilogue, is_fused_linear_faster, fused_linear
 from .top import Top, gather_top, is_top_faster
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Routing",
     "Top",
     "add_terms",
+    "fused_linear",
     "gated_gemm",
     "gather_gemm",
     "gather_top",
@@ -25,7 +26,6 @@ __all__ = [
     "is_top_faster",
     "route",
     "route_rows",
-    "fused_linear",
     "sum_terms",
     "weighted_gemm",
 ]

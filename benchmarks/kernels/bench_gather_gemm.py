@@ -36,12 +36,12 @@ from benchmarks.gpu_timing import compare, copy_bandwidth, write_record  # noqa:
 from flash_sample import low_confidence  # noqa: E402
 from gather_gemm import (  # noqa: E402
     Epilogue,
+    fused_linear,
     gather_gemm,
     gather_top,
     is_fused_linear_faster,
     is_top_faster,
     reference,
-    fused_linear,
 )
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 

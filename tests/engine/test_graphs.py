@@ -21,13 +21,12 @@ from vllm.diffusion.engine.graphs import (
     Bucket,
     bucket_inputs,
     find_bucket,
-    is_faster_without,
     write_inputs,
 )
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.layers.buffers import FreshBuffers
-from vllm.diffusion.memory import CacheRange, Plan
+from vllm.diffusion.memory import CacheRange
 from vllm.diffusion.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
@@ -79,23 +78,6 @@ def test_buckets_rise_and_hold_whole_tiles() -> None:
 )
 def test_the_smallest_bucket_that_holds_a_batch(lengths: list[int], wanted: Bucket | None) -> None:
     assert find_bucket(batch_of(*map(canvas, lengths))) == wanted
-
-
-@pytest.mark.parametrize(
-    ("lengths", "seconds", "wanted"),
-    [
-        ([1024], 0.02, True),
-        ([1024], 0.005, False),  # a mixture of experts: launching would take longer
-        ([1023], 0.02, False),
-        ([512, 512], 0.02, False),
-    ],
-)
-def test_long_sequences_have_faster_attention_without_a_graph(
-    lengths: list[int], seconds: float, wanted: bool
-) -> None:
-    batch = batch_of(*map(canvas, lengths))
-    plan = Plan(True, 1024, 1024, 1024, 32, predicted_seconds=seconds)
-    assert is_faster_without(batch, plan) == wanted
 
 
 def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:

@@ -11,12 +11,12 @@ import torch
 
 from gather_gemm import (
     Epilogue,
+    fused_linear,
     gather_gemm,
     gather_top,
     is_built,
     is_fused_linear_faster,
     is_top_faster,
-    fused_linear,
 )
 from gather_gemm.launch import choose_config, choose_tiling, choose_top_config
 

@@ -16,7 +16,6 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
 from vllm.diffusion.layers.attention import AttentionLayout
-from vllm.diffusion.layers.attention_backends import KEYS_OF_WHOLE
 from vllm.diffusion.layers.buffers import FreshBuffers
 
 if TYPE_CHECKING:
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
 
-# Beyond the last, launching hides behind computing (docs/performance.md).
+# Beyond the last, a graph's attention costs a long sequence more than launching does
+# (docs/performance.md).
 ROW_BUCKETS = (
     *range(16, 64, 16),
     *range(64, 256, 32),
     *range(256, 512, 64),
     *range(512, 1024 + 1, 128),
 )
-LAUNCHING_SECONDS = 0.012  # of a whole step, kernel by kernel, on a slow host
 ROWS_PER_SEQUENCE = 16  # at least, on average, in a bucket for several sequences
 
 
@@ -98,7 +97,7 @@ class GraphRunner:
 
     def run(self, batch: StepBatch, plan: Plan) -> BodyOutputs | None:
         """The layers of a batch by its bucket's graph; None where no graph serves it."""
-        if not plan.is_whole(batch.num_rows) or is_faster_without(batch, plan):
+        if not plan.is_whole(batch.num_rows):
             return None
         bucket = find_bucket(batch)
         if bucket is None:
@@ -147,14 +146,6 @@ class GraphRunner:
         rows = slice(0, bucket.rows)
         attending = ((Attending(rows, layout, bucket.is_cached),),)
         return BodyInputs(token_ids, positions, slots, attending)
-
-
-def is_faster_without(batch: StepBatch, plan: Plan) -> bool:
-    """Whether a batch is one sequence whose fastest attention no graph can hold, and computes long
-    enough to hide that its kernels are launched one by one."""
-    is_whole_sequence = len(batch.sequences) == 1 and batch.num_whole == batch.num_rows
-    hides_launching = plan.predicted_seconds > LAUNCHING_SECONDS
-    return is_whole_sequence and hides_launching and batch.num_rows >= KEYS_OF_WHOLE
 
 
 def find_bucket(batch: StepBatch) -> Bucket | None:

@@ -113,7 +113,7 @@ class Backend(enum.Enum):
 _MANY_QUERIES = 512
 # cuDNN makes a plan for every new shape, which takes 40 ms. That of a whole sequence serves all
 # layers and steps, and gains as much in 75 steps of this many keys, in 20 of twice as many.
-KEYS_OF_WHOLE = 1024
+_KEYS_OF_WHOLE = 1024
 # Rows that are read after the last layer may be others in every step. With this many keys a step
 # takes so long that the plan does not matter.
 _KEYS_OF_PART = 16384
@@ -185,7 +185,7 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
 
 def _is_worth_a_plan(span: Span) -> bool:
     num_queries, num_keys = span.q_end - span.q_start, span.kv_end - span.kv_start
-    return num_keys >= (KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
+    return num_keys >= (_KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gather_gemm import Epilogue, is_fused_linear_faster, fused_linear
+from gather_gemm import Epilogue, fused_linear, is_fused_linear_faster
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
