@@ -113,7 +113,7 @@ class Canvas:
     def _report(self) -> StepResult:
         canvas, start = self._canvas, self._num_reported
         masked = canvas == self.params.mask_id
-        num_masked = np.count_nonzero(masked)
+        num_masked = int(np.count_nonzero(masked))
         end = start + int(masked[start:].argmax()) if num_masked else len(canvas)
         self._num_reported = end
         final = canvas[start:end].tolist()
