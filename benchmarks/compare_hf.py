@@ -10,7 +10,8 @@ Every client sends a random prompt, waits for its whole canvas, and sends the ne
 is started here and stopped afterwards; `--in-process` runs the engine in this process instead, and
 its clients send their next prompts together. The plain loop (benchmarks/plain_model.py) is LLaDA's
 published generate loop over plain PyTorch modules: no cache, logits of all rows. It runs first, in
-this process; more clients do not make it faster, so it is measured with one.
+this process; more clients do not make it faster, so it is measured with one. Before every row each
+client sends one prompt that is not measured.
 
     tokens/s        canvas tokens of all answers over the time from the first request to the last
                     answer

@@ -12,6 +12,7 @@ the server is absent, refuses the request, or does not answer in time; 2 for wro
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import urllib.error
@@ -160,9 +161,8 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
         url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
     is_local = urllib.parse.urlsplit(url).hostname in LOOPBACK
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_local else []))
     try:
-        with opener.open(request, timeout=timeout) as response:
+        with opener(is_local).open(request, timeout=timeout) as response:
             return str(response.read().decode())
     except urllib.error.HTTPError as error:
         with error:
@@ -176,6 +176,17 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
         raise RequestError(f"no server answers at {url}: {error.reason}") from None
     except (OSError, HTTPException) as error:
         raise RequestError(f"{url} broke off the connection: {error!r}") from None
+
+
+@functools.cache
+def opener(is_local: bool) -> urllib.request.OpenerDirector:
+    """What opens URLs, past all proxies for a server on this machine.
+
+    Made once: from Python 3.12 on it reads all certificates of the system, which takes longer than
+    some answers.
+    """
+    handlers = [urllib.request.ProxyHandler({})] if is_local else []
+    return urllib.request.build_opener(*handlers)
 
 
 def refusal(text: str) -> str:

@@ -14,6 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, running, sampling_params
 from vllm.diffusion import metrics
+from vllm.diffusion.engine import scheduler
 from vllm.diffusion.metrics import Metric, Observations, observations_in
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def test_observations_arrive_as_they_were_made() -> None:
         ("dllm:activation_pool_budget_bytes", str(2**37 + 1), 1),
     ]
     assert sent(seen) == []  # taken once
+
+
+def test_the_newest_value_of_a_gauge_arrives_last() -> None:
+    seen = Observations(enabled=True)
+    for value in (1, 2, 1):
+        seen.observe(metrics.POOL_IN_USE, value)
+    assert [value for _, value, _ in sent(seen)] == ["2", "1"]
 
 
 def test_nothing_is_kept_that_nobody_takes() -> None:
@@ -94,10 +102,26 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     return seen
 
 
+@pytest.mark.parametrize("seconds", [0.0, 3600.0])
+def test_statistics_wait_for_an_output(
+    seconds: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with nothing to tell a client need not be told of; nothing is lost by that."""
+    monkeypatch.setattr(scheduler, "STATISTICS_S", seconds)
+    with running(checkpoint("mha"), disable_log_stats=False) as engine:
+        engine.ask(SMALL)
+        seen = record(monkeypatch)
+        (answer,) = engine.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
+    counts = [times for name, _, times in seen if name == "dllm:forwards"]
+    assert sum(counts) == answer.num_forwards == BLOCKS["steps"]
+    assert (len(counts) == BLOCKS["steps"]) == (seconds == 0.0)
+
+
 def test_an_abort_after_some_steps_is_an_end(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens per forward are noted for every request that ran, however it ends."""
+    monkeypatch.setattr(scheduler, "STATISTICS_S", 0.0)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)  # the engine knows its memory from now on
         seen = record(monkeypatch)
@@ -118,6 +142,7 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budget and what is in use as they are, the peak of all steps so far."""
+    monkeypatch.setattr(scheduler, "STATISTICS_S", 0.0)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)
         seen = record(monkeypatch)

@@ -23,10 +23,12 @@ def test_a_warm_engine_answers_as_before(
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     rows: list[int] = []
+    sampled: list[int] = []
     run_alone = engine.runner.run_alone
 
     def recorded(requests: Any) -> None:
         rows.append(sum(len(new.prompt_token_ids) + new.params.gen_length for new in requests))
+        sampled.append(sum(new.params.gen_length for new in requests))
         run_alone(requests)
 
     monkeypatch.setattr(engine.runner, "run_alone", recorded)
@@ -34,6 +36,8 @@ def test_a_warm_engine_answers_as_before(
     warm_up(engine.runner, MODEL, row_budget=64, max_requests=2, shows_progress=False)
     assert set(ROW_BUCKETS) == set(rows)
     assert rows == sorted(rows, reverse=True)
+    # The kernels of the last layer and of the logits are warm at as many row counts.
+    assert {count + 1 for count in sampled} >= {count for count in ROW_BUCKETS if count <= 256}
     assert gc.get_freeze_count() <= frozen_before
     assert engine.is_idle()
     (answer,) = engine.ask(as_request(prompt, **BLOCKS))

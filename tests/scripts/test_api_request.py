@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import runpy
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,6 +216,18 @@ def test_timeout_is_one_line(server: Server, request_once: Callable[..., Any]) -
     assert done.returncode == 1
     assert "did not answer within 0.2 s" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_certificates_are_not_read_for_every_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    build = urllib.request.build_opener
+    monkeypatch.setattr(urllib.request, "build_opener", lambda *a: made.append(a) or build(*a))
+    post = runpy.run_path(str(SCRIPT))["post"]
+    for _ in range(3):
+        assert json.loads(post(server.url, {}, 10.0)) == ANSWER
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("arguments", [("--model-family", "gpt"), ("--mask-id", "x")])

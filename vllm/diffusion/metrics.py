@@ -188,8 +188,12 @@ class Observations:
 
     def observe(self, metric: Metric, value: float) -> None:
         """A histogram gets another value, a gauge its new one."""
-        if self._enabled:
-            self._found[f"{metric.name} {value:.17g}"] += 1
+        if not self._enabled:
+            return
+        key = f"{metric.name} {value:.17g}"
+        if metric.kind == "gauge":
+            self._found.pop(key, None)  # the newest value comes last
+        self._found[key] += 1
 
     def put_into(self, stats: SchedulerStats) -> None:
         """Send everything with upstream's statistics of the step, and start anew."""

@@ -45,6 +45,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self._model_name = str(vllm_config.model_config.served_model_name)
+        self._samples: dict[tuple[str, int, str], Any] = {}
         for metric in METRICS:
             if metric.label is None:  # served from the start, at zero
                 for engine in engine_indexes:
@@ -81,8 +82,13 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         """Nothing to say."""
 
     def _of(self, metric: Metric, engine: int, label: str = "") -> Any:
-        values = {"model_name": self._model_name, "engine": str(engine), metric.label: label}
-        return _collector(metric).labels(*(values[name] for name in metric.labels))
+        key = (metric.name, engine, label if metric.label else "")
+        sample = self._samples.get(key)
+        if sample is None:
+            values = {"model_name": self._model_name, "engine": str(engine), metric.label: label}
+            sample = _collector(metric).labels(*(values[name] for name in metric.labels))
+            self._samples[key] = sample
+        return sample
 
 
 def install(engine: EngineClient) -> None:

@@ -55,7 +55,7 @@ class Candidates(NamedTuple):
 
 def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
     """Order of `scores` [R], descending, ties by ascending index; NaN counts as the least."""
-    return torch.from_numpy(np.argsort(-scores.numpy(), kind="stable"))  # puts NaN last
+    return torch.from_numpy((-scores.numpy()).argsort(kind="stable"))  # puts NaN last
 
 
 class DecodingRule(ABC):
@@ -162,8 +162,8 @@ class BlockwiseRule(DecodingRule):
         start, end, length = self.block_start, self.block_end, len(masked)
         if self.params.cache == "none" or self._computed_block != self.block:
             self._computed_block = self.block
-            return Work(torch.from_numpy(np.flatnonzero(masked[:end])), (0, length))
-        eligible = np.flatnonzero(masked[start:end]) + start
+            return Work(torch.from_numpy(masked[:end].nonzero()[0]), (0, length))
+        eligible = masked[start:end].nonzero()[0] + start
         window_end = length if self.params.cache == "prefix" else end
         return Work(torch.from_numpy(eligible), (start, window_end))
 

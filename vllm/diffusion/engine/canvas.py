@@ -113,8 +113,8 @@ class Canvas:
     def _report(self) -> StepResult:
         canvas, start = self._canvas, self._num_reported
         masked = canvas == self.params.mask_id
-        unfinished = masked[start:]
-        end = start + int(unfinished.argmax()) if unfinished.any() else len(canvas)
+        num_masked = int(np.count_nonzero(masked))
+        end = start + int(masked[start:].argmax()) if num_masked else len(canvas)
         self._num_reported = end
         final = canvas[start:end].tolist()
         self.is_complete = self.params.answer_end(final, start) is not None
@@ -126,7 +126,7 @@ class Canvas:
         return StepResult(
             new_token_ids=final,
             num_forwards=self.num_forwards,
-            num_committed=len(canvas) - int(masked.sum()),
+            num_committed=len(canvas) - num_masked,
             infilled=self._infilled() if self._prompt_holes.numel() else {},
             logprobs=logprobs,
             canvas=view,

@@ -51,6 +51,7 @@ logger = init_logger(__name__)
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
 MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
+STATISTICS_S = 0.1  # between two messages that tell of nothing but statistics
 
 
 @dataclass
@@ -106,6 +107,7 @@ class DiffusionScheduler(SchedulerInterface):
         self._log_stats = log_stats
         self._seen = metrics.Observations(enabled=log_stats)
         self._last_report = 0.0  # time.monotonic() of the newest results
+        self._last_statistics = 0.0  # the same clock, when statistics were sent
         self._peak_bytes = 0
         self._queues = _Queues()
         self._pause_state = PauseState.UNPAUSED
@@ -392,11 +394,16 @@ class DiffusionScheduler(SchedulerInterface):
             for client, req_ids in self._finished_by_client.items():
                 envelopes.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
             self._finished_by_client.clear()
-        stats = self.make_stats()
+        stats = self.make_stats() if envelopes or self._are_statistics_due() else None
         if stats is not None:
             first = next(iter(envelopes), 0)
             envelopes.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
         return envelopes
+
+    def _are_statistics_due(self) -> bool:
+        """Whether they travel without an output: it costs the server as much as a small step."""
+        is_idle = self.get_num_unfinished_requests() == 0
+        return is_idle or time.monotonic() - self._last_statistics >= STATISTICS_S
 
     # ---- state that upstream asks for ----
 
@@ -413,6 +420,7 @@ class DiffusionScheduler(SchedulerInterface):
     def make_stats(self) -> SchedulerStats | None:
         if not self._log_stats:
             return None
+        self._last_statistics = time.monotonic()
         running, waiting = self.get_request_counts()
         stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
         self._seen.put_into(stats)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.model_runner import DiffusionModelRunner
     from vllm.diffusion.params import ServedModel
 
-_CANVAS = 8  # positions that are sampled
+# Positions of a request that are sampled, at most: the last layer and the logits are computed for
+# these alone, and products of other row counts are other kernels.
+_CANVAS = 256
 
 
 def warm_up(
@@ -61,7 +63,7 @@ def _garbage_frozen() -> Iterator[None]:
 
 def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[list[NewCanvas]]:
     """The requests of each step; large steps first, so that buffers are allocated once."""
-    model = replace(model, defaults={})  # a server's defaults need not fit such short canvases
+    model = replace(model, defaults={})  # a server's defaults need not fit such canvases
     for rows in reversed(ROW_BUCKETS):
         for cache in ("none", "dual"):
             longest = model.max_model_len
@@ -74,7 +76,7 @@ def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[l
 
 
 def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCanvas:
-    canvas = min(_CANVAS, length // 2)
+    canvas = min(_CANVAS, length - 1)
     prompt = [0 if model.ids.mask else 1] * (length - canvas)
     asked = {
         "algorithm": "semi_ar",
