@@ -20,7 +20,7 @@ setup test
 make_tiny_model
 cd "$ROOT"
 if [ $# -eq 0 ] && [ "$(device_kind)" = cpu ]; then
-  # Two whatever the cores: each takes a core, and up to 3 GiB with the servers that it starts. A
+  # Two whatever the cores: each takes a core, and up to 4 GiB with the servers that it starts. A
   # file stays in one process, whose engine or server its tests share; files keep their order, in
   # which the longest do not come last. On a GPU two engines would each claim most of its memory.
   set -- -n 2 --dist loadfile --no-loadscope-reorder
