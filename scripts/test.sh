@@ -3,7 +3,7 @@
 # Set everything up and run the tests. Tests that need a GPU skip themselves where there is none.
 #
 # usage: scripts/test.sh [pytest arguments]
-#   scripts/test.sh                     all tests
+#   scripts/test.sh                     all tests; without a GPU in two processes
 #   scripts/test.sh tests/test_docs.py  one file
 #   scripts/test.sh -m 'not slow' -x    pytest's own options
 #
@@ -19,4 +19,10 @@ esac
 setup test
 make_tiny_model
 cd "$ROOT"
+if [ $# -eq 0 ] && [ "$(device_kind)" = cpu ]; then
+  # Two whatever the cores: each takes a core, and up to 4 GiB with the servers that it starts. A
+  # file stays in one process, whose engine or server its tests share; files keep their order, in
+  # which the longest do not come last. On a GPU two engines would each claim most of its memory.
+  set -- -n 2 --dist loadfile --no-loadscope-reorder
+fi
 exec "$PY" -m pytest "$@"

@@ -109,7 +109,8 @@ def test_bodies_are_the_same_for_the_same_seed() -> None:
 
 
 @pytest.mark.slow
-def test_some_seconds_with_a_tiny_model(tmp_path: Path) -> None:
+def test_some_seconds_with_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "NUM_BODIES", 2 * len(soak.WAYS))
     folder = make_checkpoint(tmp_path / "model", seed=14, max_sequence_length=512)
     arguments = ["--model", str(folder), "--clients", "8", "--minutes", "0.1"]
     assert soak.main([*arguments, "--output-dir", str(tmp_path)]) == 0

@@ -116,6 +116,16 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
             os.environ[name] = before
 
 
+def shrink(runner: Any, budget_bytes: int) -> None:
+    """Give a model runner a smaller pool."""
+    from vllm.diffusion.engine.budget import planning_budget
+    from vllm.diffusion.memory import Planner
+
+    planner = runner.planner
+    runner.pool.budget_bytes = budget_bytes
+    runner.planner = Planner(planner.shape, planning_budget(budget_bytes), planner.row_budget)
+
+
 def sampling_params(ask: Ask) -> Any:
     from vllm import SamplingParams
 

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running
-from vllm.diffusion.engine.budget import planning_budget
-from vllm.diffusion.memory import Plan, Planner
+from tests.engine.harness import Ask, running, shrink
+from vllm.diffusion.memory import Plan
 from vllm.diffusion.memory.footprint import Footprint, Layout, total
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def test_measured_peaks_are_the_predicted_ones(
         largest = 0
         for share in (1.0, 0.7, 0.5, 0.35, 0.25):
             if largest:
-                shrink(engine, int(share * largest))
+                shrink(engine.runner, int(share * largest))
             found = record(engine, monkeypatch)
             (answer,) = engine.ask(requests[0])
             wanted = wanted or tokens([answer])
@@ -159,13 +158,6 @@ def test_measured_peaks_are_the_predicted_ones(
         engine.ask(*requests)
         for plan, usage in found:
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
-
-
-def shrink(engine: Engine, budget_bytes: int) -> None:
-    """Give the engine a smaller pool."""
-    runner = engine.runner
-    runner.pool.budget_bytes = budget_bytes
-    runner.planner = Planner(runner.planner.shape, planning_budget(budget_bytes), 4096)
 
 
 # ---- all memory there is, not only the pool's ----

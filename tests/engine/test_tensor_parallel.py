@@ -17,6 +17,7 @@ from tests.engine.harness import (
     load_reference,
     refusal_error,
     running,
+    shrink,
 )
 from tests.engine.test_batching import assert_decoded
 
@@ -34,20 +35,22 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+POOL_BYTES = 110_000
+
+
+def shrink_rank(worker: Any) -> None:
+    shrink(worker.worker.model_runner, POOL_BYTES)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pool_bytes", [None, 110_000], ids=["whole", "in chunks"])
-def test_two_ranks_equal_the_reference(
-    pool_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heads, vocabulary and noise are split; in a batch, after a refusal, and alone.
+def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
+    """Heads, vocabulary and noise are split; in a batch, after a refusal, alone, and in chunks.
 
     In a small pool steps run in chunks, which must be the same on both ranks.
 
     300 logit columns are no multiple of what upstream pads to, so the second rank has columns
     that no token may come from.
     """
-    if pool_bytes is not None:
-        monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(pool_bytes))
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
     cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
@@ -56,7 +59,13 @@ def test_two_ranks_equal_the_reference(
     ]
     wanted = [decoded for _, decoded in cases]
     with running(folder, tensor_parallel_size=2) as engine:
-        assert_decoded(engine.ask(*asks), wanted)
+        whole = engine.ask(*asks)
+        assert_decoded(whole, wanted)
         with pytest.raises(refusal_error(), match="gen_length"):
             engine.ask(Ask(asks[0].prompt, {"gen_length": 300}))
         assert_decoded(engine.ask(asks[3]), wanted[3:4])
+        engine.llm.collective_rpc(shrink_rank)
+        chunked = engine.ask(*asks)
+        assert_decoded(chunked, wanted)
+        peaks = [max(a.report["peak_bytes"] for a in answers) for answers in (chunked, whole)]
+        assert peaks[0] <= POOL_BYTES < peaks[1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -91,3 +92,16 @@ def test_other_errors_are_told_as_they_are() -> None:
     args = argparse.Namespace(model="nowhere", host="127.0.0.1", port=8000)
     assert cli.one_line(ValueError("max_model_len:\n given 0"), args) == "max_model_len: given 0"
     assert cli.one_line(OSError(98, "Address already in use"), args).startswith("port 8000 of")
+
+
+def test_no_model_at_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm.entrypoints import api_server
+
+    monkeypatch.setattr(sys, "argv", ["api_server"])
+    with pytest.raises(SystemExit) as caught:
+        api_server.parse_arguments()
+    assert caught.value.code == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: wanted a checkpoint: --model FOLDER" in last_line

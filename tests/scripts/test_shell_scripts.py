@@ -313,3 +313,24 @@ class TestSetup:
         assert installs() == []
         (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\nx==1\n")
         assert any("--no-deps" in line for line in installs())
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options"),
+    [
+        ("cpu", "", "-n 2 --dist loadfile --no-loadscope-reorder"),
+        ("cpu", "tests/test_docs.py -x", "tests/test_docs.py -x"),
+        ("cuda", "", ""),
+    ],
+)
+def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
+    home: Path, kind: str, arguments: str, options: str
+) -> None:
+    (home / "requirements").mkdir()
+    for name in (kind, "test"):
+        (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
+    log = home / "python.log"
+    add_recorder(home, f'#!/bin/sh\necho "$@" >>{log}\n')
+    env = {"MOSAIC_DEVICE": kind, "CUDA_HOME": "/nowhere"}
+    assert run(home / "scripts" / "test.sh", *arguments.split(), env=env).returncode == 0
+    assert log.read_text().splitlines()[-1].split() == ["-m", "pytest", *options.split()]

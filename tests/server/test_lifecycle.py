@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 
 STEP_LINE = r"execute_diffusion_once time = [\d.]+ ms"
 LLADA_SCRIPT = ROOT / "scripts" / "run_llada_server.sh"
+# Libraries of a GPU can leave handlers behind under which a wait goes on after a signal.
+SLEEPS_THROUGH_SIGNALS = """
+import signal, threading, time
+def go_on():
+    while True:
+        signal.siginterrupt(signal.SIGTERM, False)
+        time.sleep(0.02)
+threading.Thread(target=go_on, daemon=True).start()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +52,8 @@ def servers(
     upstream = shutil.which("vllm", path=environment()["PATH"])
     assert upstream, "the installed upstream package brings `vllm`"
     port = free_port()
+    (folder / "path").mkdir()
+    (folder / "path" / "sitecustomize.py").write_text(SLEEPS_THROUGH_SIGNALS)
     found = {
         "script": ServerProcess(
             ["bash", str(LLADA_SCRIPT)],
@@ -55,8 +66,12 @@ def servers(
             VLLM_LOG_DIFFUSION_STEPS="1",
         ),
         "vllm serve": ServerProcess(
-            [upstream, "serve", str(model_dir), "--served-model-name", MODEL_NAME],
+            [
+                *(upstream, "serve", str(model_dir), "--served-model-name", MODEL_NAME),
+                *("--shutdown-timeout", "30"),
+            ],
             folder / "serve.log",
+            PYTHONPATH=os.pathsep.join([str(folder / "path"), str(ROOT)]),
             VLLM_API_KEY="secret",
             DLLM_MAX_REQUEST_BYTES="10000",
         ),
@@ -103,31 +118,6 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
     assert "Traceback" not in server.log()
 
 
-def test_an_engine_that_sleeps_through_its_signal_ends_all_the_same(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    """Libraries of a GPU can leave handlers behind under which a wait goes on."""
-    code = """
-import signal, threading, time
-def go_on():
-    while True:
-        signal.siginterrupt(signal.SIGTERM, False)
-        time.sleep(0.02)
-threading.Thread(target=go_on, daemon=True).start()
-"""
-    (tmp_path / "sitecustomize.py").write_text(code)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [*SERVER, "--model", str(model_dir)]
-    server = ServerProcess(command, tmp_path / "server.log", PYTHONPATH=path)
-    try:
-        server.wait_until_healthy()
-        server.terminate()
-        assert server.wait() == 0, server.log()
-        assert "force killing" not in server.log()
-    finally:
-        server.kill()
-
-
 def wait_until_turned_away(server: ServerProcess, timeout_s: float = 30.0) -> None:
     """Until a new request hears that the server is leaving."""
     body = {"prompt": "hello", "gen_length": 1}
@@ -158,9 +148,16 @@ def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) 
         named = http.post(CHAT, json=body_for(CHAT), headers={"X-Request-Id": "mine-7"})
         assert named.headers["X-Request-Id"] == "mine-7"
         assert named.json()["id"] == "chatcmpl-mine-7"
+    assert re.search(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7$', server.log(), re.MULTILINE)
+
+
+def test_an_engine_that_sleeps_through_its_signal_ends_all_the_same(
+    servers: dict[str, ServerProcess],
+) -> None:
+    server = servers["vllm serve"]
     server.terminate()
     assert server.wait() == 0, server.log()
-    assert re.search(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7$', server.log(), re.MULTILINE)
+    assert "force killing" not in server.log()
     assert "Traceback" not in server.log()
     assert server.group_is_empty()
 
@@ -229,7 +226,6 @@ def failed_starts(
     commands = {
         "port in use": ["--model", str(model_dir), "--port", str(server.port)],
         "no model": ["--model", "/no/such/model", "--port", str(free_port())],
-        "no name": [],
         "unknown setting": [
             *("--model", str(model_dir), "--port", str(free_port())),
             *("--additional-config", '{"dllm": {"stepz": 8}}'),
@@ -266,10 +262,6 @@ def test_a_missing_model_directory(failed_starts: dict[str, str]) -> None:
     log = failed_starts["no model"]
     assert last_line(log).startswith("error: model /no/such/model: no such folder")
     assert "Traceback" not in log
-
-
-def test_no_model_at_all(failed_starts: dict[str, str]) -> None:
-    assert "error: wanted a checkpoint: --model FOLDER" in last_line(failed_starts["no name"])
 
 
 def test_a_setting_that_does_not_exist(failed_starts: dict[str, str]) -> None:
