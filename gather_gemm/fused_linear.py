@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with what follows them: few rows, which take the time of reading the weight, or a gate."""
+"""Products in one kernel with what follows them: of few rows, and gated ones."""
 
 import warnings
 from enum import Enum
