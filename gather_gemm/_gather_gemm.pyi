@@ -28,3 +28,47 @@ def linear(
     device: int,
     stream: int,
 ) -> None: ...
+
+MAX_GROUPS: int
+
+def weighted_gemm(
+    *,
+    x: int,
+    weight: int,
+    ends: int,
+    slots: int,
+    scales: int,
+    out: int,
+    x_stride: int,
+    weight_stride: int,
+    num_rows: int,
+    num_groups: int,
+    num_columns: int,
+    depth: int,
+    num_blocks: int,
+    early: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+
+ROUTED_EXPERTS: int
+MAX_ROUTED_ROWS: int
+MAX_ROUTER_DEPTH: int
+ROUTER_DEPTH_STEP: int
+
+def route(
+    *,
+    x: int,
+    gate: int,
+    bias: int,
+    weights: int,
+    slots: int,
+    ends: int,
+    x_stride: int,
+    gate_stride: int,
+    num_rows: int,
+    num_chosen: int,
+    depth: int,
+    device: int,
+    stream: int,
+) -> None: ...

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "linear.h"
+#include "router.h"
+#include "weighted_gemm.h"
 
 namespace py = pybind11;
 
@@ -43,6 +45,48 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_
   check(launch(params, reinterpret_cast<cudaStream_t>(stream)));
 }
 
+void weighted_gemm(uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slots, uintptr_t scales,
+                   uintptr_t out, int64_t x_stride, int64_t weight_stride, int num_rows,
+                   int num_groups, int num_columns, int depth, int num_blocks, bool early,
+                   int device, uintptr_t stream) {
+  WeightedGemmParams params{};
+  params.x = reinterpret_cast<const void*>(x);
+  params.weight = reinterpret_cast<const void*>(weight);
+  params.ends = reinterpret_cast<const int*>(ends);
+  params.slots = reinterpret_cast<const int*>(slots);
+  params.scales = reinterpret_cast<const void*>(scales);
+  params.out = reinterpret_cast<void*>(out);
+  params.x_stride = x_stride;
+  params.weight_stride = weight_stride;
+  params.num_rows = num_rows;
+  params.num_groups = num_groups;
+  params.num_columns = num_columns;
+  params.depth = depth;
+  params.num_blocks = num_blocks;
+  params.early = early;
+  check(cudaSetDevice(device));
+  check(launch_weighted_gemm(params, reinterpret_cast<cudaStream_t>(stream)));
+}
+
+void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintptr_t slots,
+           uintptr_t ends, int64_t x_stride, int64_t gate_stride, int num_rows, int num_chosen,
+           int depth, int device, uintptr_t stream) {
+  RouterParams params{};
+  params.x = reinterpret_cast<const void*>(x);
+  params.gate = reinterpret_cast<const void*>(gate);
+  params.bias = reinterpret_cast<const float*>(bias);
+  params.weights = reinterpret_cast<void*>(weights);
+  params.slots = reinterpret_cast<int*>(slots);
+  params.ends = reinterpret_cast<int*>(ends);
+  params.x_stride = x_stride;
+  params.gate_stride = gate_stride;
+  params.num_rows = num_rows;
+  params.num_chosen = num_chosen;
+  params.depth = depth;
+  check(cudaSetDevice(device));
+  check(launch_router(params, reinterpret_cast<cudaStream_t>(stream)));
+}
+
 }  // namespace
 }  // namespace gather_gemm
 
@@ -58,5 +102,21 @@ PYBIND11_MODULE(_gather_gemm, module) {
              py::arg("out_stride"), py::arg("num_rows"), py::arg("num_columns"), py::arg("depth"),
              py::arg("epilogue"), py::arg("rows"), py::arg("columns"), py::arg("split"),
              py::arg("early"), py::arg("device"), py::arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
+  module.attr("MAX_GROUPS") = gather_gemm::kMaxGroups;
+  module.def("weighted_gemm", &gather_gemm::weighted_gemm, py::kw_only(), py::arg("x"),
+             py::arg("weight"), py::arg("ends"), py::arg("slots"), py::arg("scales"),
+             py::arg("out"), py::arg("x_stride"), py::arg("weight_stride"), py::arg("num_rows"),
+             py::arg("num_groups"), py::arg("num_columns"), py::arg("depth"), py::arg("num_blocks"),
+             py::arg("early"), py::arg("device"), py::arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
+  module.attr("ROUTED_EXPERTS") = gather_gemm::kRoutedExperts;
+  module.attr("MAX_ROUTED_ROWS") = gather_gemm::kMaxRoutedRows;
+  module.attr("MAX_ROUTER_DEPTH") = gather_gemm::kMaxRouterDepth;
+  module.attr("ROUTER_DEPTH_STEP") = gather_gemm::kRouterDepthStep;
+  module.def("route", &gather_gemm::route, py::kw_only(), py::arg("x"), py::arg("gate"),
+             py::arg("bias"), py::arg("weights"), py::arg("slots"), py::arg("ends"),
+             py::arg("x_stride"), py::arg("gate_stride"), py::arg("num_rows"),
+             py::arg("num_chosen"), py::arg("depth"), py::arg("device"), py::arg("stream"),
              py::call_guard<py::gil_scoped_release>());
 }

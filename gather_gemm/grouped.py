@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import grouped_native as native
 from . import grouped_reference as reference
 from ._ops import _check
 from ._triton import can_take, guard, load_kernels
-from .grouped_launch import prefers_torch
+from .grouped_launch import prefers_stream, prefers_torch
 
 _kernels = load_kernels("grouped_kernel")
 
@@ -107,12 +108,15 @@ def weighted_gemm(
 ) -> Tensor:
     """`grouped_gemm`, with each row of the result weighted and put into its slot.
 
+    On CUDA a Triton kernel, or a compiled one where that takes the tensors and was measured faster.
+
     Args:
         x: [S, D], weight: [E, N, D], ends: int32 [E], as for `grouped_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
-            stream ends: only where that kernel writes neither.
+            stream ends: only where that kernel is one of `gated_gemm` or of this product, which
+            start when `ends` is written.
 
     Returns:
         [R, k, N]: the products rounded to the dtype, and rounded again after the weight.
@@ -133,6 +137,9 @@ def weighted_gemm(
         )
     out = x.new_empty(*weights.shape, weight.shape[1])
     if out.numel() == 0:
+        return out
+    if prefers_stream(len(x), len(weight)) and native.takes(x, weight):
+        native.launch_weighted(x, weight, ends, slots, weights, out.view(len(x), -1), early)
         return out
     if _kernels is None or not can_take(x):
         return reference.weighted_terms(grouped_gemm(x, weight, ends), slots, weights)

@@ -16,10 +16,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """Wait for the kernels before this one, and let the next get ready; first in a kernel."""
+    """Wait for the kernels before this one, and then let the next get ready; first in a kernel.
+
+    What was written before the kernel before this one can be seen by the next at once.
+    """
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def begin_open(OVERLAPS: tl.constexpr):
+    """`begin`, but the next kernel gets ready at once, and the one after it if it does likewise.
+
+    For a short kernel before one that reads weights while it waits.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import grouped_reference as reference
+from . import routing_native
 from ._ops import _check
 from ._triton import can_take, guard, load_kernels
 
@@ -63,7 +64,8 @@ def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = N
     """`route` by the logits ``x @ gate.T``, rounded to the dtype.
 
     Sums in fp32. On CUDA few rows go through a kernel that multiplies by parts of the depth, whose
-    sum is taken by the kernel that chooses; more rows, and fp32, through PyTorch's product.
+    sum is taken by the kernel that chooses, or through one compiled kernel where that was measured
+    faster; more rows, and fp32, through PyTorch's product.
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
@@ -82,6 +84,9 @@ def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = N
     if _kernels is None or not can_take(x) or not _is_scored(x):
         return route(torch.mm(x, gate.t()), num_chosen, bias)
     routing = _allocate(x, len(gate), num_chosen)
+    if routing_native.takes(x, gate):
+        routing_native.launch_route(x, gate, num_chosen, bias, *routing)
+        return routing
     with guard(x):
         _kernels.launch_route(_kernels.launch_score(x, gate), num_chosen, bias, *routing)
     return routing

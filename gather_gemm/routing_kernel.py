@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .overlap import begin, overlaps
+from .overlap import begin_open, overlaps
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def score_kernel(
         mask=is_expert[:, None] & is_deep[None, :],
         other=0.0,
     )
-    begin(OVERLAPS)  # what was read before is a weight, which no kernel writes
+    begin_open(OVERLAPS)  # what was read before is a weight, which no kernel writes
     right = tl.load(
         x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None],
         mask=is_row[None, :] & is_deep[:, None],
@@ -87,7 +87,7 @@ def choose_kernel(
     IS_WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    begin_open(OVERLAPS)
     block = tl.program_id(0)
     row_ids = block * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -135,7 +135,7 @@ def sort_kernel(
     BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    begin_open(OVERLAPS)
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     is_expert = experts < num_experts
@@ -175,7 +175,7 @@ def sum_kernel(
     ADDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    begin_open(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < num_columns

@@ -177,7 +177,7 @@ def times_us(
 
 def sweep(layers: list[Layer], repeats: int) -> None:
     """Print the time of every launch of every kernel at this number of rows."""
-    from gather_gemm import grouped_kernel, routing_kernel
+    from gather_gemm import grouped_kernel, grouped_native, routing_kernel, routing_native
 
     num_slots = len(layers[0].rows)
     shared_bytes = grouped_kernel._shared_bytes(layers[0].x.device)
@@ -193,9 +193,19 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             layer.inner, layer.w2, ends, slots, weights, terms, early=True, config=config
         )
 
+    def compiled_product(layer: Layer) -> None:
+        weights, slots, ends = layer.routing
+        terms = layer.terms.flatten(0, 1)
+        grouped_native.launch_weighted(
+            layer.inner, layer.w2, ends, slots, weights, terms, early=True
+        )
+
     def launch_route(layer: Layer, block: tuple[int, int]) -> None:
         parts = routing_kernel.launch_score(layer.x, layer.gate)
         routing_kernel.launch_route(parts, NUM_CHOSEN, None, *layer.routing, block)
+
+    def compiled_route(layer: Layer) -> None:
+        routing_native.launch_route(layer.x, layer.gate, NUM_CHOSEN, None, *layer.routing)
 
     grouped = (
         ("gated", launch_gated, choose_gated, GATED_TILES, 2),
@@ -217,11 +227,15 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
             for config in fitting
         }
+        if kernel == "weighted" and grouped_native.takes(layers[0].inner, layers[0].w2):
+            variants["compiled"] = compiled_product
         print_sweep(kernel, layers, times_us(layers, repeats, variants))
     routes: dict[str, Callable[[Layer], object]] = {
         f"{block[0]} elements a block, {block[1]} warps": partial(launch_route, block=block)
         for block in CHOICES
     }
+    if routing_native.takes(layers[0].x, layers[0].gate):
+        routes["compiled"] = compiled_route
     routes["as gather_gemm chooses *"] = routed
     routes["PyTorch's product, then the choice"] = lambda layer: route(
         layer.x @ layer.gate.t(), NUM_CHOSEN

@@ -15,11 +15,18 @@ from gather_gemm import (
     gated_gemm,
     grouped_gemm,
     grouped_launch,
+    grouped_native,
     is_built,
     route_rows,
     weighted_gemm,
 )
-from gather_gemm.grouped_launch import choose_gated, choose_product, max_tiles, prefers_torch
+from gather_gemm.grouped_launch import (
+    choose_gated,
+    choose_product,
+    max_tiles,
+    prefers_stream,
+    prefers_torch,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -218,6 +225,73 @@ def test_layers_in_a_graph_read_their_own_routing(generator, num_rows):
         assert torch.equal(x, wanted)
 
 
+# Rows of each of 7 groups: one row, empty groups beside each other, all in one, more than a tile.
+STREAMED = [
+    [0, 0, 1, 0, 0, 0, 0],
+    [1, 8, 9, 16, 17, 32, 33],
+    [0, 0, 0, 0, 0, 0, 256],
+    [200, 0, 64, 65, 0, 130, 5],
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", STREAMED, ids=str)
+@pytest.mark.parametrize("early", [False, True])
+# less than a tile of columns and fewer steps than stages; more tiles than multiprocessors
+@pytest.mark.parametrize(("num_columns", "depth"), [(24, 64), (96, 192), (2048, 1024), (4104, 64)])
+def test_streams_against_float64(generator, sizes, early, num_columns, depth):
+    """The compiled product whatever the launch choice, of rows that lie apart in memory."""
+    num_slots, num_groups = sum(sizes), len(sizes)
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    x = torch.randn(num_slots, depth + 8, generator=generator).bfloat16().cuda()[:, 8:]
+    shape = (num_groups, num_columns, depth + 16)
+    weight = torch.randn(shape, generator=generator).bfloat16().cuda()[:, :, :depth]
+    weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
+    ends = ends_of(sizes, "cuda")
+    assert grouped_native.takes(x, weight)
+    terms = torch.full((num_slots, num_columns), torch.nan, dtype=torch.bfloat16, device="cuda")
+    grouped_native.launch_weighted(x, weight, ends, slots, weights, terms, early)
+    wanted = weighted_wanted(x, weight, sizes, slots, weights).view_as(terms)
+    assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_streams_are_rounded_as_the_reference_rounds(generator):
+    """bf16 with exact sums, so that only the rounding shows."""
+    from gather_gemm import grouped_reference as reference
+
+    sizes, device = [3, 0, 14, 40, 1], "cuda"
+    x = torch.randint(-4, 5, (58, 128), generator=generator).bfloat16().to(device)
+    weight = (torch.randint(-4, 5, (5, 64, 128), generator=generator) / 8).bfloat16().to(device)
+    slots = torch.randperm(58, generator=generator).to(torch.int32).to(device)
+    weights = torch.rand(29, 2, generator=generator).bfloat16().to(device)
+    ends = ends_of(sizes, device)
+    terms = torch.empty(58, 64, dtype=torch.bfloat16, device=device)
+    grouped_native.launch_weighted(x, weight, ends, slots, weights, terms, early=False)
+    wanted = reference.weighted_terms(reference.grouped_gemm(x, weight, ends), slots, weights)
+    assert torch.equal(terms.view_as(wanted), wanted)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_stream_holds_for_any_routing(generator):
+    num_slots, num_columns, depth = 320, 256, 1024
+    x = torch.randn(num_slots, depth, generator=generator).bfloat16().cuda()
+    weight = torch.randn(8, num_columns, depth, generator=generator).bfloat16().cuda()
+    weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    ends = ends_of([40] * 8, "cuda")
+    terms = torch.empty(num_slots, num_columns, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_native.launch_weighted(x, weight, ends, slots, weights, terms, early=True)
+    for sizes in ([320] + [0] * 7, [0] * 7 + [320], [1] * 7 + [313], [40] * 8):
+        ends.copy_(ends_of(sizes))
+        terms.fill_(torch.nan)
+        graph.replay()
+        wanted = weighted_wanted(x, weight, sizes, slots, weights).view_as(terms)
+        assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
+
+
 INTERPRETED = """
 import torch
 from gather_gemm import gated_gemm, grouped, grouped_gemm, weighted_gemm
@@ -301,6 +375,13 @@ def test_the_launch_has_a_tile_for_any_split(generator, num_rows, tile_rows):
         splits.append([1] * (num_groups - 1) + [num_rows - num_groups + 1])
     worst = max(sum(-(-size // tile_rows) for size in split) for split in splits)
     assert worst <= max_tiles(num_rows, num_groups, tile_rows) <= worst + num_groups
+
+
+def test_the_stream_serves_groups_of_few_rows():
+    assert [num_rows for num_rows in (64, 65, 512, 513) if prefers_stream(num_rows, 64)] == [
+        65,
+        512,
+    ]
 
 
 def test_torch_serves_large_groups_only():

@@ -18,8 +18,8 @@ SIZES = [
     (1100, 64, 8),
 ]
 
-# Depths: of a part of a tile, of a tile, of several and a part.
-DEPTHS = [5, 256, 600]
+# Depths: of a part of a tile, of a tile, of several and a part; of the compiled kernel.
+DEPTHS = [5, 256, 600, 1024]
 
 
 def check_routing(logits, num_chosen, bias):
@@ -131,6 +131,29 @@ def test_scores_of_any_numbers_are_rounded_once(generator, num_rows):
     torch.testing.assert_close(weights.double(), wanted, rtol=2**-4, atol=0)
     best = probabilities.topk(8).values
     torch.testing.assert_close(wanted.sort(descending=True).values, best, rtol=2**-4, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 33, 64])
+@pytest.mark.parametrize("num_chosen", [1, 8, 64])
+def test_routers_agree(generator, num_rows, num_chosen):
+    """The compiled kernel and Triton's, which sum the same parts in the same order."""
+    from gather_gemm import routing_kernel, routing_native
+
+    x, gate = (
+        matrix.cuda() for matrix in exact_rows(generator, num_rows, 64, 2048, torch.bfloat16)
+    )
+    bias = torch.randn(64, generator=generator).cuda()
+    x[num_rows // 2, 3] = torch.nan
+    given = route_rows(x, gate, num_chosen, bias)
+    for tensor in given:
+        tensor.zero_()
+    wanted = [torch.empty_like(tensor) for tensor in given]
+    routing_native.launch_route(x, gate, num_chosen, bias, *given)
+    parts = routing_kernel.launch_score(x, gate)
+    routing_kernel.launch_route(parts, num_chosen, bias, *wanted)
+    assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
+    torch.testing.assert_close(given.weights, wanted[0], equal_nan=True)
 
 
 @pytest.mark.gpu

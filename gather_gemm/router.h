@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace gather_gemm {
+
+constexpr int kRoutedExperts = 64;
+constexpr int kMaxRoutedRows = 64;
+constexpr int kMaxRouterDepth = 2048;
+constexpr int kRouterDepthStep = 512;  // divides the depth
+
+// The experts of few rows, bf16: the product with the router, the choice and the order of the rows.
+struct RouterParams {
+  const void* x;      // [num_rows, depth], rows x_stride apart
+  const void* gate;   // [kRoutedExperts, depth], rows gate_stride apart; read while the kernel
+                      // before this one ends
+  const float* bias;  // [kRoutedExperts], or null
+  void* weights;      // [num_rows, num_chosen], written: of ascending experts
+  int* slots;         // [num_rows * num_chosen], written: sorted by expert, then by row
+  int* ends;          // [kRoutedExperts], written: of the experts' parts of slots
+  int64_t x_stride, gate_stride;  // elements
+  int num_rows, num_chosen, depth;
+};
+
+// Enqueues the kernel. cudaErrorInvalidValue: a shape that it does not take;
+// cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
+cudaError_t launch_router(const RouterParams& params, cudaStream_t stream);
+
+}  // namespace gather_gemm
