@@ -15,6 +15,10 @@ __device__ inline uint32_t as_bits(__nv_bfloat162 pair) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ inline float rounded(float value) {
+  return __bfloat162float(__float2bfloat16_rn(value));
+}
+
 __device__ inline float2 rounded(float2 value) {
   return __bfloat1622float2(__float22bfloat162_rn(value));
 }

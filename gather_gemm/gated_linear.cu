@@ -139,7 +139,8 @@ __device__ void consume(const Ring<kTall>& ring, Position<kTall>& at, int num_st
     last = at.stage;
     at.advance();
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (auto& sums : total) settle(sums);
   if (releases) arrive(ring.empty(last));
 }
 

@@ -202,6 +202,14 @@ __device__ inline void multiply(float (&d)[96], uint64_t a, uint64_t b, int accu
 }
 // clang-format on
 
+// Waits for all products under way, and keeps the compiler from reading the sums before.
+template <int kCount>
+__device__ inline void settle(float (&sums)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -133,7 +133,8 @@ __device__ void consume(const Ring& ring, int num_steps, int group,
     last = at.stage;
     at.advance(ring);
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (auto& sums : total) settle(sums);
 }
 
 template <int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>

@@ -11,8 +11,7 @@
 // Weights do not depend on the kernel before this one: an early launch fills its ring with them
 // while that kernel ends, and waits for it before it reads x.
 
-#include <cuda_bf16.h>
-
+#include "epilogue.cuh"
 #include "hopper.cuh"
 #include "weighted_gemm.h"
 
@@ -146,8 +145,6 @@ __device__ void produce(const Ring& ring, Source source) {
   }
 }
 
-__device__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
 // Two neighbouring columns of one row from two threads that have a column of two rows each: the
 // even one gets the first row, the odd one the second.
 __device__ float2 pair_columns(float first_row, float second_row) {
@@ -216,10 +213,7 @@ __device__ void multiply_tile(const Ring& ring, const Walk& walk, const KernelPa
     last = at.stage;
     at.advance();
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  // The compiler must not read the sums before.
-#pragma unroll
-  for (float& sum : total) asm volatile("" : "+f"(sum)::"memory");
+  settle(total);
   if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
   target.store(total, params);
 }
