@@ -149,7 +149,12 @@ def main() -> None:
     parser.add_argument(
         "--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s"
     )
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument(
+        "--compiled-rows",
+        nargs="*",
+        type=int,
+        help="those at which torch.compile takes part, which takes seconds each; default: all",
+    )
     parser.add_argument("--json", type=Path, help="file for the record of the run")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or not flash_sample.is_built():
@@ -158,7 +163,8 @@ def main() -> None:
     print(("{:22}" + " {:>9}" * (len(COLUMNS) - 1)).format(*COLUMNS))
     table = []
     for num_rows in arguments.rows:
-        table += bench(num_rows, arguments.ops, not arguments.no_compile)
+        compiles = arguments.compiled_rows is None or num_rows in arguments.compiled_rows
+        table += bench(num_rows, arguments.ops, compiles)
     if arguments.json is not None:
         content = {
             "title": "flash_sample: candidates from logits",
