@@ -161,18 +161,17 @@ def main() -> None:
         parser.error("needs a CUDA device and the compiled module (scripts/test.sh builds it)")
     print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
     print(("{:22}" + " {:>9}" * (len(COLUMNS) - 1)).format(*COLUMNS))
-    table = []
+    content: dict[str, Any] = {
+        "title": "flash_sample: candidates from logits",
+        "copy_bandwidth": copy_bandwidth(),
+        "columns": COLUMNS,
+        "rows": [],
+    }
     for num_rows in arguments.rows:
         compiles = arguments.compiled_rows is None or num_rows in arguments.compiled_rows
-        table += bench(num_rows, arguments.ops, compiles)
-    if arguments.json is not None:
-        content = {
-            "title": "flash_sample: candidates from logits",
-            "copy_bandwidth": copy_bandwidth(),
-            "columns": COLUMNS,
-            "rows": table,
-        }
-        write_record(arguments.json, content)
+        content["rows"] += bench(num_rows, arguments.ops, compiles)
+        if arguments.json is not None:
+            write_record(arguments.json, content)
 
 
 if __name__ == "__main__":
