@@ -185,10 +185,10 @@ struct Mail {
     const int half = number % 2;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x % kWarpSize == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(
-                       shared_address(&full[half])),
-                   "r"(member.num_shares * static_cast<int>(sizeof(Found)))
-                   : "memory");
+      asm volatile(
+          "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&full[half])),
+          "r"(member.num_shares * static_cast<int>(sizeof(Found)))
+          : "memory");
     }
     __syncwarp();
 #endif
@@ -565,14 +565,19 @@ struct alignas(uint4) Partial {
 };
 
 __device__ Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    const Draw other{__shfl_xor_sync(kFullMask, draw.score, distance),
-                     __shfl_xor_sync(kFullMask, draw.logit, distance),
-                     __shfl_xor_sync(kFullMask, draw.column, distance)};
-    draw = better(noise, draw, other, first_column);
+  const float margin = noise.margin(draw.score);
+  const float reached = warp_max(draw.score - margin);
+  const unsigned able =
+      __ballot_sync(kFullMask, draw.column != INT_MAX && draw.score + margin >= reached);
+  const auto of_lane = [&](int lane) {
+    return Draw{__shfl_sync(kFullMask, draw.score, lane), __shfl_sync(kFullMask, draw.logit, lane),
+                __shfl_sync(kFullMask, draw.column, lane)};
+  };
+  Draw best = Draw::none();
+  for (unsigned left = able; left != 0; left &= left - 1) {
+    best = better(noise, best, of_lane(__ffs(left) - 1), first_column);
   }
-  return draw;
+  return best;
 }
 
 // A share of a row's record.
@@ -615,7 +620,7 @@ struct Reducer {
     segment.read(vectors);
     const float segment_max = find_best(segment, vectors);
     if constexpr (kHasNoise) {
-      if (row.has_noise) draw_column(segment, segment_max);
+      if (row.has_noise) draw_column(segment, vectors, segment_max);
     }
     segment.remove(params, row.excluded);
     if (kHasNoise || row.excluded != 0) segment.read(vectors);  // not kept so long, or changed
@@ -693,36 +698,58 @@ struct Reducer {
     }
   }
 
-  __device__ void draw_column(S& segment, float segment_max) {
-    const bool is_aligned = params.first_column % 4 == 0;
+  __device__ void draw_column(S& segment, const Vector<T> (&vectors)[kVectors], float segment_max) {
     float bound = shared.of(number);
     if (bound == negative_infinity()) bound = raise_bound(seed(segment, segment_max));
-#pragma unroll 1
+    const float floor = bound - row.noise.margin(bound);
+    unsigned wanted = 0;  // the vectors that some word would let win; a bit each, as below
+#pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      const float limit = rest_limit(vectors[v].top(), floor);
+      wanted |= static_cast<unsigned>(limit > 0.499f) << v;  // the rest is 0.5 at least
+    }
+    wanted = __reduce_or_sync(kFullMask, wanted);
+    unsigned able = 0;  // those that their words let win
+#pragma unroll 1
+    for (int v = 0; v < kVectors; v += 2) {  // two at a time, so that a warp waits less
+      if ((wanted >> v & 3) == 0) continue;
+      able |= may_win(segment, v, floor) << v | may_win(segment, v + 1, floor) << (v + 1);
+    }
+    able = __reduce_or_sync(kFullMask, able);
+    if (able == 0) return;
+    for (; able != 0; able &= able - 1) try_vector(segment, __ffs(able) - 1, floor);
+    raise_bound(draw.score - row.noise.margin(draw.score));
+  }
+
+  // Whether the words of a counter lie in one vector.
+  __device__ bool is_aligned() const { return params.first_column % 4 == 0; }
+
+  // Whether some column of a vector may be the best: by its best word and the largest logit.
+  __device__ unsigned may_win(const S& segment, int v, float floor) const {
+    if (!is_aligned()) return 1;
+    uint32_t words[kWidth], best = 0;
+    draw_words(words, segment, v);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) best = max(best, words[k]);
+    return static_cast<float>(~best) <= rest_limit(segment[v].top(), floor);
+  }
+
+  __device__ void try_vector(S& segment, int v, float floor) {
+    unsigned candidates = (1u << kWidth) - 1;
+    if (is_aligned()) {
+      uint32_t words[kWidth];
+      draw_words(words, segment, v);
       const Vector<T> vector = segment[v];
-      const float floor = bound - row.noise.margin(bound);
-      const float limit = rest_limit(vector.top(), floor);
-      if (!__any_sync(kFullMask, limit > 0.499f)) continue;  // rest is 0.5 at least
-      unsigned candidates = (1u << kWidth) - 1;
-      if (is_aligned) {  // else the words of a counter do not lie in one vector
-        const int64_t start = params.first_column + segment.first + segment.offset(v);
-        uint32_t words[kWidth], best = 0;
-        draw_words(words, static_cast<uint32_t>(start >> 2));
+      candidates = 0;
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) best = max(best, words[k]);
-        if (!__any_sync(kFullMask, static_cast<float>(~best) <= limit)) continue;
-        candidates = 0;
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          const float rest = static_cast<float>(~words[k]);
-          candidates |= static_cast<unsigned>(rest <= rest_limit(vector[k], floor)) << k;
-        }
+      for (int k = 0; k < kWidth; ++k) {
+        const float rest = static_cast<float>(~words[k]);
+        candidates |= static_cast<unsigned>(rest <= rest_limit(vector[k], floor)) << k;
       }
-      for (; candidates != 0; candidates &= candidates - 1) {
-        const int k = __ffs(candidates) - 1;
-        try_column(to_float(segment.value(v, k)), segment.first + segment.offset(v) + k);
-      }
-      bound = raise_bound(draw.score - row.noise.margin(draw.score));
+    }
+    for (; candidates != 0; candidates &= candidates - 1) {
+      const int k = __ffs(candidates) - 1;
+      try_column(to_float(segment.value(v, k)), segment.first + segment.offset(v) + k);
     }
   }
 
@@ -732,11 +759,12 @@ struct Reducer {
     return exp2_approx(fmaf(logit - reached, row.noise.inverse, 32.0f));
   }
 
-  // Of a vector's columns, from a counter on.
-  __device__ void draw_words(uint32_t (&words)[kWidth], uint32_t group) const {
+  // Of the columns of a vector.
+  __device__ void draw_words(uint32_t (&words)[kWidth], const S& segment, int v) const {
+    const int64_t start = params.first_column + segment.first + segment.offset(v);
 #pragma unroll
     for (int k = 0; k < kWidth; k += 4) {
-      const Words found = row.noise.stream.words(group + k / 4);
+      const Words found = row.noise.stream.words(static_cast<uint32_t>((start + k) >> 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[k + i] = found.word[i];
     }
@@ -817,14 +845,8 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
   }
   // A row of NaN: no column equals the maximum, or only those beyond the row's end.
   if (column >= num_columns) column = 0;
-  Summary whole{maximum,
-                first_column + column,
-                warp_sum(sum),
-                warp_sum(weighted),
-                warp_max(second),
-                maximum,
-                first_column + column,
-                maximum};
+  Summary whole{maximum, first_column + column, warp_sum(sum), warp_sum(weighted), warp_max(second),
+                maximum, first_column + column, maximum};
   if constexpr (kHasNoise) {
     draw = warp_best(row.noise, draw, first_column);
     if (draw.column < num_columns) {  // also none
@@ -872,7 +894,8 @@ struct EntropyShare {
       : params(params),
         row(params.rows, row_index),
         exponents(exp_shift(static_cast<float>(record(params, row_index)[kMaximum])), row.scale),
-        inverse(exp2f(-exponents.excess()) / static_cast<float>(record(params, row_index)[kSumExp])),
+        inverse(exp2f(-exponents.excess()) /
+                static_cast<float>(record(params, row_index)[kSumExp])),
         epsilon(params.rows.epsilon[row_index]) {}
 
   __device__ void begin() { sums[0] = sums[1] = sums[2] = sums[3] = 0.0f; }
