@@ -117,6 +117,16 @@ __device__ void arrive(const uint64_t& barrier) {
                : "memory");
 }
 
+// An arrival, and bytes that will come besides.
+__device__ void expect_bytes([[maybe_unused]] const uint64_t& barrier,
+                             [[maybe_unused]] int num_bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(num_bytes)
+               : "memory");
+#endif
+}
+
 __device__ void wait(const uint64_t& barrier, int phase) {
   uint32_t is_done = 0;
   while (is_done == 0) {
@@ -135,7 +145,8 @@ __device__ void wait(const uint64_t& barrier, int phase) {
 }
 
 // What was found in the shares of a row and of the one before; rows are numbered within the team.
-// The last block's copy counts.
+// The last block's copy counts. Other blocks send messages of counted bytes there; a team of one
+// block writes, and counts the shares.
 template <typename Found>
 struct Mail {
   static_assert(sizeof(Found) % sizeof(uint4) == 0, "sent in vectors");
@@ -144,12 +155,10 @@ struct Mail {
   uint64_t empty[2];  // they have been read
 
   // To be followed by a barrier of the team.
-  __device__ void open([[maybe_unused]] int num_shares) {
+  __device__ void open(const Member& member) {
     if (threadIdx.x != 0) return;
-#if __CUDA_ARCH__ >= 900
-    num_shares = 1;  // bytes are counted instead
-#endif
-    for (const uint64_t& barrier : full) init_barrier(barrier, num_shares);
+    const int num_arrivals = member.num_blocks > 1 ? 1 : member.num_shares;
+    for (const uint64_t& barrier : full) init_barrier(barrier, num_arrivals);
     for (const uint64_t& barrier : empty) init_barrier(barrier, 1);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -160,6 +169,36 @@ struct Mail {
   __device__ void send(int number, int share, const Found& mine, const Member& member) {
     const int half = number % 2;
     if (number >= 2) wait(empty[half], (number / 2 - 1) % 2);
+    if (member.num_blocks > 1) {
+      send_to_last_block(half, share, mine, member);
+    } else {
+      found[half][share] = mine;
+      arrive(full[half]);
+    }
+  }
+
+  // Of the warp that joins: the shares of a row, once all are there.
+  __device__ const Found* receive(int number, const Member& member) {
+    const int half = number % 2;
+    if (member.num_blocks > 1 && threadIdx.x % kWarpSize == 0) {
+      expect_bytes(full[half], member.num_shares * static_cast<int>(sizeof(Found)));
+    }
+    __syncwarp();
+    wait(full[half], number / 2 % 2);
+    __syncwarp();
+    return found[half];
+  }
+
+  // Of the warp that joins, in a team of one block: what was received may be overwritten.
+  __device__ void release(int number) {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) arrive(empty[number % 2]);
+  }
+
+ private:
+  __device__ void send_to_last_block([[maybe_unused]] int half, [[maybe_unused]] int share,
+                                     [[maybe_unused]] const Found& mine,
+                                     [[maybe_unused]] const Member& member) {
 #if __CUDA_ARCH__ >= 900
     const uint32_t barrier = in_last_block(&full[half], member);
     const uint32_t target = in_last_block(&found[half][share], member);
@@ -174,36 +213,9 @@ struct Mail {
           "r"(vectors[i].x), "r"(vectors[i].y), "r"(vectors[i].z), "r"(vectors[i].w), "r"(barrier)
           : "memory");
     }
-#else
-    found[half][share] = mine;
-    arrive(full[half]);
 #endif
   }
 
-  // Of the warp that joins: the shares of a row, once all are there.
-  __device__ const Found* receive(int number, [[maybe_unused]] const Member& member) {
-    const int half = number % 2;
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % kWarpSize == 0) {
-      asm volatile(
-          "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&full[half])),
-          "r"(member.num_shares * static_cast<int>(sizeof(Found)))
-          : "memory");
-    }
-    __syncwarp();
-#endif
-    wait(full[half], number / 2 % 2);
-    __syncwarp();
-    return found[half];
-  }
-
-  // Of the warp that joins, in a team of one block: what was received may be overwritten.
-  __device__ void release(int number) {
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive(empty[number % 2]);
-  }
-
- private:
 #if __CUDA_ARCH__ >= 900
   __device__ static uint32_t in_last_block(const void* mine, const Member& member) {
     uint32_t address;
@@ -619,6 +631,7 @@ struct Reducer {
     Vector<T> vectors[kVectors];
     segment.read(vectors);
     const float segment_max = find_best(segment, vectors);
+    __syncwarp();  // lanes have read what others own, which may be overwritten now
     if constexpr (kHasNoise) {
       if (row.has_noise) draw_column(segment, vectors, segment_max);
     }
@@ -938,7 +951,7 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
   __shared__ SharedBound bound;
   extern __shared__ uint4 vectors[];  // kStages of each warp's segments
   const Member member(num_segments);
-  mail.open(member.num_shares);
+  mail.open(member);
   bound.open();
   team_arrive();
   Feed<T> feed(params, member, num_segments, vectors);
