@@ -36,9 +36,12 @@ __device__ inline int ordered(float value) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
+__device__ inline float from_ordered(int bits) {
+  return __int_as_float(bits ^ ((bits >> 31) & 0x7fffffff));
+}
+
 __device__ inline float warp_max(float value) {
-  const int best = __reduce_max_sync(kFullMask, ordered(value));
-  return __int_as_float(best ^ ((best >> 31) & 0x7fffffff));
+  return from_ordered(__reduce_max_sync(kFullMask, ordered(value)));
 }
 
 __device__ inline float warp_sum(float value) {
@@ -62,6 +65,7 @@ struct Noise {
   Stream stream;
   double temperature;
   float tau;
+  float inverse;  // from a difference of logits to the exponent of 2 at the temperature
 
   __device__ double exact(float logit, int64_t column) const {
     const double u = to_uniform(stream.word(column));
@@ -92,7 +96,7 @@ struct Draw {
 };
 
 // The better of two draws whose approximate scores do not tell.
-static __device__ __noinline__ bool exactly_better(const Noise& noise, const Draw& a, const Draw& b,
+static __device__ __noinline__ bool exactly_better(Noise noise, Draw a, Draw b,
                                                    int64_t first_column) {
   const double score_a = noise.exact(a.logit, first_column + a.column);
   const double score_b = noise.exact(b.logit, first_column + b.column);
@@ -119,12 +123,13 @@ struct Row {
   __device__ Row(const RowParams& params, int64_t row) {
     noise.temperature = params.temperature[row];
     noise.tau = static_cast<float>(noise.temperature);
+    // Bounded, as an infinite scale would make NaN of a difference of 0.
+    noise.inverse = fminf(kLog2E / noise.tau, 1e30f);
     has_noise = noise.temperature > 0.0;
     noise.stream = {static_cast<uint64_t>(params.seed[row]), params.purpose,
                     static_cast<uint32_t>(params.step[row]),
                     static_cast<uint32_t>(params.position[row])};
-    // Bounded, as an infinite scale would make NaN of a difference of 0.
-    scale = params.is_tempered && has_noise ? fminf(kLog2E / noise.tau, 1e30f) : kLog2E;
+    scale = params.is_tempered && has_noise ? noise.inverse : kLog2E;
     const int known = (1 << params.num_columns) - 1;  // other bits name no column
     forbidden = params.forbidden[row] & known;
     excluded = params.excluded[row] & known;

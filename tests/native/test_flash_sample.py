@@ -100,8 +100,9 @@ def test_infinite_columns_and_rows(generator, device, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_extreme_logits(generator, device):
-    logits = random_logits(generator, 4, 3000, torch.float32, device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits(generator, device, dtype):
+    logits = random_logits(generator, 4, 3000, dtype, device)
     logits[0] *= 1e6
     logits[1] += 1e4
     logits[2] -= 1e4
@@ -406,6 +407,25 @@ def test_bits_do_not_depend_on_the_number_of_rows(generator, score, num_columns)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 32, 200])
+def test_draws_of_warps_that_tell_each_other_bounds_are_the_same(generator, num_rows):
+    """Who knows which bound when differs from launch to launch."""
+    logits = random_logits(generator, num_rows, 126_464, torch.bfloat16, "cuda")
+    rows = Rows(0.7, 11, 2, torch.arange(num_rows, device="cuda"))
+    wanted = candidates(logits, rows)
+    u = flash_sample.uniform(11, 0, 2, torch.arange(num_rows, device="cuda"), 126_464)
+    noised = logits.double() - 0.7 * torch.log(-torch.log(u))
+    assert torch.equal(wanted.token, noised.argmax(dim=-1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [candidates(logits, rows) for _ in range(50)]
+    for _ in range(20):
+        graph.replay()
+        for results in found:
+            assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_columns", [3000, 20_000])
 def test_a_team_goes_through_many_rows(num_columns):
     logits = torch.randn(5000, num_columns, device="cuda").mul_(4).bfloat16()
@@ -440,7 +460,7 @@ def test_kernel_runs_on_a_gpu_and_in_a_captured_graph(generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 8, 200])
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 200])
 def test_launches_that_overlap_wait_for_what_they_read(generator, num_rows):
     """An epsilon takes two kernels a call; the second reads what the first has written."""
     rows = Rows(epsilon=1e-6)
