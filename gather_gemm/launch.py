@@ -106,9 +106,6 @@ _SKINNY = (
 _SKINNY_GATED = (SkinnyTiling(Tiling(192), max_rows=128),)
 # The gated product of more rows, 24576 x 4096, cuBLAS and activation -> ours in us at 256, 384,
 # 512, 1,024, 2,048 and 8,192 rows: 90, 127, 167, 321, 674, 2,523 -> 83, 121, 154, 300, 640, 2,433.
-_GATED = (SkinnyTiling(Tiling(192), max_rows=128),)
-# The gated product of more rows, 24576 x 4096, cuBLAS and activation -> ours in us at 256, 384,
-# 512, 640, 1,024 and 8,192 rows: 94, 129, 175, TODO, 328, 2,687 -> 86, 123, 163, TODO, 311, 2,587.
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
 _LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
 _STEP_DEPTH = 64
