@@ -125,10 +125,7 @@ __device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int n
     }
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  // The compiler must not read the sums before.
-#pragma unroll
-  for (float& sum : total) asm volatile("" : "+f"(sum)::"memory");
+  settle(total);
   const int lane = threadIdx.x % 32;
   const int expert = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
