@@ -160,7 +160,7 @@ def test_a_reader_that_stops_reading_holds_up_nobody(
     client: Client, server: ServerProcess, route: str
 ) -> None:
     """The request ends and others are served; then the newest canvas is there."""
-    long = {"gen_length": 512, "block_length": 8, "steps": 128, "ignore_eos": True}
+    long = {"gen_length": 512, "block_length": 8, "steps": 256, "ignore_eos": True}
     body = body_for(route, **long, stream=True, stream_canvas=True)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
@@ -176,18 +176,21 @@ def test_a_reader_that_stops_reading_holds_up_nobody(
     assert done == "[DONE]"
     canvases = [c for data in found if (c := canvas_of(route, json.loads(data)))]
     check_canvases(canvases, 512)
-    assert canvases[-1]["step"] == 128
+    assert canvases[-1]["step"] == 256
     assert all(canvases[-1]["committed"])
 
 
 def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
-    long = {"gen_length": 512, "block_length": 4, "ignore_eos": True, "stream_canvas": True}
+    """A canvas of 2048 tokens in as many steps would take minutes."""
+    long = {"gen_length": 2048, "steps": 2048, "block_length": 4, "ignore_eos": True}
     for route in ROUTES:
-        body = body_for(route, **long, stream=True)
+        aborted = client.metric("dllm:requests_aborted_total")
+        body = body_for(route, **long, stream_canvas=True, stream=True)
         with client.http.stream("POST", route, json=body) as response:
             next(events(response.iter_lines()))
             client.wait_for_num_requests(1)
         client.wait_for_num_requests(0)
+        assert client.metric("dllm:requests_aborted_total") == aborted + 1
 
 
 def test_noise_among_neighbours(client: Client) -> None:

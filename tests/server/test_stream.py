@@ -67,7 +67,8 @@ def test_an_event_for_every_new_prefix(client: Client) -> None:
 
 
 def test_events_arrive_while_the_request_runs(client: Client) -> None:
-    body = {"prompt": "hello", "gen_length": 256, "block_length": 4, "ignore_eos": True}
+    long = {"gen_length": 256, "block_length": 4, "steps": 512, "ignore_eos": True}
+    body = {"prompt": "hello", **long}
     with client.http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
         found = events(response.iter_lines())
         first = json.loads(next(found))
