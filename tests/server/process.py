@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,14 @@ class ServerProcess:
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def wait_for_line(self, pattern: str, timeout_s: float = 10.0) -> None:
+        """A line of the log that ends so; it may be written a moment after an answer is sent."""
+        deadline = time.monotonic() + timeout_s
+        while not re.search(pattern + "$", self.log(), re.MULTILINE):
+            if time.monotonic() > deadline:
+                raise self._failed(f"logged no line {pattern!r} within {timeout_s:g} s")
+            time.sleep(POLL_S)
 
     def client(self, timeout_s: float = 120.0) -> httpx.Client:
         """A client that passes proxies by."""

@@ -148,7 +148,7 @@ def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) 
         named = http.post(CHAT, json=body_for(CHAT), headers={"X-Request-Id": "mine-7"})
         assert named.headers["X-Request-Id"] == "mine-7"
         assert named.json()["id"] == "chatcmpl-mine-7"
-    assert re.search(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7$', server.log(), re.MULTILINE)
+    server.wait_for_line(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7')
 
 
 def test_an_engine_that_sleeps_through_its_signal_ends_all_the_same(
