@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import enum
 
-MAX_ROWS: int
-
 class Epilogue(enum.Enum):
     STORE = 0
     RESIDUAL = 1

@@ -92,7 +92,6 @@ void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintp
 
 PYBIND11_MODULE(_gather_gemm, module) {
   using gather_gemm::Epilogue;
-  module.attr("MAX_ROWS") = gather_gemm::kMaxSkinnyRows;
   py::enum_<Epilogue>(module, "Epilogue")
       .value("STORE", Epilogue::kStore)
       .value("RESIDUAL", Epilogue::kResidual)

@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in one kernel with what follows them: of few rows, and gated ones."""
 
-import warnings
 from enum import Enum
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from ._native import hopper_multiprocessors, is_describable, native
 from .launch import Tiling, choose_tiling
-
-_native: ModuleType | None
-try:
-    _native = import_module("._gather_gemm", __package__)
-except ModuleNotFoundError:
-    _native = None
-except ImportError as error:
-    warnings.warn(f"gather_gemm: the compiled module does not load: {error}", stacklevel=2)
-    _native = None
 
 
 class Epilogue(Enum):
@@ -78,12 +66,12 @@ def fused_linear(
     tiling = _choose_tiling(x, weight, epilogue)
     if tiling is None or (out is not None and not _can_be_written(out, tiling)):
         return _reference(x, weight, out, bias, epilogue)
-    assert _native is not None
+    assert native is not None
     num_columns, depth = weight.shape
     if out is None:
         out = x.new_empty(len(x), num_columns // (2 if epilogue is Epilogue.SILU_MUL else 1))
     with torch.cuda.device(x.device):
-        _native.linear(
+        native.linear(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
             bias=0 if bias is None else bias.contiguous().data_ptr(),
@@ -94,7 +82,7 @@ def fused_linear(
             num_rows=len(x),
             num_columns=num_columns,
             depth=depth,
-            epilogue=getattr(_native.Epilogue, epilogue.name),
+            epilogue=getattr(native.Epilogue, epilogue.name),
             rows=tiling.rows,
             columns=tiling.columns,
             split=tiling.split,
@@ -107,15 +95,15 @@ def fused_linear(
 
 def _choose_tiling(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:
     """The kernel's tiling; None where PyTorch computes the product."""
-    if _native is None or not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
+    if native is None or not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return None
     tiling = choose_tiling(
         len(x),
         *weight.shape,
         gated=epilogue is Epilogue.SILU_MUL,
-        multiprocessors=_hopper_multiprocessors(x.device.index),
+        multiprocessors=hopper_multiprocessors(x.device.index),
     )
-    return tiling if _is_describable(x) and _is_describable(weight) else None
+    return tiling if is_describable(x) and is_describable(weight) else None
 
 
 def _reference(
@@ -135,28 +123,10 @@ def _reference(
     return torch.mm(x, weight.t(), out=out)
 
 
-@cache
-def _hopper_multiprocessors(device: int) -> int:
-    """Multiprocessors of a card of compute capability 9.0; 0 of any other."""
-    properties = torch.cuda.get_device_properties(device)
-    is_hopper = (properties.major, properties.minor) == (9, 0)
-    return int(properties.multi_processor_count) if is_hopper else 0
-
-
-def _is_describable(matrix: Tensor) -> bool:
-    """Whether tiles of it can be copied 16 bytes at a time, as the copy engine does."""
-    return (
-        matrix.stride(1) == 1
-        and matrix.stride(0) % 8 == 0
-        and matrix.stride(0) >= matrix.shape[1]
-        and matrix.data_ptr() % 16 == 0
-    )
-
-
 def _can_be_written(out: Tensor, tiling: Tiling) -> bool:
     """Whether rows lie as the kernel writes them: two elements at once, or eight."""
     if tiling.rows > 0:
-        return _is_describable(out)
+        return is_describable(out)
     return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
 
 

@@ -125,7 +125,7 @@ __device__ void consume(const Ring<kTall>& ring, Position<kTall>& at, int num_st
     const uint64_t left =
         matrix_descriptor(ring.x(at.stage) + group * kTall * kGroupRows * kRowBytes);
     const uint64_t right = matrix_descriptor(ring.weight(at.stage));
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ void consume(const Ring<kTall>& ring, Position<kTall>& at, int num_st
                  step > 0 || k > 0);
       }
     }
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    commit_products();
     if (step > 0 && releases) arrive(ring.empty(last));
     last = at.stage;
     at.advance();
@@ -200,17 +200,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ char shared[];
   const Ring<kTall> ring{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment};
   if (threadIdx.x == 0) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    prefetch_map(&weight);
+    prefetch_map(&x);
     for (int stage = 0; stage < S::kStages; ++stage) {
       init_barrier(ring.full(stage), 2);
       init_barrier(ring.empty(stage), kGroups * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_kernel_start();
 
   const int group = threadIdx.x / kGroupThreads;
   if (group == kGroups) {
@@ -224,14 +223,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         copy_tile(up, &weight, depth, params.width + tile.column, barrier, params.weight_hint);
       });
     } else if (thread == 32) {
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      wait_for_kernel_before();
       produce(ring, params, S::kRows * kRowBytes, [&](int stage, Tile tile, int depth) {
         copy_tile(ring.x(stage), &x, depth, tile.row, ring.full(stage), kEvictLast);
       });
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // every thread that writes waits itself
+    wait_for_kernel_before();  // every thread that writes waits itself
     Position<kTall> at;
     for_each_tile<kTall>(params, [&](Tile tile) {
       float total[kTall][kWeightRows / 2];

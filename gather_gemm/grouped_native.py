@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._native import hopper_multiprocessors, is_describable, native
 from ._triton import guard
-from .fused_linear import _hopper_multiprocessors, _is_describable, _native
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,17 +19,17 @@ _COLUMNS = 8  # that lie together in a thread's part of the result
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether there is a compiled product of rows x [S, D] with matrices [E, N, D]."""
-    if _native is None or not x.is_cuda or x.dtype != torch.bfloat16:
+    if native is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     num_groups, num_columns, depth = weight.shape
     return (
-        _hopper_multiprocessors(x.device.index) > 0
-        and num_groups <= _native.MAX_GROUPS
+        hopper_multiprocessors(x.device.index) > 0
+        and num_groups <= native.MAX_GROUPS
         and num_columns % _COLUMNS == 0
         and depth % _DEPTH == 0
         and (num_groups == 1 or weight.stride(0) == num_columns * weight.stride(1))
-        and _is_describable(x)
-        and _is_describable(weight[0])
+        and is_describable(x)
+        and is_describable(weight[0])
     )
 
 
@@ -47,10 +47,10 @@ def launch_weighted(
     Row i is weighted and becomes row ``slots[i]`` of `out` [S, N], contiguous. If `early`, `ends`
     and `weight` are read before the kernel before this one has ended.
     """
-    assert _native is not None
+    assert native is not None
     num_groups, num_columns, depth = weight.shape
     with guard(x):
-        _native.weighted_gemm(
+        native.weighted_gemm(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
             ends=ends.data_ptr(),
@@ -63,7 +63,7 @@ def launch_weighted(
             num_groups=num_groups,
             num_columns=num_columns,
             depth=depth,
-            num_blocks=_hopper_multiprocessors(x.device.index),
+            num_blocks=hopper_multiprocessors(x.device.index),
             early=early,
             device=x.device.index,
             stream=torch.cuda.current_stream().cuda_stream,

@@ -34,6 +34,12 @@ __device__ inline void init_barrier(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 
+// Barriers that were made can be seen by the cluster and by the copy engine.
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ inline void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -51,6 +57,10 @@ __device__ inline void wait(uint32_t barrier, int phase) {
       "@!done bra again;\n}\n" ::"r"(barrier),
       "r"(phase)
       : "memory");
+}
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int column, int row,
@@ -202,12 +212,30 @@ __device__ inline void multiply(float (&d)[96], uint64_t a, uint64_t b, int accu
 }
 // clang-format on
 
+// Comes before the first product of a stage: what the warps wrote to registers is there.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Comes after the last product of a stage, and waits for those of the stages before.
+__device__ inline void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
 // Waits for all products under way, and keeps the compiler from reading the sums before.
 template <int kCount>
 __device__ inline void settle(float (&sums)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
+// The kernel before in the stream is complete, and what it wrote can be seen.
+__device__ inline void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next kernel may get onto the card, where it waits for the end of this one.
+__device__ inline void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ inline void cluster_sync() {

@@ -118,12 +118,12 @@ __device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int n
   for (int step = 0; step < num_steps; ++step) {
     const uint64_t left = matrix_descriptor(gate + step * kTileBytes);
     const uint64_t right = matrix_descriptor(rows + step * kTileBytes);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       multiply(total, left + k * 2, right + k * 2, step > 0 || k > 0);
     }
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    commit_products();
   }
   settle(total);
   const int lane = threadIdx.x % 32;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                   const __grid_constant__ KernelParams params) {
   extern __shared__ char dynamic[];
   __shared__ Shared shared;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_kernel_start();
   const uint32_t gate_tiles = (shared_address(dynamic) + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t row_tiles = gate_tiles + kOperandBytes;
   const uint32_t gate_barrier = shared_address(&shared.barriers[0]);
@@ -212,8 +212,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     init_barrier(gate_barrier, 1);
     init_barrier(row_barrier, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish_barriers();
     expect_bytes(gate_barrier, num_steps * kTileBytes);
     for (int step = 0; step < num_steps; ++step) {
       copy_tile(gate_tiles + step * kTileBytes, &gate, first_depth + step * kDepth, 0, gate_barrier,
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                           ? float2{0.0f, 0.0f}
                           : float2{params.bias[lane * 2], params.bias[lane * 2 + 1]};
   __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_before();
   if (threadIdx.x == 0) {
     expect_bytes(row_barrier, num_steps * kTileBytes);
     for (int step = 0; step < num_steps; ++step) {

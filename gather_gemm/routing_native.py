@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._native import hopper_multiprocessors, is_describable, native
 from ._triton import guard
-from .fused_linear import _hopper_multiprocessors, _is_describable, _native
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,18 +21,18 @@ _MIN_ROWS = 9
 
 def takes(x: Tensor, gate: Tensor) -> bool:
     """Whether there is a compiled kernel that is faster for rows x [R, D] and a router [E, D]."""
-    if _native is None or not x.is_cuda or x.dtype != torch.bfloat16:
+    if native is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
-    if _hopper_multiprocessors(x.device.index) == 0:
+    if hopper_multiprocessors(x.device.index) == 0:
         return False
     num_rows, depth = x.shape
     return (
-        len(gate) == _native.ROUTED_EXPERTS
-        and _MIN_ROWS <= num_rows <= _native.MAX_ROUTED_ROWS
-        and depth % _native.ROUTER_DEPTH_STEP == 0
-        and depth <= _native.MAX_ROUTER_DEPTH
-        and _is_describable(x)
-        and _is_describable(gate)
+        len(gate) == native.ROUTED_EXPERTS
+        and _MIN_ROWS <= num_rows <= native.MAX_ROUTED_ROWS
+        and depth % native.ROUTER_DEPTH_STEP == 0
+        and depth <= native.MAX_ROUTER_DEPTH
+        and is_describable(x)
+        and is_describable(gate)
     )
 
 
@@ -50,9 +50,9 @@ def launch_route(
     The arguments are checked. The gate and the bias may be read before the kernel before this one
     has ended.
     """
-    assert _native is not None
+    assert native is not None
     with guard(x):
-        _native.route(
+        native.route(
             x=x.data_ptr(),
             gate=gate.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),

@@ -96,7 +96,7 @@ __device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTile
   for (int step = 0; step < ahead; ++step) {
     copy_weight(ring, weight, step, first_depth + step * kDepth);
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_before();
   for (int step = 0; step < ahead; ++step) copy_rows(ring, x, step, first_depth + step * kDepth);
   Position at;
   for (int step = ahead; step < num_steps; ++step) {
@@ -119,7 +119,7 @@ __device__ void consume(const Ring& ring, int num_steps, int group,
     wait(ring.full(at.stage), at.phase);
     const uint64_t left = matrix_descriptor(ring.x(at.stage) + group * kGroupRows * kRowBytes);
     const uint64_t right = matrix_descriptor(ring.weight(at.stage));
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
 #pragma unroll
@@ -128,7 +128,7 @@ __device__ void consume(const Ring& ring, int num_steps, int group,
                  step > 0 || k > 0);
       }
     }
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    commit_products();
     if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
     last = at.stage;
     at.advance(ring);
@@ -151,17 +151,16 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
                   params.num_stages, kColumns * kRowBytes};
 
   if (threadIdx.x == 0) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    prefetch_map(&weight);
+    prefetch_map(&x);
     for (int stage = 0; stage < ring.num_stages; ++stage) {
       init_barrier(ring.full(stage), 1);
       init_barrier(ring.empty(stage), kGroups * kGroupThreads / 32);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_kernel_start();
 
   const int rank = kSplit == 1 ? 0 : block_of_cluster();
   const int tile = blockIdx.x / kSplit;
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
   }
   // Every thread that writes waits itself, those beside the producing one too.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_before();
 
   // A thread of a group has columns lane % 4 * 2 (and the next) of every eight, of two rows.
   const int lane = threadIdx.x % 32;

@@ -123,8 +123,6 @@ struct Source {
   __device__ int num_boxes() const { return (walk.num_rows + kBoxRows - 1) / kBoxRows; }
 };
 
-__device__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // One thread keeps the ring full.
 __device__ void produce(const Ring& ring, Source source) {
   Source rows = source;
@@ -203,12 +201,12 @@ __device__ void multiply_tile(const Ring& ring, const Walk& walk, const KernelPa
     wait(ring.full(at.stage), at.phase);
     const uint64_t left = matrix_descriptor(ring.weight(at.stage) + group * kGroupRows * kRowBytes);
     const uint64_t right = matrix_descriptor(ring.rows(at.stage));
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       multiply(total, left + k * 2, right + k * 2, step > 0 || k > 0);
     }
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    commit_products();
     if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
     last = at.stage;
     at.advance();
@@ -242,14 +240,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Ring ring{(shared_address(stages) + kAlignment - 1) / kAlignment * kAlignment,
                   shared_address(shared.full), shared_address(shared.empty)};
   if (threadIdx.x == 0) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    prefetch_map(&weight);
+    prefetch_map(&x);
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(ring.full(stage), 1);
       init_barrier(ring.empty(stage), kMultipliers);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish_barriers();
   }
   if (!params.early) wait_for_kernel_before();
   // Read past L1, which may hold what was there before where an earlier kernel still runs.
@@ -270,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // Every thread that writes waits itself.
   wait_for_kernel_before();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_kernel_start();
   multiply_tiles(ring, walk, params, warp / 4);
 }
 
