@@ -79,6 +79,10 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 

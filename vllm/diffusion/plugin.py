@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make upstream know our models, their configurations and tokenizers, and our variables."""
+    """Make upstream know our models, their configurations and tokenizers, and our variables.
+
+    Every process of a server passes here at its start, so this is also where it learns to end with
+    the process that started it.
+    """
     import vllm.envs
-    from vllm.diffusion import envs
+    from vllm.diffusion import envs, watchdog
     from vllm.diffusion.models import tokenizers
     from vllm.diffusion.models.configs import CONFIG_CLASSES
     from vllm.model_executor.models import ModelRegistry
@@ -36,6 +40,7 @@ def register() -> None:
             configure(vllm_config)
             door.install(vllm_config, current_platform)
 
+    watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
     tokenizers.register()
     for model_type, config_class in CONFIG_CLASSES.items():

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that a server or an offline program started outlives it, even after SIGKILL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.client import PUZZLE
+from tests.server.process import SERVER, ServerProcess, environment
+from vllm.diffusion import watchdog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+END_S = 5.0
+
+OFFLINE = """
+import sys
+from vllm import LLM
+
+if __name__ == "__main__":
+    llm = LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), max_model_len=64)
+    print("READY", flush=True)
+    sys.stdin.read()
+"""
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The living processes below a process, and what they are."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def still_alive(processes: list[psutil.Process]) -> list[str]:
+    """Those that are there after the time that they have."""
+    _, alive = psutil.wait_procs(processes, END_S)
+    lines = []
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+    return lines
+
+
+def test_an_engine_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None:
+    """While it computes a request that would take minutes."""
+    command = [*SERVER, "--model", str(model_dir), "--max-model-len", "4096"]
+    server = ServerProcess(command, tmp_path / "server.log", VLLM_LOG_DIFFUSION_STEPS="1")
+    try:
+        server.wait_until_healthy()
+        body = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 2048}
+        with contextlib.suppress(httpx.TimeoutException), server.client(1.0) as client:
+            client.post("/generate", json={**body, "stream": True, "ignore_eos": True})
+        started = descendants(server.pid)
+        assert any("EngineCore" in "".join(process.cmdline()) for process in started)
+        os.kill(server.pid, signal.SIGKILL)
+        assert still_alive(started) == []
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_and_its_workers_end_with_an_offline_program(
+    model_dir: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(model_dir), str(num_ranks)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "log").open("wb"),
+        text=True,
+        env=environment(),
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert any(line.startswith("READY") for line in program.stdout), "the log has why"
+            started = descendants(program.pid)
+            assert len(started) >= 1 + (num_ranks > 1) * num_ranks
+        finally:
+            program.kill()
+        assert still_alive(started) == []
+
+
+STUCK = """
+import importlib.util, multiprocessing, os, signal, sys, time
+
+spec = importlib.util.spec_from_file_location("watchdog", sys.argv[1])
+watchdog = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(watchdog)  # without the rest of vllm, which takes seconds
+
+def never_answers(has_started):
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    watchdog.follow_parent()
+    has_started.set()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    for name in sys.argv[2:]:
+        has_started = context.Event()
+        child = context.Process(target=never_answers, args=(has_started,), name=name)
+        child.start()
+        has_started.wait()
+        with open("pids", "a") as pids:  # not a pipe, which those left behind would hold open
+            pids.write(f"{child.pid}\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stuck_processes_end_and_those_of_a_user_are_left_alone(tmp_path: Path) -> None:
+    """All their signals are blocked, as in a call that never returns."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    names = ["EngineCore", "VllmWorker-1", "ApiServer_0", "Process-1"]
+    command = [sys.executable, str(script), watchdog.__file__, *names]
+    killed = subprocess.run(command, cwd=tmp_path, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    pids = (tmp_path / "pids").read_text().split()
+    *ours, users = (psutil.Process(int(pid)) for pid in pids)
+    try:
+        assert still_alive(ours) == []
+        assert users.is_running()
+    finally:
+        users.kill()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No process of a server outlives the one that started it, however that one ended.
+
+Upstream ends its children in its own shutdown. After SIGKILL, or the end of a Python process that
+cleaned nothing up, there is none: an engine would keep its GPU memory until somebody finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+
+# Names of the processes that upstream starts and in which it loads plugins.
+_PROCESS_NAMES = ("EngineCore", "VllmWorker-", "ApiServer_")
+_watching = threading.Event()
+
+
+def follow_parent() -> None:
+    """In a process that upstream started: end it when the one that started it is gone.
+
+    Other processes, a user's own among them, are left alone. Once a process, whatever is called.
+    The watching thread ends the process without asking the main thread, which may be inside a
+    long kernel launch or wait for a message that never comes.
+    """
+    parent = multiprocessing.parent_process()
+    is_ours = multiprocessing.current_process().name.startswith(_PROCESS_NAMES)
+    if parent is None or not is_ours or _watching.is_set():
+        return
+    _watching.set()
+    threading.Thread(
+        target=_end_with, args=(parent.pid, parent.sentinel), name="watchdog", daemon=True
+    ).start()
+
+
+def _end_with(parent_pid: int | None, sentinel: int) -> None:
+    """Wait for the parent's end, then end this process at once.
+
+    The sentinel is a pipe, which a forked sibling may hold open; the process descriptor is not,
+    but not every system has one.
+    """
+    ends = [sentinel]
+    with contextlib.suppress(AttributeError, OSError):
+        ends.append(os.pidfd_open(parent_pid))  # type: ignore[arg-type]
+    multiprocessing.connection.wait(ends)
+    message = f"process {os.getpid()} ends: process {parent_pid}, which started it, is gone\n"
+    with contextlib.suppress(OSError):
+        os.write(2, message.encode())
+    os._exit(1)
