@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints import MASK_ID, make_checkpoint
 from tests.engine.harness import Ask, running
 from vllm.diffusion import params
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.forward import run_body, upload
@@ -25,7 +26,6 @@ from vllm.diffusion.engine.graphs import (
 )
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.families import LLADA
-from vllm.diffusion.layers.buffers import FreshBuffers
 from vllm.diffusion.memory import CacheRange
 from vllm.diffusion.params import ServedModel, SpecialIds
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from vllm.diffusion.decoding import Candidates, Work
-from vllm.diffusion.layers.attention import Span
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
+from vllm.diffusion.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

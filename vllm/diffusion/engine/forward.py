@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.attention import AttentionLayout, KeySource
 from vllm.diffusion.memory import chunks
+from vllm.diffusion.spans import AttentionLayout, KeySource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.engine.batch import ReadPart, SpanGroup, StepBatch
-    from vllm.diffusion.layers.buffers import Buffers
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import CachePool, Plan
     from vllm.diffusion.models.base import DiffusionModel

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
-from vllm.diffusion.layers.attention import AttentionLayout
-from vllm.diffusion.layers.buffers import FreshBuffers
+from vllm.diffusion.spans import AttentionLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

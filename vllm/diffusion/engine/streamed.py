@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.engine.forward import keep, sources_of
-from vllm.diffusion.layers.attention import HeadGroup
 from vllm.diffusion.memory import DeviceRows, HostRows, chunks
+from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.batch import ReadPart, StepBatch
     from vllm.diffusion.engine.forward import Attending, BodyInputs, ReadInputs
-    from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.memory import ActivationPool, CachePool, HostBuffers, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
@@ -124,18 +123,18 @@ class StreamedForward:
                 self._model.embed(ids[rows], x)
 
     def _keys_values(self, index: int, group: HeadGroup) -> None:
-        attention, pool, positions = self._attention(index), self._pool, self._inputs.positions
+        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         with pool.scope("keys-values"):
             for rows, x in zip(self._writing, self._x.visit(self._writing), strict=True):
                 with pool.scope("keys-values"):
                     rotary = self._model.rotary(positions[rows], pool)
                     k, v = self._k[rows], self._v[rows]
-                    attention.keys_values_of(group, x, rotary, k, v, pool)
+                    layer.attention.keys_values_of(group, x, rotary, k, v, pool)
         heads = group.part(self._model.num_kv_heads)
         keep(self._k, self._v, index, self._inputs.slots, self._caches, heads)
 
     def _attend(self, index: int, group: HeadGroup, work: _Chunks) -> None:
-        attention, pool, positions = self._attention(index), self._pool, self._inputs.positions
+        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         heads = group.part(self._model.num_kv_heads)
         with pool.scope("attend"):
             visits = self._visit_both([rows for rows, _ in work.attend], is_first=group.index == 0)
@@ -143,7 +142,7 @@ class StreamedForward:
                 with pool.scope("attend"):
                     rotary = self._model.rotary(positions[rows], pool)
                     sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
-                    attention.attend_of(group, x, rotary, sources, updated, pool)
+                    layer.attention.attend_of(group, x, rotary, sources, updated, pool)
 
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
@@ -163,6 +162,3 @@ class StreamedForward:
         with self._pool.scope("feed-forward"):
             for x in self._x.visit(work.feed_forward, writes=True):
                 self._model.layers[index].feed_forward(x, self._pool)
-
-    def _attention(self, index: int) -> SelfAttention:
-        return self._model.layers[index].attention
