@@ -34,15 +34,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.gpu_timing import attention_flops, compare, rotating, write_record
-from vllm.diffusion.layers.attention_backends import (
-    AttentionLayout,
-    Backend,
-    Span,
-    attend,
-    can_serve,
-    choose_backend,
-)
+from vllm.diffusion.layers.attention_backends import Backend, attend, can_serve, choose_backend
 from vllm.diffusion.layers.split_attention import CONFIG, SplitConfig, split_attention
+from vllm.diffusion.spans import AttentionLayout, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params
+from tests.engine.test_batching import assert_decoded
+from vllm.diffusion.memory import UsageMeter
 
 if TYPE_CHECKING:
     import pytest
@@ -36,6 +40,59 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
     assert len(answer.token_ids) == 16
     assert "the rule broke" in answer.report["error"]
     assert engine.is_idle()
+    (again,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert again.token_ids == wanted.ids
+
+
+def test_a_rule_that_cannot_prepare_ends_its_own_request(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    """It says what a forward is for while the batch is built, so that others are at stake."""
+    from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
+
+    cases = [clear_case(model, length, **BLOCKS) for length in (20, 33, 12)]
+    asks = [as_request(prompt, **BLOCKS) for prompt, _ in cases]
+    prepare = SemiAutoregressive.prepare
+
+    def fail_in_third_block(self: Any, tokens: Any) -> Any:
+        if self.prompt_length == 33 and self.block == 2:
+            raise RuntimeError("the rule broke")
+        return prepare(self, tokens)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SemiAutoregressive, "prepare", fail_in_third_block)
+        first, ended, last = engine.ask(*asks)
+        (alone,) = engine.ask(asks[1])
+    assert_decoded([first, last], [cases[0][1], cases[2][1]])
+    for answer in (ended, alone):
+        assert answer.finish_reason == "error"
+        assert "the rule broke" in answer.report["error"]
+        assert len(answer.token_ids) >= 16
+        assert answer.token_ids == cases[1][1].ids[: len(answer.token_ids)]
+    assert engine.is_idle()
+    assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+
+
+def test_a_launch_that_fails_leaves_nothing_switched_on(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    runner, marks = engine.runner, []
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device broke")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner.model.layers[1], "feed_forward", fail)
+        (answer,) = engine.ask(as_request(prompt, **BLOCKS))
+    assert "the device broke" in answer.report["error"]
+    assert engine.is_idle()
+    with monkeypatch.context() as watched:
+        watched.setattr(UsageMeter, "mark", lambda *_: marks.append(1))
+        with runner.pool.scope("not a step"):
+            runner.pool.take("some", (8,), torch.uint8)
+    assert marks == []  # no meter listens
+    assert runner.pool.used_bytes == runner.caches.reserved_bytes  # and no scope is open
     (again,) = engine.ask(as_request(prompt, **BLOCKS))
     assert again.token_ids == wanted.ids
 

@@ -13,19 +13,14 @@ import torch
 from tests.checkpoints import MASK_ID, make_checkpoint
 from tests.engine.harness import Ask, running
 from vllm.diffusion import params
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
-from vllm.diffusion.engine.forward import run_body, upload
-from vllm.diffusion.engine.graphs import (
-    ROW_BUCKETS,
-    Bucket,
-    bucket_inputs,
-    find_bucket,
-    write_inputs,
-)
+from vllm.diffusion.engine.forward import run_body, run_to_end, upload
+from vllm.diffusion.engine.graphs import ROW_BUCKETS, Bucket, find_bucket
 from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.step_inputs import SequenceBounds, StepInputs, fill
 from vllm.diffusion.families import LLADA
-from vllm.diffusion.layers.buffers import FreshBuffers
 from vllm.diffusion.memory import CacheRange
 from vllm.diffusion.params import ServedModel, SpecialIds
 
@@ -86,12 +81,13 @@ def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
     assert find_bucket(batch_of(canvas(40), canvas(40, CacheRange(0, 40)))) is None
 
 
-def padded_inputs(batch: StepBatch, bucket: Bucket) -> list[Any]:
-    inputs = bucket_inputs(bucket)
-    for array in inputs:
+def padded_inputs(batch: StepBatch, bucket: Bucket) -> tuple[StepInputs[Any], SequenceBounds[Any]]:
+    inputs = bucket.inputs()
+    ((bounds,),) = inputs.bounds
+    for array in (inputs.token_ids, inputs.positions, inputs.slot_mapping, *bounds):
         array[...] = 99  # what an earlier batch left
-    write_inputs(batch, bucket, inputs)
-    return inputs
+    fill(inputs, batch)
+    return inputs, bounds
 
 
 @pytest.mark.parametrize("lengths", [[33], [64], [20, 13, 40]])
@@ -99,15 +95,16 @@ def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
     batch = batch_of(*map(canvas, lengths))
     bucket = find_bucket(batch)
     assert bucket is not None
-    ids, positions, slots, query_ends, key_starts, key_counts = padded_inputs(batch, bucket)
+    inputs, bounds = padded_inputs(batch, bucket)
     total = sum(lengths)
-    assert ids.tolist() == [*batch.token_ids, *[0] * (bucket.rows - total)]
-    assert positions.tolist() == [*batch.positions, *[0] * (bucket.rows - total)]
-    assert slots.size == 0
+    assert inputs.token_ids.tolist() == [*batch.token_ids, *[0] * (bucket.rows - total)]
+    assert inputs.positions.tolist() == [*batch.positions, *[0] * (bucket.rows - total)]
+    assert inputs.slot_mapping.size == 0
     sizes = [*lengths, bucket.rows - total]
     sizes += [0] * (bucket.sequences + 1 - len(sizes))
-    assert np.diff(query_ends).tolist() == key_counts.tolist() == sizes
-    assert key_starts[: len(lengths) + 1].tolist() == query_ends[: len(lengths) + 1].tolist()
+    assert np.diff(bounds.query_ends).tolist() == bounds.key_counts.tolist() == sizes
+    starts, ends = bounds.key_starts, bounds.query_ends
+    assert starts[: len(lengths) + 1].tolist() == ends[: len(lengths) + 1].tolist()
 
 
 def test_padding_of_windows_reads_and_writes_nothing() -> None:
@@ -115,11 +112,12 @@ def test_padding_of_windows_reads_and_writes_nothing() -> None:
     batch = batch_of(canvas(30, first), canvas(20, second, name="b"))
     bucket = find_bucket(batch)
     assert bucket is not None
-    *_, slots, query_ends, key_starts, key_counts = padded_inputs(batch, bucket)
-    assert slots.tolist() == [*range(70, 100), *range(5, 25)] + [-1] * (bucket.rows - 50)
-    assert query_ends[:4].tolist() == [0, 30, 50, bucket.rows]
-    assert key_starts[:2].tolist() == [70, 5]
-    assert key_counts[:3].tolist() == [30, 20, 0]
+    inputs, bounds = padded_inputs(batch, bucket)
+    slots = [*range(70, 100), *range(5, 25)] + [-1] * (bucket.rows - 50)
+    assert inputs.slot_mapping.tolist() == slots
+    assert bounds.query_ends[:4].tolist() == [0, 30, 50, bucket.rows]
+    assert bounds.key_starts[:2].tolist() == [70, 5]
+    assert bounds.key_counts[:3].tolist() == [30, 20, 0]
 
 
 @pytest.mark.gpu
@@ -149,7 +147,7 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     plan = runner.planner.plan(batch.shape)
     inputs, _ = upload(batch, plan, [], runner.device)
     fresh = FreshBuffers(runner.device)
-    eager = run_body(runner.model, inputs, plan, fresh, fresh, runner.caches)
+    eager = run_to_end(run_body(runner.model, inputs, plan, fresh, fresh, runner.caches))
     wanted = [eager.x.clone(), eager.k.clone(), eager.v.clone()]
     for layer in range(len(runner.model.layers)):  # a replay must write what it reads
         runner.caches.keys(layer).fill_(torch.nan)

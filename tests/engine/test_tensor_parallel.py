@@ -42,11 +42,26 @@ def shrink_rank(worker: Any) -> None:
     shrink(worker.worker.model_runner, POOL_BYTES)
 
 
+def break_rule(worker: Any) -> None:
+    """On this rank, requests of 12 prompt tokens cannot go beyond their first block."""
+    from vllm.diffusion.decoding.threshold import Threshold
+
+    prepare = Threshold.prepare
+
+    def fail(self: Any, tokens: Any) -> Any:
+        if self.prompt_length == 12 and self.block == 1:
+            raise RuntimeError("the rule broke")
+        return prepare(self, tokens)
+
+    Threshold.prepare = fail  # type: ignore[method-assign]  # the process ends with the test
+
+
 @pytest.mark.slow
 def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """Heads, vocabulary and noise are split; in a batch, after a refusal, alone, and in chunks.
 
-    In a small pool steps run in chunks, which must be the same on both ranks.
+    In a small pool steps run in chunks, which must be the same on both ranks. A rule that fails on
+    both ends its own request.
 
     300 logit columns are no multiple of what upstream pads to, so the second rank has columns
     that no token may come from.
@@ -69,3 +84,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         assert_decoded(chunked, wanted)
         peaks = [max(a.report["peak_bytes"] for a in answers) for answers in (chunked, whole)]
         assert peaks[0] <= POOL_BYTES < peaks[1]
+        engine.llm.collective_rpc(break_rule)
+        broken = engine.ask(*asks)
+        assert "the rule broke" in broken[2].report["error"]
+        assert_decoded(broken[:2] + broken[3:], wanted[:2] + wanted[3:])

@@ -16,7 +16,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from vllm.diffusion.layers.attention import AttentionLayout, KeySource, Span
+from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
 
 if TYPE_CHECKING:

@@ -17,16 +17,7 @@ import torch
 from torch.nn import functional
 
 from vllm.diffusion.layers import attention_backends
-from vllm.diffusion.layers.attention_backends import (
-    AttentionLayout,
-    Backend,
-    Span,
-    attend,
-    can_be_captured,
-    can_serve,
-    check_tiling,
-    choose_backend,
-)
+from vllm.diffusion.layers.attention_backends import Backend, attend, can_be_captured, can_serve, choose_backend
 from vllm.diffusion.layers.split_attention import (
     MAX_SPLITS,
     SplitConfig,
@@ -34,6 +25,7 @@ from vllm.diffusion.layers.split_attention import (
     choose_splits,
     split_attention,
 )
+from vllm.diffusion.spans import AttentionLayout, Span, check_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from vllm.diffusion.layers.attention_backends import (
-    AttentionLayout,
     Backend,
-    Span,
     attend,
     can_be_captured,
     can_serve,
     choose_backend,
 )
 from vllm.diffusion.layers.split_attention import HEAD_DIMS, SplitConfig, split_attention
+from vllm.diffusion.spans import AttentionLayout, Span
 
 pytestmark = pytest.mark.gpu
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm.diffusion.visibility import FULL, Visibility
+
 
 @dataclass(frozen=True)
 class Family:
@@ -17,6 +19,7 @@ class Family:
         model_class: "module:Class" of the vLLM model.
         default_algorithm: decoding algorithm of a request that names none.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
+        visibility: who sees whom in the family's attention.
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn.
     """
 
@@ -26,6 +29,7 @@ class Family:
     model_class: str
     default_algorithm: str
     logit_shift: int = 0
+    visibility: Visibility = FULL
     end_of_turn_tokens: tuple[str, ...] = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 
 

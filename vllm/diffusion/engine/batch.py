@@ -2,30 +2,32 @@
 """The rows of one denoise step, packed without padding; all of it on the host.
 
 Whole sequences come first, one after the other; with guidance a request has two, its own and the
-prompt-masked one. The windows of requests that keep keys and values follow.
+unconditional one, whose prompt is masked. The windows of requests that keep keys and values follow.
+The family's visibility cuts what a request computes into sequences: rows that read the same keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from vllm.diffusion.decoding import Candidates, Work
-from vllm.diffusion.layers.attention import Span
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
+from vllm.diffusion.spans import Span
+from vllm.diffusion.visibility import Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.diffusion.engine.canvas import Canvas
-    from vllm.diffusion.memory import CacheRange
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
+    from vllm.diffusion.visibility import Seen
 
 
 class PackedSequence(NamedTuple):
@@ -42,11 +44,14 @@ class PackedSequence(NamedTuple):
     is_cached: bool
 
 
+Sequences: TypeAlias = tuple[PackedSequence, ...]
+
+
 class SpanGroup(NamedTuple):
     """Consecutive rows whose keys lie in the same buffer.
 
     Attributes:
-        rows: of whatever is cut into groups: a chunk of the batch, or rows that are read.
+        rows: of whatever is cut into groups: a chunk of the batch, or sample rows.
         spans: their sequences; queries count from the first of `rows`.
         is_cached: the keys lie in the pool of kept ones.
     """
@@ -56,25 +61,34 @@ class SpanGroup(NamedTuple):
     is_cached: bool
 
 
-class _Read(NamedTuple):
-    """Rows that predict some positions of one request."""
+class _Predicting(NamedTuple):
+    """The sample rows of a request: those that predict some positions of it.
 
-    request: int  # its number in the batch
-    positions: Array  # [R] int64, on the canvas
-    rows: Array  # [R] int64, of the batch
-    sequence: PackedSequence  # to which they belong
-    twin_rows: Array | None = None  # the same positions in the prompt-masked sequence
-    twin_sequence: PackedSequence | None = None
+    Attributes:
+        request: its number in the batch.
+        positions: [R] int64, on the canvas.
+        rows: [R] int64, of the batch, ascending.
+        sequences: to which they belong, in order.
+        unconditional_rows, unconditional_sequences: the same of its second sequence, with guidance.
+    """
+
+    request: int
+    positions: Array
+    rows: Array
+    sequences: Sequences
+    unconditional_rows: Array | None = None
+    unconditional_sequences: Sequences = ()
 
 
-class ReadPart(NamedTuple):
-    """Rows that are read after the last layer, as many as may have logits at a time.
+class SamplePart(NamedTuple):
+    """Sample rows, as many as may have logits at a time.
 
     Attributes:
         rows: [r] int64, of the batch.
         positions: [r] int64, on the canvas.
         span_groups: what the rows attend to.
-        pieces: per request: its number, and the places of its rows and of their twins in `rows`.
+        pieces: per request: its number, and the places in `rows` of its rows and of those of its
+            unconditional sequence.
     """
 
     rows: Array
@@ -90,20 +104,20 @@ class StepBatch:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, from 0 in every sequence.
-        slots: [W] int64, the pool's row of each of the last W rows, which belong to windows.
+        slot_mapping: [W] int64, the cache row of each of the last W rows, which are of windows.
         sequences: they tile the rows; those with cached keys come last.
         canvases: the requests, in the order of their rows.
         works: per request, what the forward is for.
-        reads: per request, the rows to sample.
+        predicting: per request, its sample rows.
     """
 
     token_ids: Array
     positions: Array
-    slots: Array
-    sequences: tuple[PackedSequence, ...]
+    slot_mapping: Array
+    sequences: Sequences
     canvases: tuple[Canvas, ...]
     works: tuple[Work, ...]
-    reads: tuple[_Read, ...]
+    predicting: tuple[_Predicting, ...]
 
     @property
     def num_rows(self) -> int:
@@ -112,15 +126,16 @@ class StepBatch:
     @property
     def num_whole(self) -> int:
         """Rows of whole sequences, which come first and keep nothing."""
-        return self.num_rows - self.slots.size
+        return self.num_rows - self.slot_mapping.size
 
     @cached_property
     def shape(self) -> StepShape:
         """What a plan depends on."""
-        twins = sum(read.rows.size for read in self.reads if read.twin_rows is not None)
+        unconditional = (part.unconditional_rows for part in self.predicting)
+        num_unconditional = sum(rows.size for rows in unconditional if rows is not None)
         return StepShape(
             rows=self.num_rows,
-            read_rows=self.num_sampled + twins,
+            read_rows=self.num_sampled + num_unconditional,
             longest=max(sequence.keys.stop - sequence.keys.start for sequence in self.sequences),
             num_sequences=len(self.sequences),
         )
@@ -138,33 +153,33 @@ class StepBatch:
                 counts.append((last - first, sequence))
         return _group_spans(counts)
 
-    def read_parts(self, rows_per_part: int) -> Iterator[ReadPart]:
-        """The rows to sample, at most `rows_per_part` at a time (two of a guided request)."""
+    def sample_parts(self, rows_per_part: int) -> Iterator[SamplePart]:
+        """The sample rows, at most `rows_per_part` at a time (two of a guided request)."""
         part = _PartBuilder()
-        for read in self.reads:
-            done, weight = 0, 1 if read.twin_rows is None else 2
-            while done < read.rows.size:
+        for own in self.predicting:
+            done, weight = 0, 1 if own.unconditional_rows is None else 2
+            while done < own.rows.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
                     yield part.finish()
                     part = _PartBuilder()
                     continue
-                piece = slice(done, min(done + max(room, 1), read.rows.size))
-                part.add(read, piece)
+                piece = slice(done, min(done + max(room, 1), own.rows.size))
+                part.add(own, piece)
                 done = piece.stop
         if part.num_rows:
             yield part.finish()
 
-    def row_groups(self, part: ReadPart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
+    def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
         """How the rows of a part are sampled, with the part's `positions` on the device."""
         return tuple(
-            self._row_group(self.canvases[number], rows, twins, positions[rows])
-            for number, rows, twins in part.pieces
+            self._row_group(self.canvases[number], rows, unconditional, positions[rows])
+            for number, rows, unconditional in part.pieces
         )
 
     @staticmethod
     def _row_group(
-        canvas: Canvas, rows: slice, twins: slice | None, positions: torch.Tensor
+        canvas: Canvas, rows: slice, unconditional: slice | None, positions: torch.Tensor
     ) -> RowGroup:
         return RowGroup(
             params=canvas.params,
@@ -172,7 +187,7 @@ class StepBatch:
             step=canvas.num_forwards,
             forbid_mask=canvas.rule.forbid_mask,
             rows=rows,
-            unconditional_rows=twins,
+            unconditional_rows=unconditional,
             positions=positions,
             adjust=canvas.rule.adjust_logits if canvas.rule.adjusts_logits else None,
         )
@@ -204,7 +219,7 @@ class StepBatch:
 
 
 def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
-    """Pack what `canvases` need computed in this step, and list the rows to sample.
+    """Pack what `canvases` need computed in this step, and list the sample rows.
 
     Args:
         canvases: the requests of the step.
@@ -213,18 +228,18 @@ def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
     packing = _Packing()
     ordered = sorted(canvases, key=lambda canvas: canvas.cache is not None)
     works = tuple(canvas.begin() for canvas in ordered)
-    reads = tuple(
+    predicting = tuple(
         packing.add(number, canvas, work, logit_shift)
         for number, (canvas, work) in enumerate(zip(ordered, works, strict=True))
     )
     return StepBatch(
         token_ids=np.concatenate(packing.token_ids),
         positions=np.concatenate(packing.positions),
-        slots=np.concatenate([_NO_SLOTS, *packing.slots]),
+        slot_mapping=np.concatenate([_NO_SLOTS, *packing.slots]),
         sequences=tuple(packing.sequences),
         canvases=tuple(ordered),
         works=works,
-        reads=reads,
+        predicting=predicting,
     )
 
 
@@ -241,42 +256,53 @@ class _Packing:
         self.sequences: list[PackedSequence] = []
         self._num_rows = 0
 
-    def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Read:
-        eligible = work.eligible.numpy()
-        predicting = np.maximum(eligible - logit_shift, 0) if logit_shift else eligible
-        start, twin_rows, twin = self._num_rows, None, None
-        if canvas.cache is None:
-            whole = slice(0, canvas.length)
-            own = self._append(canvas, canvas.tokens.numpy(), whole)
-            if canvas.params.cfg_scale > 0:
-                twin_rows = predicting + self._num_rows
-                twin = self._append(canvas, canvas.unconditional_tokens().numpy(), whole)
-        else:
-            # The window starts early enough for the row that predicts its first position.
-            window = slice(max(work.rows[0] - logit_shift, 0), work.rows[1])
-            own = self._append(canvas, canvas.tokens.numpy(), window, canvas.cache)
-            start -= window.start
-        on_canvas = eligible - canvas.prompt_length
-        return _Read(number, on_canvas, predicting + start, own, twin_rows, twin)
+    def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Predicting:
+        positions = work.eligible.numpy()
+        rows = np.maximum(positions - logit_shift, 0) if logit_shift else positions
+        on_canvas = positions - canvas.prompt_length
+        # A window starts early enough for the row that predicts its first position.
+        first = 0 if canvas.cache is None else max(work.rows[0] - logit_shift, 0)
+        forward = Forward(
+            window=range(first, canvas.length if canvas.cache is None else work.rows[1]),
+            kept=0 if canvas.cache is None else canvas.cache.length,
+        )
+        spans, rows = canvas.visibility.spans(forward), rows - first
+        own = self._append(canvas, canvas.tokens.numpy(), spans)
+        predicting = _Predicting(number, on_canvas, rows + own[0].rows.start, own)
+        if canvas.cache is not None or canvas.params.cfg_scale == 0:
+            return predicting
+        unconditional = self._append(canvas, canvas.unconditional_tokens().numpy(), spans)
+        return predicting._replace(
+            unconditional_rows=rows + unconditional[0].rows.start,
+            unconditional_sequences=unconditional,
+        )
 
-    def _append(
-        self, canvas: Canvas, tokens: Array, window: slice, cache: CacheRange | None = None
-    ) -> PackedSequence:
-        rows = slice(self._num_rows, self._num_rows + window.stop - window.start)
+    def _append(self, canvas: Canvas, tokens: Array, spans: tuple[Seen, ...]) -> Sequences:
+        """Put the window that the spans tile behind the rows so far."""
+        cache, start = canvas.cache, self._num_rows
+        window = slice(spans[0].queries.start, spans[-1].queries.stop)
         positions = canvas.positions[window]
-        keys = rows
         if cache is not None:
-            keys = slice(cache.start, cache.end)
             self.slots.append(positions + cache.start)
         self.token_ids.append(tokens[window])
         self.positions.append(positions)
-        self.sequences.append(PackedSequence(rows, keys, cache is not None))
-        self._num_rows = rows.stop
-        return self.sequences[-1]
+        self._num_rows += window.stop - window.start
+        # Without a cache the keys are this step's own, and the window starts at position 0.
+        first_row, first_key = start - window.start, start if cache is None else cache.start
+        sequences = tuple(
+            PackedSequence(
+                slice(first_row + seen.queries.start, first_row + seen.queries.stop),
+                slice(first_key + seen.keys.start, first_key + seen.keys.stop),
+                cache is not None,
+            )
+            for seen in spans
+        )
+        self.sequences += sequences
+        return sequences
 
 
 class _PartBuilder:
-    """Rows to read as they are put one after the other, in the order of the batch."""
+    """Sample rows as they are put one after the other, in the order of the batch."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -285,28 +311,40 @@ class _PartBuilder:
         self._counted: list[tuple[int, PackedSequence]] = []
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
-    def add(self, read: _Read, piece: slice) -> None:
-        own = self._append(read.rows[piece], read.positions[piece], read.sequence)
-        twins = None
-        if read.twin_rows is not None and read.twin_sequence is not None:
-            twins = self._append(read.twin_rows[piece], read.positions[piece], read.twin_sequence)
-        self._pieces.append((read.request, own, twins))
+    def add(self, own: _Predicting, piece: slice) -> None:
+        positions = own.positions[piece]
+        rows = self._append(own.rows[piece], positions, own.sequences)
+        unconditional = None
+        if own.unconditional_rows is not None:
+            unconditional = self._append(
+                own.unconditional_rows[piece], positions, own.unconditional_sequences
+            )
+        self._pieces.append((own.request, rows, unconditional))
 
-    def _append(self, rows: Array, positions: Array, sequence: PackedSequence) -> slice:
+    def _append(self, rows: Array, positions: Array, sequences: Sequences) -> slice:
         place = slice(self.num_rows, self.num_rows + rows.size)
         self._rows.append(rows)
         self._positions.append(positions)
-        self._counted.append((rows.size, sequence))
+        self._counted += _counted(rows, sequences)
         self.num_rows = place.stop
         return place
 
-    def finish(self) -> ReadPart:
-        return ReadPart(
+    def finish(self) -> SamplePart:
+        return SamplePart(
             np.concatenate(self._rows),
             np.concatenate(self._positions),
             _group_spans(self._counted),
             tuple(self._pieces),
         )
+
+
+def _counted(rows: Array, sequences: Sequences) -> list[tuple[int, PackedSequence]]:
+    """How many of the rows [r], ascending, belong to each of the sequences that have some."""
+    if len(sequences) == 1:
+        return [(rows.size, sequences[0])]
+    ends = np.searchsorted(rows, [sequence.rows.stop for sequence in sequences])
+    counts = np.diff(ends, prepend=0).tolist()
+    return [(n, sequence) for n, sequence in zip(counts, sequences, strict=True) if n]
 
 
 def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:

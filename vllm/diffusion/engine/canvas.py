@@ -12,12 +12,14 @@ from vllm.diffusion.decoding import Work, make_rule
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.sizes import demand_of
+from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.memory import CacheRange
     from vllm.diffusion.sampling import NoiseSource
+    from vllm.diffusion.visibility import Visibility
 
 
 class Canvas:
@@ -33,13 +35,17 @@ class Canvas:
         positions: [T] int64, from 0; an array.
         rule: its decoding, at its present state.
         cache: keys and values that are kept between forwards, if any.
+        visibility: who sees whom in it.
         most_rows: rows of the largest of its steps.
         num_forwards: forwards so far.
         is_complete: all of the answer is final.
     """
 
-    def __init__(self, new: NewCanvas, cache: CacheRange | None = None) -> None:
+    def __init__(
+        self, new: NewCanvas, cache: CacheRange | None = None, visibility: Visibility = FULL
+    ) -> None:
         self.req_id = new.req_id
+        self.visibility = visibility.with_blocks_of(new.params.block_length)
         self.params = new.params
         self.cache = cache
         self.prompt_length = len(new.prompt_token_ids)

@@ -4,34 +4,41 @@
 Only attention mixes rows, so every other stage may run on any chunk of rows. The residual stream
 and one layer's keys and values are all that lives from stage to stage; requests with a cache keep
 the keys and values of every layer. Of the last layer all rows have keys and values, but only the
-rows that are read get the rest.
+sample rows get the rest.
+
+The layers are a generator that stops after every chunk, so that whoever runs it may do something
+else in between; what it yields is the time that the plan predicted for the chunk.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Generator
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.attention import AttentionLayout, KeySource
+from vllm.diffusion.engine.step_inputs import layout_of, pack, pack_samples
 from vllm.diffusion.memory import chunks
+from vllm.diffusion.spans import AttentionLayout, KeySource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.batch import ReadPart, SpanGroup, StepBatch
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
+    from vllm.diffusion.engine.step_inputs import SampleInputs, SequenceBounds, StepInputs
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import CachePool, Plan
     from vllm.diffusion.models.base import DiffusionModel
-    from vllm.diffusion.ops import Array
-    from vllm.diffusion.sampling import RowGroup
 
 _ALL = slice(None)
+
+T = TypeVar("T")
+# Work that stops after every chunk and says what the plan predicted for it, in seconds.
+Chunked: TypeAlias = Generator[float, None, T]
 
 
 class Attending(NamedTuple):
@@ -53,18 +60,18 @@ class BodyInputs(NamedTuple):
 
     Attributes:
         token_ids, positions: [T] int64.
-        slots: [W] int64, the pool's row of each of the last W rows; negative for none.
+        slot_mapping: [W] int64, the cache row of each of the last W rows; negative for none.
         attending: for every chunk of the attend stage, what its rows read.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     attending: tuple[tuple[Attending, ...], ...]
 
 
 class BodyOutputs(NamedTuple):
-    """What the rows that are read need of all rows.
+    """What the sample rows need of all rows.
 
     Attributes:
         x: [T, D], the residual stream before the last layer.
@@ -80,8 +87,8 @@ class BodyOutputs(NamedTuple):
     v: Tensor
 
 
-class ReadInputs(NamedTuple):
-    """A part of the rows that are read, on the device.
+class Samples(NamedTuple):
+    """A part of the sample rows, on the device.
 
     Attributes:
         part: the same on the host.
@@ -90,29 +97,38 @@ class ReadInputs(NamedTuple):
         attending: what the rows read.
     """
 
-    part: ReadPart
+    part: SamplePart
     rows: Tensor
     positions: Tensor
     attending: tuple[Attending, ...]
 
 
+def run_to_end(work: Chunked[T]) -> T:
+    """All chunks, one after the other; what the work returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def upload(
-    batch: StepBatch, plan: Plan, parts: Sequence[ReadPart], device: torch.device
-) -> tuple[BodyInputs, list[ReadInputs]]:
+    batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], device: torch.device
+) -> tuple[BodyInputs, list[Samples]]:
     """All that the device must be told of a step, in one copy."""
-    attend_chunks = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
-    arrays = [batch.token_ids, batch.positions, batch.slots]
-    arrays += [a for groups in attend_chunks for a in _layout_arrays(groups)]
-    found = iter(ops.to_device([*arrays, *_read_arrays(parts)], device))
-    body = BodyInputs(
-        next(found), next(found), next(found), tuple(_attending(g, found) for g in attend_chunks)
-    )
-    return body, _read_inputs(parts, found)
+    groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
+    packed = pack(batch, groups), tuple(map(pack_samples, parts))
+    inputs: StepInputs[Tensor]
+    inputs, samples = ops.to_device(packed, device)
+    attending = tuple(map(_attending, groups, inputs.bounds))
+    body = BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
+    return body, _samples(parts, samples)
 
 
-def upload_reads(parts: Sequence[ReadPart], device: torch.device) -> list[ReadInputs]:
-    """What the device must be told of the rows that are read, where a graph knows the rest."""
-    return _read_inputs(parts, iter(ops.to_device(_read_arrays(parts), device)))
+def upload_samples(parts: Sequence[SamplePart], device: torch.device) -> list[Samples]:
+    """What the device must be told of the sample rows, where a graph knows the rest."""
+    return _samples(parts, ops.to_device(tuple(map(pack_samples, parts)), device))
 
 
 def run_body(
@@ -122,7 +138,7 @@ def run_body(
     residents: Buffers,
     scratch: Buffers,
     caches: CachePool,
-) -> BodyOutputs:
+) -> Chunked[BodyOutputs]:
     """All layers of all rows, but for what follows the keys and values of the last one.
 
     What stays from stage to stage is taken from `residents`, what a stage needs from `scratch`.
@@ -137,6 +153,7 @@ def run_body(
     writing = list(chunks(num_rows, plan.keys_values_rows))
     attending = list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True))
     feeding = list(chunks(num_rows, plan.feed_forward_rows))
+    seconds = plan.chunk_seconds
     *before_last, last = model.layers
 
     def tables(rows: slice) -> Rotary:
@@ -144,43 +161,48 @@ def run_body(
             return rotary.rows(rows)
         return model.rotary(inputs.positions[rows], scratch)
 
-    def keys_values(index: int, product: Tensor) -> None:
+    def keys_values(index: int, product: Tensor) -> Chunked[None]:
         for rows in writing:
             with scratch.scope("keys-values"):
                 model.layers[index].keys_values(x[rows], tables(rows), product[rows], scratch)
+            yield seconds.keys_values
         _, k, v = model.layers[index].attention.split(product)
-        keep(k, v, index, inputs.slots, caches)
+        keep(k, v, index, inputs.slot_mapping, caches)
 
     for index, layer in enumerate(before_last):
-        keys_values(index, product)
+        yield from keys_values(index, product)
         q, k, v = layer.attention.split(product)
         for rows, groups in attending:
             with scratch.scope("attend"):
                 sources = sources_of(groups, k, v, index, caches)
                 queries = None if q is None else q[rows]
                 layer.attend(x[rows], tables(rows), sources, queries, scratch)
+            yield seconds.attend
         for rows in feeding:
             layer.feed_forward(x[rows], scratch)
+            yield seconds.feed_forward
     product = residents.take("qkv", (num_rows, kv_width), dtype)
-    keys_values(len(before_last), product)
+    yield from keys_values(len(before_last), product)
     _, k, v = last.attention.split(product)
     return BodyOutputs(x, inputs.positions, rotary, k, v)
 
 
-def read_last_layer(
+def run_last_layer(
     model: DiffusionModel,
-    batch: StepBatch,
     body: BodyOutputs,
-    reads: Iterable[ReadInputs],
+    samples: Iterable[Samples],
     scratch: Buffers,
     caches: CachePool,
-) -> Iterator[tuple[Tensor, tuple[RowGroup, ...]]]:
-    """The last layer of the rows that are read, part by part: [r, D], and how to sample them."""
+) -> Generator[Tensor]:
+    """The rest of the last layer, for the sample rows alone: [r, D], part by part.
+
+    A part is good until the next one is asked for.
+    """
     index = len(model.layers) - 1
     layer = model.layers[index]
-    for part, rows, positions, attending in reads:
-        with scratch.scope("read"):
-            x = scratch.take("read rows", (rows.numel(), model.hidden_size), model.dtype)
+    for _, rows, _, attending in samples:
+        with scratch.scope("sample rows"):
+            x = scratch.take("sample rows", (rows.numel(), model.hidden_size), model.dtype)
             torch.index_select(body.x, 0, rows, out=x)
             if body.rotary is None:
                 rotary = model.rotary(body.positions.index_select(0, rows), scratch)
@@ -189,25 +211,25 @@ def read_last_layer(
             sources = sources_of(attending, body.k, body.v, index, caches)
             layer.attend(x, rotary, sources, None, scratch)
             layer.feed_forward(x, scratch)
-            yield x, batch.row_groups(part, positions)
+            yield x
 
 
 def keep(
-    k: Tensor, v: Tensor, index: int, slots: Tensor, caches: CachePool, heads: slice = _ALL
+    k: Tensor, v: Tensor, index: int, slot_mapping: Tensor, caches: CachePool, heads: slice = _ALL
 ) -> None:
     """Store a layer's keys and values of the rows that have slots; these are the last rows.
 
     Args:
         k, v: [T, heads, hd].
         index: of the layer.
-        slots: as `BodyInputs` has them.
+        slot_mapping: as `BodyInputs` has it.
         caches: where they go.
         heads: which key/value heads these are.
     """
-    num_kept = slots.numel()
+    num_kept = slot_mapping.numel()
     if num_kept:
         key_cache, value_cache = caches.keys(index)[:, heads], caches.values(index)[:, heads]
-        ops.store_keys_values(k[-num_kept:], v[-num_kept:], key_cache, value_cache, slots)
+        ops.store_keys_values(k[-num_kept:], v[-num_kept:], key_cache, value_cache, slot_mapping)
 
 
 def sources_of(
@@ -227,49 +249,19 @@ def sources_of(
     ]
 
 
-def _read_arrays(parts: Iterable[ReadPart]) -> list[Array]:
-    """The host arrays that `_read_inputs` wants on the device, in order."""
+def _samples(parts: Iterable[SamplePart], inputs: Iterable[SampleInputs[Tensor]]) -> list[Samples]:
+    """The parts of the sample rows with what the device was told of each."""
     return [
-        array
-        for part in parts
-        for array in (part.rows, part.positions, *_layout_arrays(part.span_groups))
+        Samples(part, own.rows, own.positions, _attending(part.span_groups, own.bounds))
+        for part, own in zip(parts, inputs, strict=True)
     ]
 
 
-def _read_inputs(parts: Iterable[ReadPart], found: Iterator[Tensor]) -> list[ReadInputs]:
-    """The parts with their arrays on the device, taken from `found`."""
-    return [
-        ReadInputs(part, next(found), next(found), _attending(part.span_groups, found))
-        for part in parts
-    ]
-
-
-def _layout_arrays(groups: Iterable[SpanGroup]) -> list[Array]:
-    """Query ends, key starts and key counts of every group."""
-    arrays = []
-    for group in groups:
-        columns = list(zip(*group.spans, strict=True))
-        _, query_ends, key_starts, key_ends = columns
-        counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
-        for values in ((0, *query_ends), (*key_starts, key_ends[-1]), counts):
-            arrays.append(np.array(values, dtype=np.int32))
-    return arrays
-
-
-def _attending(groups: Iterable[SpanGroup], found: Iterator[Tensor]) -> tuple[Attending, ...]:
-    """The groups with their arrays on the device, taken from `found`."""
+def _attending(
+    groups: Sequence[SpanGroup], bounds: Sequence[SequenceBounds[Tensor]]
+) -> tuple[Attending, ...]:
+    """Span groups, with their bounds on the device."""
     return tuple(
-        Attending(
-            group.rows,
-            AttentionLayout(
-                query_ends=next(found),
-                key_starts=next(found),
-                key_counts=next(found),
-                max_queries=max(span.q_end - span.q_start for span in group.spans),
-                max_keys=max(span.kv_end - span.kv_start for span in group.spans),
-                spans=group.spans,
-            ),
-            group.is_cached,
-        )
-        for group in groups
+        Attending(group.rows, layout_of(group, on_device), group.is_cached)
+        for group, on_device in zip(groups, bounds, strict=True)
     )

@@ -2,28 +2,27 @@
 """CUDA graphs of the layers at small row counts, where launching costs more than computing.
 
 A graph is captured for a bucket of shapes and replayed for every batch that fits: rows are padded
-to the bucket's with one more sequence that nothing reads, sequences with empty ones. The rows that
-are read go through the last layer and the sampler outside of the graph, while it still runs.
+to the bucket's with one more sequence that nothing reads, sequences with empty ones. The sample
+rows go through the last layer and the sampler outside of the graph, while it still runs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body
-from vllm.diffusion.layers.attention import AttentionLayout
-from vllm.diffusion.layers.buffers import FreshBuffers
+from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.engine import step_inputs
+from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body, run_to_end
+from vllm.diffusion.spans import AttentionLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.step_inputs import StepInputs
     from vllm.diffusion.memory import ActivationPool, CachePool, GraphMemory, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
@@ -51,6 +50,12 @@ class Bucket(NamedTuple):
     rows: int
     sequences: int
     is_cached: bool
+
+    def inputs(self) -> StepInputs[Array]:
+        """Inputs of the bucket's sizes."""
+        return step_inputs.empty(
+            self.rows, self.rows if self.is_cached else 0, num_sequences=self.sequences + 1
+        )
 
 
 class _Captured(NamedTuple):
@@ -107,7 +112,7 @@ class GraphRunner:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
-        write_inputs(batch, bucket, captured.inputs.arrays)
+        step_inputs.fill(captured.inputs.arrays, batch)
         captured.graph.replay()
         return captured.outputs
 
@@ -115,15 +120,15 @@ class GraphRunner:
         stale = self._captured.pop(bucket, None)
         if stale is None and not self._memory.has_room:
             return None
-        staging = ops.Staging(bucket_inputs(bucket), self._caches.device)
-        write_inputs(batch, bucket, staging.arrays)
+        staging = ops.Staging(bucket.inputs(), self._caches.device)
+        step_inputs.fill(staging.arrays, batch)
         inputs = self._body_inputs(bucket, staging.tensors)
         plan = plan.resized(bucket.rows)
         where = (self._pool, self._scratch, self._caches)
 
         def run() -> BodyOutputs:
             staging.upload()
-            return run_body(self._model, inputs, plan, *where)
+            return run_to_end(run_body(self._model, inputs, plan, *where))
 
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
@@ -133,19 +138,19 @@ class GraphRunner:
         self._captured[bucket] = _Captured(graph, staging, outputs, generation)
         return self._captured[bucket]
 
-    def _body_inputs(self, bucket: Bucket, arrays: list[Tensor]) -> BodyInputs:
-        token_ids, positions, slots, query_ends, key_starts, key_counts = arrays
+    def _body_inputs(self, bucket: Bucket, inputs: StepInputs[Tensor]) -> BodyInputs:
+        ((bounds,),) = inputs.bounds
         layout = AttentionLayout(
-            query_ends,
-            key_starts,
-            key_counts,
+            query_ends=bounds.query_ends,
+            key_starts=bounds.key_starts,
+            key_counts=bounds.key_counts,
             max_queries=bucket.rows,
             max_keys=self._max_keys if bucket.is_cached else bucket.rows,
             spans=None,
         )
         rows = slice(0, bucket.rows)
         attending = ((Attending(rows, layout, bucket.is_cached),),)
-        return BodyInputs(token_ids, positions, slots, attending)
+        return BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
 
 
 def find_bucket(batch: StepBatch) -> Bucket | None:
@@ -159,38 +164,3 @@ def find_bucket(batch: StepBatch) -> Bucket | None:
         if rows >= batch.num_rows and most >= num_sequences:
             return Bucket(rows, most, is_cached)
     return None
-
-
-def bucket_inputs(bucket: Bucket) -> list[Array]:
-    """Token ids, positions, slots and the layout's three arrays, of the bucket's sizes."""
-    num_sequences = bucket.sequences + 1
-    return [
-        np.zeros(bucket.rows, dtype=np.int64),
-        np.zeros(bucket.rows, dtype=np.int64),
-        np.zeros(bucket.rows if bucket.is_cached else 0, dtype=np.int64),
-        np.zeros(num_sequences + 1, dtype=np.int32),
-        np.zeros(num_sequences + 1, dtype=np.int32),
-        np.zeros(num_sequences, dtype=np.int32),
-    ]
-
-
-def write_inputs(batch: StepBatch, bucket: Bucket, inputs: Sequence[Array]) -> None:
-    """Write a batch and its padding into arrays as `bucket_inputs` makes them."""
-    token_ids, positions, slots, query_ends, key_starts, key_counts = inputs
-    _fill(token_ids, batch.token_ids, 0)
-    _fill(positions, batch.positions, 0)
-    _fill(slots, batch.slots, -1)
-    num_rows = batch.num_rows
-    rows = [sequence.rows for sequence in batch.sequences]
-    keys = [sequence.keys for sequence in batch.sequences]
-    # The padding attends to itself, so that no row holds what is no number; with kept keys there
-    # are none for it, and attention to nothing is zero.
-    num_padding_keys = 0 if bucket.is_cached else bucket.rows - num_rows
-    _fill(query_ends, [0, *(r.stop for r in rows), bucket.rows], bucket.rows)
-    _fill(key_starts, [*(k.start for k in keys), num_rows], 0)
-    _fill(key_counts, [*(k.stop - k.start for k in keys), num_padding_keys], 0)
-
-
-def _fill(array: Array, values: Array | list[int], rest: int) -> None:
-    array[: len(values)] = values
-    array[len(values) :] = rest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.models.base import DiffusionModel
 
 

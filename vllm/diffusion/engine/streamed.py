@@ -9,26 +9,24 @@ which change places from layer to layer; with one group a chunk is updated in it
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vllm.diffusion.engine.forward import keep, sources_of
-from vllm.diffusion.layers.attention import HeadGroup
 from vllm.diffusion.memory import DeviceRows, HostRows, chunks
+from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.batch import ReadPart, StepBatch
-    from vllm.diffusion.engine.forward import Attending, BodyInputs, ReadInputs
-    from vllm.diffusion.layers.attention import SelfAttention
+    from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked, Samples
     from vllm.diffusion.memory import ActivationPool, CachePool, HostBuffers, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
-    from vllm.diffusion.sampling import RowGroup
 
 
 class _Chunks(NamedTuple):
@@ -86,83 +84,86 @@ class StreamedForward:
         heads = (num_rows, model.num_kv_heads // plan.head_groups, model.head_dim)
         self._k = pool.take("keys", heads, model.dtype)
         self._v = pool.take("values", heads, model.dtype)
+        self._seconds = plan.chunk_seconds
         self._writing = list(chunks(num_rows, plan.keys_values_rows))
         self._chunks = _Chunks(
             list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True)),
             list(chunks(num_rows, plan.feed_forward_rows)),
         )
 
-    def read(
-        self, batch: StepBatch, reads: Sequence[ReadInputs]
-    ) -> Iterator[tuple[Tensor, tuple[RowGroup, ...]]]:
-        """All layers, then the rows that are read, part by part: [r, D], and how to sample them."""
-        self._run([part for part, *_ in reads])
-        model, pool = self._model, self._pool
-        for part, rows, positions, _ in reads:
-            with pool.scope("read"):
-                x = pool.take("read rows", (len(part.rows), model.hidden_size), model.dtype)
-                self._x.select(rows, part.rows, x)
-                yield x, batch.row_groups(part, positions)
-
-    def _run(self, parts: Iterable[ReadPart]) -> None:
-        self._embed()
+    def run(self, samples: Iterable[Samples]) -> Chunked[None]:
+        """All layers; of the last one the chunks that hold sample rows."""
+        yield from self._embed()
         last = len(self._model.layers) - 1
-        read = np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)])
+        rows = np.concatenate([np.empty(0, np.int64), *(s.part.rows for s in samples)])
         for index in range(last + 1):
-            work = self._chunks if index < last else self._chunks.only(read)
+            work = self._chunks if index < last else self._chunks.only(rows)
             for group in self._groups:
-                self._keys_values(index, group)
-                self._attend(index, group, work)
+                yield from self._keys_values(index, group)
+                yield from self._attend(index, group, work)
             self._x, self._updated = self._updated, self._x
-            self._feed_forward(index, work)
+            yield from self._feed_forward(index, work)
 
-    def _embed(self) -> None:
+    def sample_rows(self, samples: Iterable[Samples]) -> Generator[Tensor]:
+        """After `run`, the sample rows part by part: [r, D]."""
+        for part, rows, *_ in samples:
+            with self._pool.scope("sample rows"):
+                shape = (len(part.rows), self._model.hidden_size)
+                x = self._pool.take("sample rows", shape, self._model.dtype)
+                self._x.select(rows, part.rows, x)
+                yield x
+
+    def _embed(self) -> Chunked[None]:
         ids, parts = self._inputs.token_ids, self._chunks.feed_forward
-        with self._pool.scope("embed"):
-            visits = self._x.visit(parts, reads=False, writes=True)
+        visiting = self._x.visit(parts, reads=False, writes=True)
+        with self._pool.scope("embed"), closing(visiting) as visits:
             for rows, x in zip(parts, visits, strict=True):
                 self._model.embed(ids[rows], x)
+                yield 0.0
 
-    def _keys_values(self, index: int, group: HeadGroup) -> None:
-        attention, pool, positions = self._attention(index), self._pool, self._inputs.positions
-        with pool.scope("keys-values"):
-            for rows, x in zip(self._writing, self._x.visit(self._writing), strict=True):
+    def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
+        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
+        with pool.scope("keys-values"), closing(self._x.visit(self._writing)) as visits:
+            for rows, x in zip(self._writing, visits, strict=True):
                 with pool.scope("keys-values"):
                     rotary = self._model.rotary(positions[rows], pool)
                     k, v = self._k[rows], self._v[rows]
-                    attention.keys_values_of(group, x, rotary, k, v, pool)
+                    layer.attention.keys_values_of(group, x, rotary, k, v, pool)
+                yield self._seconds.keys_values
         heads = group.part(self._model.num_kv_heads)
-        keep(self._k, self._v, index, self._inputs.slots, self._caches, heads)
+        keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
-    def _attend(self, index: int, group: HeadGroup, work: _Chunks) -> None:
-        attention, pool, positions = self._attention(index), self._pool, self._inputs.positions
+    def _attend(self, index: int, group: HeadGroup, work: _Chunks) -> Chunked[None]:
+        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         heads = group.part(self._model.num_kv_heads)
-        with pool.scope("attend"):
-            visits = self._visit_both([rows for rows, _ in work.attend], is_first=group.index == 0)
+        visiting = self._visit_both([rows for rows, _ in work.attend], is_first=group.index == 0)
+        with pool.scope("attend"), closing(visiting) as visits:
             for (rows, spans), (x, updated) in zip(work.attend, visits, strict=True):
                 with pool.scope("attend"):
                     rotary = self._model.rotary(positions[rows], pool)
                     sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
-                    attention.attend_of(group, x, rotary, sources, updated, pool)
+                    layer.attention.attend_of(group, x, rotary, sources, updated, pool)
+                yield self._seconds.attend
 
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Generator[tuple[Tensor, Tensor]]:
         """Chunks as they were before the layer, and as they are with the groups so far."""
         if self._x is self._updated:
-            for x in self._x.visit(ranges, writes=True):
-                yield x, x
+            with closing(self._x.visit(ranges, writes=True)) as visits:
+                for x in visits:
+                    yield x, x
             return
         targets = self._updated.visit(ranges, reads=not is_first, writes=True)
-        for x, updated in zip(self._x.visit(ranges), targets, strict=True):
-            if is_first:
-                updated.copy_(x)
-            yield x, updated
+        with closing(self._x.visit(ranges)) as visits, closing(targets):
+            for x, updated in zip(visits, targets, strict=True):
+                if is_first:
+                    updated.copy_(x)
+                yield x, updated
 
-    def _feed_forward(self, index: int, work: _Chunks) -> None:
-        with self._pool.scope("feed-forward"):
-            for x in self._x.visit(work.feed_forward, writes=True):
+    def _feed_forward(self, index: int, work: _Chunks) -> Chunked[None]:
+        visiting = self._x.visit(work.feed_forward, writes=True)
+        with self._pool.scope("feed-forward"), closing(visiting) as visits:
+            for x in visits:
                 self._model.layers[index].feed_forward(x, self._pool)
-
-    def _attention(self, index: int) -> SelfAttention:
-        return self._model.layers[index].attention
+                yield self._seconds.feed_forward

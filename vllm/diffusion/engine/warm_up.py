@@ -13,7 +13,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm.diffusion import params
 from vllm.diffusion.engine.graphs import ROW_BUCKETS
 from vllm.diffusion.engine.messages import NewCanvas
-from vllm.diffusion.engine.model_runner import OUT_OF_MEMORY
+from vllm.diffusion.engine.recovery import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

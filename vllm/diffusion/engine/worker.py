@@ -15,7 +15,6 @@ from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.warm_up import warm_up
-from vllm.diffusion.layers.attention_backends import can_be_captured
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -110,7 +109,7 @@ class DiffusionWorker(WorkerBase):
         wanted = envs.use_chunkwise_graph() and not self.model_config.enforce_eager
         alone = get_tensor_model_parallel_world_size() == 1
         device = self._device()
-        if wanted and alone and can_be_captured(model.dtype, model.head_dim, device):
+        if wanted and alone and model.can_be_captured(device):
             return GraphMemory(device, pool)
         return None
 

@@ -8,53 +8,25 @@ key/value heads of this rank, hd head width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.attention_backends import AttentionLayout, Span, attend
+from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
+from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
+    from vllm.diffusion.spans import KeySource
     from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
-
-__all__ = ["AttentionLayout", "HeadGroup", "KeySource", "SelfAttention", "Span"]
-
-
-class KeySource(NamedTuple):
-    """Rows of a chunk, and the keys and values that they read.
-
-    Attributes:
-        rows: of the chunk.
-        k, v: [N, KV, hd].
-        layout: which of them each sequence reads; its queries count from the first of `rows`.
-    """
-
-    rows: slice
-    k: Tensor
-    v: Tensor
-    layout: AttentionLayout
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """One of several equal groups of key/value heads, with the query heads that read them."""
-
-    index: int
-    count: int
-
-    def part(self, size: int) -> slice:
-        """This group's part of `size` heads, or channels of heads."""
-        share = size // self.count
-        return slice(self.index * share, (self.index + 1) * share)
 
 
 @dataclass(frozen=True)

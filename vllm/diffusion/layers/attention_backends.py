@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -18,11 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm.diffusion.layers.devices import capability
 from vllm.diffusion.layers.split_attention import can_split, split_attention
+from vllm.diffusion.spans import check_tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
+
+    from vllm.diffusion.spans import AttentionLayout, Span
 
 # cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
 _CUDA_PRIORITY = [
@@ -31,71 +34,6 @@ _CUDA_PRIORITY = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-
-
-class Span(NamedTuple):
-    """Queries of one sequence and all keys of that sequence, as half-open row ranges.
-
-    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values.
-    """
-
-    q_start: int
-    q_end: int
-    kv_start: int
-    kv_end: int
-
-
-class AttentionLayout(NamedTuple):
-    """Which rows attend to which: S sequences, each with queries and keys of its own.
-
-    The queries of the sequences tile the R query rows in order. The keys of a sequence are any
-    range of the N key rows; a sequence without keys gets zeros. A captured graph reads the
-    tensors again at every replay, so what they hold may change, within the two bounds.
-    """
-
-    query_ends: Tensor  # [S + 1] int32 on the device: 0, then the end of each sequence's queries
-    key_starts: Tensor  # [S + 1] int32 on the device: first key row of each; the last is not read
-    key_counts: Tensor  # [S] int32 on the device: keys of each sequence, from its first
-    max_queries: int  # at least the queries of every sequence
-    max_keys: int  # at least the keys of every sequence
-    spans: tuple[Span, ...] | None  # the same on the host; None in a captured graph
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device | str) -> AttentionLayout:
-        """The layout of `spans`, copied to `device`.
-
-        Raises:
-            ValueError: the queries of the spans do not follow one another from row 0.
-        """
-        spans = tuple(spans)
-        check_tiling(spans)
-        key_counts = [span.kv_end - span.kv_start for span in spans]
-
-        def on_device(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        return cls(
-            query_ends=on_device([0, *(span.q_end for span in spans)]),
-            key_starts=on_device([*(span.kv_start for span in spans), 0]),
-            key_counts=on_device(key_counts),
-            max_queries=max((span.q_end - span.q_start for span in spans), default=0),
-            max_keys=max(key_counts, default=0),
-            spans=spans,
-        )
-
-
-def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
-    """Refuse spans whose queries do not tile the rows 0..num_rows-1 in order.
-
-    Raises:
-        ValueError: a gap, an overlap, a row left over, or an end before its start.
-    """
-    ends = [0, *(span.q_end for span in spans)]
-    ordered = all(span.q_start <= span.q_end and span.kv_start <= span.kv_end for span in spans)
-    tiled = ordered and [span.q_start for span in spans] == ends[:-1]
-    if not tiled or (num_rows is not None and ends[-1] != num_rows):
-        rows = "the" if num_rows is None else str(num_rows)
-        raise ValueError(f"spans: wanted ranges that tile {rows} query rows, given {list(spans)}")
 
 
 class Backend(enum.Enum):

@@ -11,7 +11,7 @@ from vllm.diffusion import ops
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.buffers import FreshBuffers
+from vllm.diffusion.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
 
 
 class Rotary(NamedTuple):

@@ -42,6 +42,18 @@ ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 MAX_KNOWN_PLANS = 4_096
 
 
+class StageSeconds(NamedTuple):
+    """Predicted seconds of every stage; of the stages of a layer, of one layer or a part of it."""
+
+    keys_values: float = 0.0
+    attend: float = 0.0
+    feed_forward: float = 0.0
+    read: float = 0.0
+
+
+_NO_SECONDS = StageSeconds()
+
+
 @dataclass(frozen=True)
 class Plan:
     """Rows per chunk of every stage of one step, and what stays on the device.
@@ -55,6 +67,7 @@ class Plan:
         predicted_peak_bytes: of the device, with what requests keep between steps.
         predicted_average_bytes: weighted by predicted time.
         predicted_seconds: of the step.
+        chunk_seconds: of one chunk of every stage.
     """
 
     keep_queries: bool
@@ -67,6 +80,7 @@ class Plan:
     predicted_peak_bytes: int = 0
     predicted_average_bytes: int = 0
     predicted_seconds: float = 0.0
+    chunk_seconds: StageSeconds = _NO_SECONDS
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from vllm.diffusion.memory.footprint import NUM_STREAM_BUFFERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
@@ -23,11 +23,11 @@ class Rows(Protocol):
 
     def visit(
         self, chunks: Chunks, *, reads: bool = True, writes: bool = False
-    ) -> Iterator[torch.Tensor]:
+    ) -> Generator[torch.Tensor]:
         """Each chunk of rows in turn, [R, D] on the device.
 
         A chunk is good until the next one is asked for, and the last one's changes are lost unless
-        the iterator is used up.
+        the generator is used up. Closing it lets the device's memory be used for something else.
 
         Args:
             chunks: ranges of rows.
@@ -47,7 +47,7 @@ class DeviceRows:
 
     def visit(
         self, chunks: Chunks, *, reads: bool = True, writes: bool = False
-    ) -> Iterator[torch.Tensor]:
+    ) -> Generator[torch.Tensor]:
         for rows in chunks:
             yield self._x[rows]
 
@@ -76,7 +76,7 @@ class HostRows:
 
     def visit(
         self, chunks: Chunks, *, reads: bool = True, writes: bool = False
-    ) -> Iterator[torch.Tensor]:
+    ) -> Generator[torch.Tensor]:
         if not chunks:
             return
         longest = max(rows.stop - rows.start for rows in chunks)
@@ -88,6 +88,15 @@ class HostRows:
         ]
         copies = self._copies
         copies.begin()
+        try:
+            yield from self._visit(chunks, buffers, reads=reads, writes=writes)
+        finally:
+            copies.end()
+
+    def _visit(
+        self, chunks: Chunks, buffers: list[torch.Tensor], *, reads: bool, writes: bool
+    ) -> Generator[torch.Tensor]:
+        copies, number = self._copies, len(buffers)
 
         def fetch(index: int) -> torch.Tensor:
             rows = chunks[index]
@@ -110,7 +119,6 @@ class HostRows:
                 copies.store(chunk, self._x[rows], index % number)
             else:
                 copies.release(index % number)
-        copies.end()
 
     def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
         self._copies.finish_stores()
@@ -179,8 +187,9 @@ class CopyStreams:
             self._inward.wait_event(self._free[buffer])
 
     def end(self) -> None:
-        """What is launched from here on may reuse the buffers."""
+        """What is launched from here on may reuse the buffers, also those fetched in vain."""
         if self._is_async:
+            torch.cuda.current_stream().wait_stream(self._inward)
             torch.cuda.current_stream().wait_stream(self._outward)
 
     def finish_stores(self) -> None:

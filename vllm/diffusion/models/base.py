@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import nn
 
-from vllm.diffusion.layers.attention import AttentionLayout, KeySource, Span
-from vllm.diffusion.layers.buffers import FreshBuffers
+from vllm.diffusion.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.layers.attention_backends import can_be_captured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.families import Family
     from vllm.diffusion.layers.attention import SelfAttention
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.layers.rotary import Rotary
 
 
@@ -109,6 +110,10 @@ class DiffusionModel(nn.Module, ABC):
         """The model dtype: of the residual stream, the keys and values and the logits."""
         parameter: Tensor = self.final_norm_weight
         return parameter.dtype
+
+    def can_be_captured(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold the layers: attention needs nothing of the host."""
+        return can_be_captured(self.dtype, self.head_dim, device)
 
     @property
     @abstractmethod

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.layers.buffers import Buffers
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.models.configs import LLaDAConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
 # Where the host prepares a step: operations on arrays cost a fraction of those on tensors.
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -21,51 +21,60 @@ class Staging:
     """Host arrays that are copied to a GPU side by side, again and again, to the same addresses.
 
     Args:
-        like: arrays of the wanted shapes and dtypes.
+        like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
         device: a CUDA device.
 
     Attributes:
-        arrays: of those shapes and dtypes, in pinned memory, uninitialised. They may be written
-            once the copy before has ended.
-        tensors: where `upload` copies them to.
+        arrays: of those shapes and dtypes, nested alike, in pinned memory, uninitialised. They may
+            be written once the copy before has ended.
+        tensors: where `upload` copies them to, nested alike.
     """
 
-    def __init__(self, like: Sequence[Array], device: torch.device) -> None:
-        size = sum(_padded(array) for array in like)
+    def __init__(self, like: Any, device: torch.device) -> None:
+        found = _leaves(like)
+        size = sum(_padded(array) for array in found)
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._device = torch.empty(size, dtype=torch.uint8, device=device)
-        self.arrays: list[Array] = []
-        self.tensors: list[torch.Tensor] = []
+        arrays: list[Array] = []
+        tensors: list[torch.Tensor] = []
         start = 0
-        for array in like:
+        for array in found:
             place = slice(start, start + array.nbytes)
             dtype = torch.from_numpy(array).dtype
             host = self._host[place].view(dtype).view(array.shape)
-            self.arrays.append(host.numpy())
-            self.tensors.append(self._device[place].view(dtype).view(array.shape))
+            arrays.append(host.numpy())
+            tensors.append(self._device[place].view(dtype).view(array.shape))
             start += _padded(array)
+        self._flat = arrays
+        self.arrays: Any = _nested(like, iter(arrays))
+        self.tensors: Any = _nested(like, iter(tensors))
+
+    def write(self, values: Any) -> None:
+        """Write arrays of the same shapes, nested alike."""
+        for staged, array in zip(self._flat, _leaves(values), strict=True):
+            staged[...] = array
 
     def upload(self) -> None:
         """Copy the arrays; the host does not wait."""
         self._device.copy_(self._host, non_blocking=True)
 
 
-def to_device(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on `device`, by one copy that the host does not wait for.
+def to_device(arrays: Any, device: torch.device) -> Any:
+    """Arrays on `device`, by one copy that the host does not wait for.
 
     Args:
-        arrays: contiguous.
+        arrays: contiguous ones, in tuples and named tuples.
         device: where they are wanted; on CPU the tensors share the arrays' memory.
 
     Returns:
-        tensors of the same shapes and dtypes; on a GPU views of one allocation.
+        the same tuples, with tensors of the same shapes and dtypes; on a GPU they are views of one
+        allocation.
     """
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+        return _nested(arrays, map(torch.from_numpy, _leaves(arrays)))
     # Pinned memory comes from torch's own cache, which gives it out again after the copy only.
     staging = Staging(arrays, device)
-    for staged, array in zip(staging.arrays, arrays, strict=True):
-        staged[...] = array
+    staging.write(arrays)
     staging.upload()
     return staging.tensors
 
@@ -95,3 +104,18 @@ class HostCopy:
 
 def _padded(array: Array) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _leaves(nested: Any) -> list[Array]:
+    """The arrays of a tuple of arrays and of such tuples, in order."""
+    if isinstance(nested, np.ndarray):
+        return [nested]
+    return [array for part in nested for array in _leaves(part)]
+
+
+def _nested(like: Any, values: Iterator[Any]) -> Any:
+    """`like` with the next of `values` in the place of every array."""
+    if isinstance(like, np.ndarray):
+        return next(values)
+    parts = [_nested(part, values) for part in like]
+    return like._make(parts) if hasattr(like, "_make") else tuple(parts)

@@ -3,6 +3,15 @@
 
 from vllm.diffusion.sampling.logprobs import Logprobs
 from vllm.diffusion.sampling.noise import NoiseSource, PhiloxNoise
-from vllm.diffusion.sampling.sampler import Choice, RowGroup, choose, sample
+from vllm.diffusion.sampling.sampler import Choice, RowGroup, choose, joined, sample
 
-__all__ = ["Choice", "Logprobs", "NoiseSource", "PhiloxNoise", "RowGroup", "choose", "sample"]
+__all__ = [
+    "Choice",
+    "Logprobs",
+    "NoiseSource",
+    "PhiloxNoise",
+    "RowGroup",
+    "choose",
+    "joined",
+    "sample",
+]

@@ -140,8 +140,15 @@ def sample(
         logits = model.compute_logits(model.final_norm(hidden))
         for run in _runs(groups, logits, noise):
             found.append(_choose(logits, run, model, noise))
+    return joined(found)
+
+
+def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What `sample` returned for several parts, as it returns it for all of them."""
     if not found:
         return torch.empty(3, 0, dtype=torch.float64)
+    if len(found) == 1:
+        return found[0]
     height = max(part.shape[0] for part in found)
     return torch.cat([_padded(part, height) for part in found], dim=1)
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sees whom, from a family's rule to attention: against attention under a dense mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID
+from vllm.diffusion import params
+from vllm.diffusion.decoding import Work
+from vllm.diffusion.engine.batch import build_batch
+from vllm.diffusion.engine.canvas import Canvas
+from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.families import LLADA
+from vllm.diffusion.layers.attention_backends import attend
+from vllm.diffusion.memory import CacheRange, chunks
+from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.spans import AttentionLayout
+from vllm.diffusion.visibility import BlockCausal, Forward, Full
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.diffusion.engine.batch import SpanGroup, StepBatch
+    from vllm.diffusion.visibility import Visibility
+
+MODEL = ServedModel(
+    family=LLADA,
+    ids=SpecialIds(mask=MASK_ID, eos=1, eot=None, stop=frozenset()),
+    max_model_len=4096,
+    vocab_size=256,
+)
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def sees(visibility: Visibility, query: int, key: int) -> bool:
+    """The definition that the families' papers give."""
+    if isinstance(visibility, BlockCausal):
+        return key // visibility.block_length <= query // visibility.block_length
+    return True
+
+
+@pytest.mark.parametrize("visibility", [Full(), BlockCausal(4), BlockCausal(7), BlockCausal(100)])
+@pytest.mark.parametrize(
+    ("window", "kept"), [(range(30), 0), (range(8, 12), 8), (range(8, 16), 30), (range(14, 29), 14)]
+)
+def test_spans_tile_the_window_and_hold_the_keys_that_are_seen(
+    visibility: Visibility, window: range, kept: int
+) -> None:
+    forward = Forward(window, kept)
+    spans = visibility.spans(forward)
+    assert [query for seen in spans for query in seen.queries] == list(window)
+    for seen in spans:
+        for query in seen.queries:
+            wanted = [key for key in range(forward.num_keys) if sees(visibility, query, key)]
+            assert list(seen.keys) == wanted
+
+
+def test_keys_are_final_when_no_token_that_they_depend_on_may_change() -> None:
+    whole, later = range(32), range(8, 16)
+    assert not Full().final(Forward(whole, committed=31))
+    assert Full().final(Forward(whole, committed=32)) == whole
+    assert not Full().final(Forward(later, kept=32, committed=32))  # its keys saw stale ones
+    blocks = BlockCausal(8)
+    assert blocks.final(Forward(whole, committed=7)) == range(0)
+    assert blocks.final(Forward(whole, committed=23)) == range(16)
+    assert blocks.final(Forward(later, kept=8, committed=15)) == range(8, 8)
+    assert blocks.final(Forward(later, kept=8, committed=16)) == later
+    assert blocks.final(Forward(range(8, 24), kept=8, committed=19)) == later
+    assert blocks.with_blocks_of(4).final(Forward(later, kept=8, committed=15)) == range(8, 12)
+    assert Full().with_blocks_of(4) == Full()
+
+
+# ---- through the batch ----
+
+
+class Window:
+    """A rule that asks for the candidates of some positions and computes a range of rows."""
+
+    def __init__(self, rows: tuple[int, int], sampled: Iterable[int]) -> None:
+        self.work = Work(torch.tensor(list(sampled), dtype=torch.int64), rows)
+
+    def prepare(self, tokens: torch.Tensor) -> Work:
+        return self.work
+
+
+def canvas(
+    name: str,
+    length: int,
+    visibility: Visibility,
+    sampled: Iterable[int],
+    window: tuple[int, int] | None = None,
+    cache: CacheRange | None = None,
+    **asked: Any,
+) -> Canvas:
+    extra = {"gen_length": 8, "block_length": 4, "steps": 8, "seed": 0, **asked}
+    if cache is not None:
+        extra["cache"] = "dual"
+    prompt = [2 + i % 90 for i in range(length - 8)]
+    decided = params.resolve(params.canonical(extra), MODEL, prompt)
+    made = Canvas(NewCanvas(name, prompt, decided), cache, visibility)
+    made.rule = Window(window or (0, length), sampled)  # type: ignore[assignment]
+    return made
+
+
+class Tensors:
+    """Queries, keys and values by request and position, and what attention should make of them."""
+
+    def __init__(self, batch: StepBatch, num_cached: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def rows(count: int, heads: int) -> torch.Tensor:
+            return torch.randn(count, heads, HEAD_DIM, generator=generator)
+
+        self.q = rows(batch.num_rows, HEADS)
+        self.k, self.v = rows(batch.num_rows, KV_HEADS), rows(batch.num_rows, KV_HEADS)
+        self.cached_k, self.cached_v = rows(num_cached, KV_HEADS), rows(num_cached, KV_HEADS)
+
+    def attend(self, groups: Iterable[SpanGroup], q: torch.Tensor) -> torch.Tensor:
+        """Attention of rows that are cut into groups, as layers run it."""
+        found = []
+        for rows, spans, is_cached in groups:
+            k, v = (self.cached_k, self.cached_v) if is_cached else (self.k, self.v)
+            found.append(attend(q[rows], k, v, AttentionLayout.of(spans, "cpu")))
+        return torch.cat(found)
+
+    def dense(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[list[bool]]
+    ) -> torch.Tensor:
+        k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_DIM**0.5
+        scores = scores.masked_fill(~torch.tensor(mask), -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def wanted_rows(tensors: Tensors, batch: StepBatch, made: list[Canvas]) -> torch.Tensor:
+    """Attention of every row of the batch under a dense mask."""
+    found, start = [], 0
+    for one in made:
+        copies = 2 if one.params.cfg_scale > 0 else 1
+        first, end = (0, one.length) if one.cache is None else one.rule.work.rows  # type: ignore[attr-defined]
+        for _ in range(copies):
+            rows = slice(start, start + end - first)
+            if one.cache is None:
+                k, v = tensors.k[rows], tensors.v[rows]
+            else:
+                keys = slice(one.cache.start, one.cache.end)
+                k, v = tensors.cached_k[keys], tensors.cached_v[keys]
+            mask = [[sees(one.visibility, q, k) for k in range(len(k))] for q in range(first, end)]
+            found.append(tensors.dense(tensors.q[rows], k, v, mask))
+            start = rows.stop
+    assert start == batch.num_rows
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("visibility", [Full(), BlockCausal()])
+@pytest.mark.parametrize("rows_per_chunk", [1000, 13])
+def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_chunk: int) -> None:
+    """Block lengths differ in a batch; one request is guided, two keep their keys and values."""
+    made = [
+        canvas("a", 21, visibility, (13, 15, 20)),
+        canvas("b", 16, visibility, (8, 9), cfg_scale=1.5, block_length=8),
+        canvas("c", 30, visibility, (24, 25), (24, 28), CacheRange(40, 30)),
+        canvas("d", 17, visibility, (9, 16), (5, 17), CacheRange(3, 17), block_length=2),
+    ]
+    batch = build_batch(made, logit_shift=0)
+    tensors = Tensors(batch, num_cached=80)
+    wanted = wanted_rows(tensors, batch, made)
+    found = [
+        tensors.attend(batch.span_groups(rows), tensors.q[rows])
+        for rows in chunks(batch.num_rows, rows_per_chunk)
+    ]
+    torch.testing.assert_close(torch.cat(found), wanted)
+    for part in batch.sample_parts(rows_per_part=4):
+        rows = torch.from_numpy(part.rows)
+        given = tensors.attend(part.span_groups, tensors.q[rows])
+        torch.testing.assert_close(given, wanted[rows])
+
+
+def test_prefill_of_block_causal_sequences_is_a_list_of_growing_key_ranges() -> None:
+    made = canvas("a", 22, BlockCausal(), ())
+    batch = build_batch([made], logit_shift=0)
+    lengths = [sequence.keys.stop - sequence.keys.start for sequence in batch.sequences]
+    assert lengths == [4, 8, 12, 16, 20, 22]
+    assert batch.shape.longest == 22
+    assert np.array_equal(batch.positions, np.arange(22))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a packed batch to candidates: the layers in one of three ways, then sampling."""
+
+from __future__ import annotations
+
+from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.engine.forward import (
+    run_body,
+    run_last_layer,
+    run_to_end,
+    upload,
+    upload_samples,
+)
+from vllm.diffusion.engine.head import PooledHead
+from vllm.diffusion.engine.streamed import StreamedForward
+from vllm.diffusion.memory.footprint import INPUT_BYTES, READ_INPUT_BYTES, RESULT_BYTES
+from vllm.diffusion.sampling import joined, sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.forward import BodyOutputs, Chunked
+    from vllm.diffusion.engine.graphs import GraphRunner
+    from vllm.diffusion.memory import ActivationPool, CachePool, HostBuffers, Plan
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.sampling import NoiseSource
+
+
+class Compute:
+    """Computes steps within the memory of their plans.
+
+    Args:
+        model: the loaded model.
+        pool: the memory of steps.
+        caches: kept keys and values.
+        graphs: of the layers at small row counts, if there are any.
+        noise: source of random numbers.
+        device: where the model lives.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        pool: ActivationPool,
+        caches: CachePool,
+        graphs: GraphRunner | None,
+        noise: NoiseSource,
+        device: torch.device,
+    ) -> None:
+        self._model, self._pool, self._caches = model, pool, caches
+        self._graphs, self._noise, self._device = graphs, noise, device
+        self._head = PooledHead(model, pool)
+        self._last_sizes: tuple[int, ...] = ()
+
+    def whole(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> torch.Tensor:
+        """What is sampled of a batch, as `sample` returns it; arguments as for `chunks`."""
+        body = None if self._graphs is None else self._graphs.run(batch, plan)
+        with nullcontext() if body is not None else self._pool.temporaries():
+            return run_to_end(self.chunks(batch, plan, host, body))
+
+    def chunks(
+        self, batch: StepBatch, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
+    ) -> Chunked[torch.Tensor]:
+        """The same, chunk by chunk.
+
+        Args:
+            batch: the step.
+            plan: of the step.
+            host: host memory for rows that are not on the device.
+            body: the layers' results, where a graph has computed them.
+        """
+        pool, model, caches = self._pool, self._model, self._caches
+        parts = list(batch.sample_parts(plan.logits_rows))  # while the graph runs
+        self._make_room(batch, plan)
+        with pool.scope("step"):
+            pool.expect("inputs", batch.num_rows * INPUT_BYTES)
+            pool.expect("results", batch.shape.read_rows * (READ_INPUT_BYTES + RESULT_BYTES))
+            if body is not None:
+                samples = upload_samples(parts, self._device)
+            else:
+                inputs, samples = upload(batch, plan, parts, self._device)
+            if body is None and plan.is_streamed:
+                streamed = StreamedForward(model, plan, inputs, pool, host, caches)
+                yield from streamed.run(samples)
+                hidden = streamed.sample_rows(samples)
+            else:
+                body = body or (yield from run_body(model, inputs, plan, pool, pool, caches))
+                hidden = run_last_layer(model, body, samples, pool, caches)
+            found = []
+            with closing(hidden):
+                for part, x in zip(samples, hidden, strict=True):
+                    groups = batch.row_groups(part.part, part.positions)
+                    found.append(sample(self._head, [(x, groups)], self._noise))
+                    yield plan.chunk_seconds.read
+            return joined(found)
+
+    def _make_room(self, batch: StepBatch, plan: Plan) -> None:
+        """Give back buffers and PyTorch's temporaries of other sizes, where steps are long."""
+        if not plan.is_whole(batch.num_rows) and plan.sizes != self._last_sizes:
+            self._pool.trim()
+            self._last_sizes = plan.sizes

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in a step ends the requests that it concerns, never the engine.
+
+A rule that raises ends its own request, and every rank sees it raise. A step that runs out of
+memory is tried again without the requests that take most. What else fails ends all requests of the
+step, unless other ranks run the same step and would wait for this one: then it ends the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm.diffusion.engine.messages import StepResult
+from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.memory import PoolExhaustedError
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.engine.canvas import Canvas
+    from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.model_runner import DiffusionModelRunner, Step
+
+logger = init_logger(__name__)
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, PoolExhaustedError, ActivationBudgetError)
+
+
+class Attempt(NamedTuple):
+    """What came of launching a step; those who failed hear of it when the step is collected.
+
+    Attributes:
+        step: None where nothing could be launched.
+        failures: requests that do not take part, and why.
+    """
+
+    step: Step | None
+    failures: dict[str, Exception]
+
+
+class Recovery:
+    """Starts requests, launches and collects steps, and turns errors into results.
+
+    Args:
+        runner: whose steps they are.
+        may_fail_alone: an error inside a step may be turned into an error of its requests; False
+            where other ranks run the same step and would wait for this one.
+    """
+
+    def __init__(self, runner: DiffusionModelRunner, *, may_fail_alone: bool) -> None:
+        self._runner = runner
+        self._may_fail_alone = may_fail_alone
+
+    def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
+        """Take in requests; the failures of those for whose keys and values there is no memory."""
+        failed = {}
+        for new in admitted:
+            try:
+                self._start(new)
+            except OUT_OF_MEMORY as error:
+                if not self._may_fail_alone:
+                    raise
+                failed[new.req_id] = self._result(new.req_id, error)
+        return failed
+
+    def _start(self, new: NewCanvas) -> None:
+        try:
+            self._runner.start(new)
+        except OUT_OF_MEMORY:
+            self._runner.pool.trim()  # what steps have left behind
+            self._runner.start(new)
+
+    def launch(self, req_ids: Iterable[str]) -> Attempt:
+        """Launch a step; where memory runs out, without the requests that take most.
+
+        What other steps have left behind is given back first, and the same step tried again.
+        """
+        failures: dict[str, Exception] = {}
+        ready = [req_id for req_id in req_ids if self._is_ready(req_id, failures)]
+        has_trimmed = False
+        while ready:
+            try:
+                return Attempt(self._runner.launch(ready), failures)
+            except Exception as error:
+                if not self._may_fail_alone:
+                    raise
+                failure = error.with_traceback(None)  # whose frames hold tensors
+                if not isinstance(error, OUT_OF_MEMORY):
+                    logger.exception("denoise step failed; its %d requests end", len(ready))
+                    return Attempt(None, failures | dict.fromkeys(ready, failure))
+            if has_trimmed:
+                largest = self._largest(ready)
+                failures[largest] = failure
+                ready.remove(largest)
+                self._runner.caches.release(largest)
+            self._runner.pool.trim()
+            has_trimmed = True
+        return Attempt(None, failures)
+
+    def _is_ready(self, req_id: str, failures: dict[str, Exception]) -> bool:
+        """Whether a request's rule says what the step is for; else it is among the failures."""
+        try:
+            self._runner.canvases[req_id].begin()
+        except Exception as error:
+            logger.exception("decoding of request %s failed", req_id)
+            failures[req_id] = error.with_traceback(None)
+            return False
+        return True
+
+    def _largest(self, req_ids: list[str]) -> str:
+        """The request with the most rows, of several the last to come."""
+        return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].most_rows)
+
+    def collect(self, attempt: Attempt) -> dict[str, StepResult]:
+        """The results of a step; requests that have gone meanwhile get none."""
+        step, failures = attempt
+        results: dict[str, StepResult] = {}
+        if step is not None:
+            try:
+                results = self._runner.collect(step)
+            except Exception as error:
+                if not self._may_fail_alone:
+                    raise
+                logger.exception("denoise step failed; its %d requests end", len(step.req_ids))
+                failures = failures | dict.fromkeys(step.req_ids, error)
+        for req_id, reason in failures.items():
+            if req_id in self._runner.canvases:
+                results[req_id] = self._result(req_id, reason)
+        return results
+
+    def commit(self, canvas: Canvas, candidates: Candidates) -> StepResult:
+        """Commit what a step found for a request, which ends alone where that fails."""
+        try:
+            return canvas.commit(candidates)
+        except Exception as error:
+            logger.exception("decoding of request %s failed", canvas.req_id)
+            return self._result(canvas.req_id, error)
+
+    def _result(self, req_id: str, error: Exception) -> StepResult:
+        logger.warning("request %s ends: %s", req_id, error)
+        canvas = self._runner.canvases.get(req_id)
+        return StepResult(
+            new_token_ids=[],
+            num_forwards=0 if canvas is None else canvas.num_forwards,
+            num_committed=0,
+            error=f"{type(error).__name__}: {error}",
+        )

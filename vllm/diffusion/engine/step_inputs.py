@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the device is told of a step: named arrays on the host, and their tensors on the device.
+
+Every struct here exists twice, with an array and with a tensor in each of its fields.
+`ops.to_device` and `ops.Staging` make one of the other, so no order of arrays is agreed upon.
+
+Letters: T rows of the step, W rows that have slots, S sequences, r sample rows of a part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from vllm.diffusion.spans import AttentionLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
+    from vllm.diffusion.ops import Array
+
+A = TypeVar("A")  # an array of the host, or a tensor of the device
+
+
+class SequenceBounds(NamedTuple, Generic[A]):
+    """Where the queries and keys of consecutive sequences lie, as `AttentionLayout` has them.
+
+    Attributes:
+        query_ends: [S + 1] int32, the field's cu_seqlens.
+        key_starts: [S + 1] int32.
+        key_counts: [S] int32.
+    """
+
+    query_ends: A
+    key_starts: A
+    key_counts: A
+
+
+class StepInputs(NamedTuple, Generic[A]):
+    """What the layers want to know of a step.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, from 0 in every sequence.
+        slot_mapping: [W] int64, the cache row of each of the last W rows; negative for none.
+        bounds: of the sequences in every span group of every chunk of the attend stage.
+    """
+
+    token_ids: A
+    positions: A
+    slot_mapping: A
+    bounds: tuple[tuple[SequenceBounds[A], ...], ...]
+
+
+class SampleInputs(NamedTuple, Generic[A]):
+    """What the last layer wants to know of a part of the sample rows.
+
+    Attributes:
+        rows: [r] int64, of the step.
+        positions: [r] int64, on the canvas.
+        bounds: of the sequences in every span group of the part.
+    """
+
+    rows: A
+    positions: A
+    bounds: tuple[SequenceBounds[A], ...]
+
+
+def pack(batch: StepBatch, attend_chunks: Iterable[Sequence[SpanGroup]]) -> StepInputs[Array]:
+    """The inputs of a batch whose attend stage runs in these chunks."""
+    bounds = tuple(tuple(bounds_of(group) for group in groups) for groups in attend_chunks)
+    return StepInputs(batch.token_ids, batch.positions, batch.slot_mapping, bounds)
+
+
+def pack_samples(part: SamplePart) -> SampleInputs[Array]:
+    """The inputs of a part of the sample rows."""
+    bounds = tuple(bounds_of(group) for group in part.span_groups)
+    return SampleInputs(part.rows, part.positions, bounds)
+
+
+def bounds_of(group: SpanGroup) -> SequenceBounds[Array]:
+    """Where the sequences of a span group lie."""
+    _, query_ends, key_starts, key_ends = zip(*group.spans, strict=True)
+    counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
+    return SequenceBounds(
+        query_ends=np.array((0, *query_ends), dtype=np.int32),
+        key_starts=np.array((*key_starts, key_ends[-1]), dtype=np.int32),
+        key_counts=np.array(counts, dtype=np.int32),
+    )
+
+
+def empty(num_rows: int, num_slots: int, num_sequences: int) -> StepInputs[Array]:
+    """Inputs of these sizes, in one chunk of one span group, to be filled by `fill`."""
+    return StepInputs(
+        token_ids=np.zeros(num_rows, dtype=np.int64),
+        positions=np.zeros(num_rows, dtype=np.int64),
+        slot_mapping=np.zeros(num_slots, dtype=np.int64),
+        bounds=(
+            (
+                SequenceBounds(
+                    query_ends=np.zeros(num_sequences + 1, dtype=np.int32),
+                    key_starts=np.zeros(num_sequences + 1, dtype=np.int32),
+                    key_counts=np.zeros(num_sequences, dtype=np.int32),
+                ),
+            ),
+        ),
+    )
+
+
+def fill(inputs: StepInputs[Array], batch: StepBatch) -> None:
+    """Write a batch and its padding into inputs that `empty` made; no larger, and of one kind.
+
+    The rows that are left are one more sequence, which nothing reads. Of whole sequences it
+    attends to itself, so that no row holds what is no number; of windows it has no keys, and
+    attention to nothing is zero.
+    """
+    _fill(inputs.token_ids, batch.token_ids, 0)
+    _fill(inputs.positions, batch.positions, 0)
+    _fill(inputs.slot_mapping, batch.slot_mapping, -1)
+    ((bounds,),) = inputs.bounds
+    size, num_rows = inputs.token_ids.size, batch.num_rows
+    rows = [sequence.rows for sequence in batch.sequences]
+    keys = [sequence.keys for sequence in batch.sequences]
+    num_padding_keys = 0 if inputs.slot_mapping.size else size - num_rows
+    _fill(bounds.query_ends, [0, *(r.stop for r in rows), size], size)
+    _fill(bounds.key_starts, [*(k.start for k in keys), num_rows], 0)
+    _fill(bounds.key_counts, [*(k.stop - k.start for k in keys), num_padding_keys], 0)
+
+
+def layout_of(group: SpanGroup, bounds: SequenceBounds[Tensor]) -> AttentionLayout:
+    """A span group as attention wants it, given its bounds on the device."""
+    return AttentionLayout(
+        query_ends=bounds.query_ends,
+        key_starts=bounds.key_starts,
+        key_counts=bounds.key_counts,
+        max_queries=max(span.q_end - span.q_start for span in group.spans),
+        max_keys=max(span.kv_end - span.kv_start for span in group.spans),
+        spans=group.spans,
+    )
+
+
+def _fill(array: Array, values: Array | list[int], rest: int) -> None:
+    array[: len(values)] = values
+    array[len(values) :] = rest

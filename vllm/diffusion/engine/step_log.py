@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log lines of steps and of their plans."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from vllm.diffusion import envs
+from vllm.diffusion.memory.planner import readable
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.messages import StepUsage
+    from vllm.diffusion.memory import Plan
+
+logger = init_logger(__name__)
+
+SLOW_STEP_MS = 100.0  # steps from here on are logged at INFO
+
+
+class StepLog:
+    """Writes what one rank of an engine is to tell.
+
+    Args:
+        is_on: False writes nothing.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._tells_every_step = envs.log_diffusion_steps()
+        self._last_plan: tuple[int, tuple[int, ...]] | None = None
+
+    def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:
+        """A new plan; steps that differ in their sample rows alone are cut alike."""
+        if not self._is_on:
+            return
+        told = (num_rows, plan.sizes)
+        is_known = told == self._last_plan
+        self._last_plan = told
+        level = logging.DEBUG if is_known or plan.is_whole(num_rows) else logging.INFO
+        logger.log(level, "plan for T = %d with %s: %s", num_rows, readable(free_bytes), plan)
+
+    def step(self, started: float, batch: StepBatch, usage: StepUsage) -> None:
+        """A step that is over and began at `started`, of time.perf_counter()."""
+        if not self._is_on:
+            return
+        elapsed_ms = 1000 * (time.perf_counter() - started)
+        at_info = self._tells_every_step or elapsed_ms >= SLOW_STEP_MS
+        (logger.info if at_info else logger.debug)(
+            "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d",
+            elapsed_ms,
+            len(batch.canvases),
+            batch.num_rows,
+            batch.num_sampled,
+        )
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        logger.debug(
+            "memory of the step: peak = %d bytes, average = %d, peak/average = %.3f, budget = %d, "
+            "plan in %.0f us",
+            usage.peak_bytes,
+            usage.average_bytes,
+            usage.peak_bytes / max(usage.average_bytes, 1),
+            usage.budget_bytes,
+            usage.planner_us,
+        )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sees whom in a family's attention: which keys a query reads, and which keys are final.
+
+A forward computes a window of a sequence. What it may see besides are keys that earlier forwards
+stored. Everything is counted in positions of one sequence; nothing here knows of rows, buffers or
+tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Forward(NamedTuple):
+    """What a forward computes of one sequence.
+
+    Attributes:
+        window: positions that it computes, consecutive.
+        kept: positions from 0 whose keys and values earlier forwards have stored; none of those
+            between the last of them and the window is missing.
+        committed: positions from 0 whose tokens never change again.
+    """
+
+    window: range
+    kept: int = 0
+    committed: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        """Positions from 0 that have keys in this forward."""
+        return max(self.kept, self.window.stop)
+
+
+class Seen(NamedTuple):
+    """Consecutive queries that read the same consecutive keys; both are positions."""
+
+    queries: range
+    keys: range
+
+
+class Visibility(ABC):
+    """Who sees whom."""
+
+    @abstractmethod
+    def with_blocks_of(self, block_length: int) -> Visibility:
+        """The same rule for a request whose blocks have so many positions."""
+
+    @abstractmethod
+    def spans(self, forward: Forward) -> tuple[Seen, ...]:
+        """What the queries of the window read; they tile the window in order."""
+
+    @abstractmethod
+    def final(self, forward: Forward) -> range:
+        """Positions of the window whose keys and values no later forward would change.
+
+        The keys that were kept from before the window are taken to be final.
+        """
+
+
+@dataclass(frozen=True)
+class Full(Visibility):
+    """Every position sees every other one.
+
+    A key depends on all tokens, so it is final only when they all are: keys that are kept while
+    tokens change are an approximation.
+    """
+
+    def with_blocks_of(self, block_length: int) -> Visibility:
+        return self
+
+    def spans(self, forward: Forward) -> tuple[Seen, ...]:
+        return (Seen(forward.window, range(forward.num_keys)),)
+
+    def final(self, forward: Forward) -> range:
+        sees_all_final = forward.committed >= forward.num_keys and forward.window.start == 0
+        return forward.window if sees_all_final else range(0)
+
+
+@dataclass(frozen=True)
+class BlockCausal(Visibility):
+    """A position sees its own block and all blocks before it.
+
+    Blocks lie on a grid from position 0; the last one may be cut. A key depends on the tokens of
+    its block and of those before, so the keys of committed blocks are final, and exact to keep.
+
+    Attributes:
+        block_length: positions of a block.
+    """
+
+    block_length: int = 32
+
+    def with_blocks_of(self, block_length: int) -> Visibility:
+        return BlockCausal(block_length)
+
+    def spans(self, forward: Forward) -> tuple[Seen, ...]:
+        seen, start = [], forward.window.start
+        while start < forward.window.stop:
+            block_end = (start // self.block_length + 1) * self.block_length
+            stop = min(block_end, forward.window.stop)
+            seen.append(Seen(range(start, stop), range(min(block_end, forward.num_keys))))
+            start = stop
+        return tuple(seen)
+
+    def final(self, forward: Forward) -> range:
+        start = forward.window.start
+        whole_blocks = forward.committed // self.block_length * self.block_length
+        return range(start, max(start, min(forward.window.stop, whole_blocks)))
+
+
+FULL = Full()
