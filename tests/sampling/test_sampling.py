@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from tests.reference.philox import uniform, uniform_matrix
-from vllm.diffusion import params
+from vllm.diffusion import ops, params
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 from vllm.diffusion.sampling import (
-    Choice,
     NoiseSource,
     PhiloxNoise,
     RowGroup,
-    choose,
     sample,
+    sample_group,
     sampler,
 )
 from vllm.diffusion.scoring import Scoring
@@ -111,10 +110,10 @@ def chosen(
     noise: NoiseSource | None = None,
     start: int = 0,
     vocab_size: int | None = None,
-) -> Choice:
-    """`choose` on whole rows, or on the columns from `start` of rows of `vocab_size` columns."""
+) -> ops.Sampled:
+    """`sample_group` on whole rows, or on the columns from `start` of `vocab_size`."""
     model = HeadModel(torch.empty(0, 16), start, vocab_size or logits.shape[1])
-    return choose(logits.clone(), part, model, noise or PhiloxNoise())
+    return sample_group(logits.clone(), part, model, noise or PhiloxNoise())
 
 
 def sampled(
@@ -250,21 +249,21 @@ def test_ties_go_to_the_lowest_token() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[1, [7, 9, 30]] = 2.0
     for dtype in ("float32", "float64", "logits"):
-        token = chosen(logits, group([0, 1], confidence_dtype=dtype)).tokens
+        token = chosen(logits, group([0, 1], confidence_dtype=dtype)).token
         assert token.tolist() == [0, 7]
 
 
 def test_confidence_saturates_as_its_dtype_says() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[0, 1], logits[1, 2] = 25.0, 30.0
-    narrow = chosen(logits, group([0, 1])).scores
-    wide = chosen(logits, group([0, 1], confidence_dtype="float64")).scores
+    narrow = chosen(logits, group([0, 1])).score
+    wide = chosen(logits, group([0, 1], confidence_dtype="float64")).score
     assert narrow.tolist() == [1.0, 1.0]
     assert wide.dtype == torch.float64
     assert wide[0] < wide[1] < 1.0
     bf16 = logits.bfloat16()
     bf16[:, :20] += 1.0
-    own = chosen(bf16, group([0, 1], confidence_dtype="logits")).scores
+    own = chosen(bf16, group([0, 1], confidence_dtype="logits")).score
     assert own.dtype == torch.bfloat16
     assert torch.equal(own, torch.softmax(bf16, 1).amax(1))
 
@@ -420,7 +419,7 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
 
     def tokens(**changes: Any) -> list[int]:
         part = group(list(range(64)), **{"temperature": 1.0, **changes})
-        found: list[int] = chosen(logits, part, noise=noise).tokens.tolist()
+        found: list[int] = chosen(logits, part, noise=noise).token.tolist()
         return found
 
     assert tokens() == tokens()
@@ -441,7 +440,7 @@ def test_a_seed_must_have_been_drawn() -> None:
 def sharded(
     logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor]:
-    """`choose` as two ranks run it: two threads that wait for each other at every exchange."""
+    """`sample_group` as two ranks run it: two threads that wait for each other to exchange."""
     shards = ((0, logits[:, :boundary]), (boundary, logits[:, boundary:]))
     meeting = threading.Barrier(2, timeout=20)
     rank = threading.local()
@@ -454,7 +453,7 @@ def sharded(
         meeting.wait()
         return whole
 
-    def run(number: int) -> Choice:
+    def run(number: int) -> ops.Sampled:
         rank.number = number
         start, columns = shards[number]
         return chosen(columns, part, start=start, vocab_size=logits.shape[1])
@@ -465,7 +464,7 @@ def sharded(
         results = list(pool.map(run, range(2)))
     for mine, others in zip(*results, strict=True):
         assert torch.equal(mine, others)  # all ranks come to the same
-    return results[0].tokens, results[0].scores
+    return results[0].token, results[0].score
 
 
 @pytest.mark.parametrize("boundary", [1, 17, 20, 37, 39])
@@ -525,7 +524,7 @@ def test_random_remasking_replaces_entropy() -> None:
     """The random number stands for the entropy, so the smallest is the most certain."""
     scoring = Scoring(score="negative_entropy", epsilon=1e-12)
     part = group([0, 1], scoring=scoring, remasking="random")
-    scores = chosen(torch.zeros(2, NUM_COLUMNS), part).scores
+    scores = chosen(torch.zeros(2, NUM_COLUMNS), part).score
     wanted = [-uniform(77, 1, 0, p, 0) for p in part.positions.tolist()]
     assert scores.tolist() == pytest.approx(wanted)
 
@@ -558,8 +557,8 @@ def test_two_ranks_score_as_one(
         wanted = chosen(logits, part)
         with monkeypatch.context() as ranks:
             found = sharded(logits, part, boundary, ranks)
-        assert torch.equal(found[0], wanted.tokens)
-        torch.testing.assert_close(found[1], wanted.scores, rtol=1e-5, atol=1e-7)
+        assert torch.equal(found[0], wanted.token)
+        torch.testing.assert_close(found[1], wanted.score, rtol=1e-5, atol=1e-7)
 
 
 # ---- Dream's draw ------------------------------------------------------------------------------
@@ -615,7 +614,7 @@ def test_dream_scores_what_is_left(alg: str, top_p: float | None, top_k: int | N
 def test_dream_is_greedy_at_temperature_zero() -> None:
     part = dream(list(range(24)), top_p=0.3)
     logits = logits_of(head_model(), hidden_rows(24), part.rows)
-    assert chosen(logits, part).tokens.tolist() == logits.argmax(dim=1).tolist()
+    assert chosen(logits, part).token.tolist() == logits.argmax(dim=1).tolist()
 
 
 def test_dream_draws_with_the_frequencies_of_what_is_left() -> None:
@@ -624,7 +623,7 @@ def test_dream_draws_with_the_frequencies_of_what_is_left() -> None:
     part = dataclasses.replace(
         dream([], temperature=0.8, top_k=4), positions=torch.arange(num_draws)
     )
-    tokens = chosen(row.repeat(num_draws, 1), part).tokens
+    tokens = chosen(row.repeat(num_draws, 1), part).token
     counts = torch.bincount(tokens, minlength=5)
     assert counts[2] == 0
     left = torch.tensor([0, 1, 3, 4])

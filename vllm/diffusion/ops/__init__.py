@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to the native rooms, and the products with upstream's matrices."""
 
-from flash_sample import Rows, Score
+from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.experts import Routing, add_experts, route_rows
 from vllm.diffusion.ops.fused import (
     apply_rotary,
@@ -33,6 +33,7 @@ __all__ = [
     "HostCopy",
     "Routing",
     "Rows",
+    "Sampled",
     "Score",
     "Staging",
     "add_experts",

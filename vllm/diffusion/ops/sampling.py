@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 import flash_sample
-from flash_sample import Candidates, Rows, Score
+from flash_sample import Rows, Sampled, Score
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
@@ -32,7 +32,7 @@ def philox_uniform(
 
 def candidates(
     logits: torch.Tensor, rows: Rows, score: Score, *, first_column: int, vocab_size: int
-) -> Candidates:
+) -> Sampled:
     """Token, fp32 score and greedy token of rows of many requests, in one launch.
 
     Args:
