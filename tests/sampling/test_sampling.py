@@ -30,7 +30,7 @@ from vllm.diffusion.sampling import (
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CONFIDENCE = Scoring()
 MASK, EOS, EOT = 38, 37, 36
@@ -437,10 +437,16 @@ def test_a_seed_must_have_been_drawn() -> None:
 # ---- vocabulary in parts -----------------------------------------------------------------------
 
 
-def sharded(
-    logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
-    """`sample_group` as two ranks run it: two threads that wait for each other to exchange."""
+def on_two_ranks(
+    logits: Tensor,
+    boundary: int,
+    work: Callable[[Tensor, int], tuple[Tensor, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[Tensor, ...]:
+    """What both ranks make of their columns; two threads that wait for each other to exchange.
+
+    `work` takes the columns of a rank and the first one's number.
+    """
     shards = ((0, logits[:, :boundary]), (boundary, logits[:, boundary:]))
     meeting = threading.Barrier(2, timeout=20)
     rank = threading.local()
@@ -453,18 +459,30 @@ def sharded(
         meeting.wait()
         return whole
 
-    def run(number: int) -> ops.Sampled:
+    def run(number: int) -> tuple[Tensor, ...]:
         rank.number = number
         start, columns = shards[number]
-        return chosen(columns, part, start=start, vocab_size=logits.shape[1])
+        return work(columns, start)
 
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(ops_sampling, "tensor_model_parallel_all_gather", gather)
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run, range(2)))
-    for mine, others in zip(*results, strict=True):
+        first, second = pool.map(run, range(2))
+    for mine, others in zip(first, second, strict=True):
         assert torch.equal(mine, others)  # all ranks come to the same
-    return results[0].token, results[0].score
+    return first
+
+
+def sharded(
+    logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """Tokens and scores of `sample_group` as two ranks run it."""
+
+    def work(columns: Tensor, start: int) -> tuple[Tensor, ...]:
+        return chosen(columns, part, start=start, vocab_size=logits.shape[1])
+
+    token, score, _ = on_two_ranks(logits, boundary, work, monkeypatch)
+    return token, score
 
 
 @pytest.mark.parametrize("boundary", [1, 17, 20, 37, 39])
@@ -497,6 +515,30 @@ def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert token.tolist() == [3, EOS]
     assert score[0] == pytest.approx(math.exp(4) / (math.exp(4) + EOT - 1), rel=1e-6)
     assert score[1] == 0.0
+
+
+@pytest.mark.parametrize("boundary", [1, 17, 39, NUM_COLUMNS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_tokens_are_exact(
+    boundary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit of fp32, on one rank or two, whichever rank has the token."""
+    logits = (8 * torch.randn(32, NUM_COLUMNS, generator=torch.Generator().manual_seed(3))).to(
+        dtype
+    )
+    logits[3, ::2] = -torch.inf
+    token_ids = torch.stack([torch.randperm(NUM_COLUMNS)[:5] for _ in range(32)])
+    wanted = torch.log_softmax(logits.double(), dim=-1).gather(1, token_ids).float()
+
+    def scored(columns: Tensor, start: int) -> tuple[Tensor, ...]:
+        found = ops.token_logprobs(columns, token_ids, first_column=start, vocab_size=NUM_COLUMNS)
+        return (found,)
+
+    if boundary == NUM_COLUMNS:
+        (found,) = scored(logits, 0)
+    else:
+        (found,) = on_two_ranks(logits, boundary, scored, monkeypatch)
+    assert torch.equal(found.float(), wanted)
 
 
 # ---- other scores ------------------------------------------------------------------------------

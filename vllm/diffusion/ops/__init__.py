@@ -25,6 +25,7 @@ from vllm.diffusion.ops.sampling import (
     most_likely,
     negative_entropy,
     philox_uniform,
+    token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
 
@@ -56,4 +57,5 @@ __all__ = [
     "silu_mul",
     "store_keys_values",
     "to_device",
+    "token_logprobs",
 ]

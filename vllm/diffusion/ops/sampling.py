@@ -122,6 +122,28 @@ def negative_entropy(
     return shares.sum(dim=-1).to(dtype)
 
 
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, first_column: int, vocab_size: int
+) -> torch.Tensor:
+    """Log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
+
+    Args:
+        logits: [R, C] logits of this rank's columns.
+        token_ids: ids below `vocab_size`.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
+    """
+    kept, num_columns = logits.double(), logits.shape[1]
+    columns = token_ids - first_column
+    is_here = (columns >= 0) & (columns < num_columns)
+    found = kept.gather(1, columns.clamp(0, num_columns - 1)).masked_fill(~is_here, -torch.inf)
+    if num_columns == vocab_size:
+        return found - torch.logsumexp(kept, dim=-1, keepdim=True)
+    top, total = _whole_softmax(kept)
+    ranks: torch.Tensor = tensor_model_parallel_all_gather(found[None], dim=0)
+    return ranks.amax(dim=0) - top - total.log()
+
+
 def _is_negligible(epsilon: float | torch.Tensor, vocab_size: int) -> bool:
     return not isinstance(epsilon, torch.Tensor) and epsilon * vocab_size <= _NEGLIGIBLE_NATS
 

@@ -11,6 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.diffusion import ops
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.scoring import Scoring
 
@@ -39,6 +40,7 @@ class RowGroup:
         unconditional_rows: the same positions in the prompt-masked sequence, when guidance is on.
         positions: [R] int64, positions relative to the canvas.
         adjust: replaces logits [R, V] of canvas positions [R] by what the request makes of them.
+        token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
     """
 
     params: DiffusionParams
@@ -49,11 +51,13 @@ class RowGroup:
     unconditional_rows: slice | None
     positions: torch.Tensor
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    token_ids: ops.Array | None = None
 
     @property
     def has_extras(self) -> bool:
         """Whether more is wanted of the logits than candidates."""
-        return self.adjust is not None or self.params.num_logprobs is not None
+        wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None
+        return self.adjust is not None or wants_logprobs
 
     @property
     def forbidden(self) -> tuple[int, ...]:
@@ -88,4 +92,5 @@ class RowGroup:
 
     def piece(self, rows: slice) -> RowGroup:
         """What is asked of some of its rows, counted from its first one."""
-        return replace(self, positions=self.positions[rows])
+        token_ids = None if self.token_ids is None else self.token_ids[rows]
+        return replace(self, positions=self.positions[rows], token_ids=token_ids)

@@ -44,8 +44,9 @@ def sample(
 
     Returns:
         [3, R] float64 on the model's device: token, score, greedy token of every row. Where a group
-        wants log probabilities there are more rows, those of `Logprobs.packed` (zero for other
-        groups). One tensor, so that one copy brings it to the host: token ids are exact in float64.
+        wants log probabilities there are more rows (zero for other groups): those of
+        `Logprobs.packed`, or one per column of its `token_ids`. One tensor, so that one copy
+        brings it to the host: token ids are exact in float64.
     """
     found = []
     for hidden, groups in parts:
@@ -134,9 +135,16 @@ def _sample_alone(
     """What `sample` returns for a group without a key; arguments as for `sample_group`."""
     if not group.has_extras:
         return _packed(sample_plain(logits, group, model.vocab_start, model.vocab_size, noise))
+    # Log probabilities before the choice, which may overwrite the logits.
+    if group.token_ids is not None:
+        (token_ids,) = ops.to_device([group.token_ids], logits.device)
+        scores = ops.token_logprobs(
+            logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
+        )
+        return torch.cat([_packed(sample_group(logits, group, model, noise)), scores.T])
     if group.params.num_logprobs is None:
         return _packed(sample_group(logits, group, model, noise))
-    # Before the choice, which may overwrite the logits; ranks exchange their columns for it.
+    # Ranks exchange their columns for ranks among all tokens.
     whole = ops.gather_columns(logits, model.vocab_size)
     distribution = distribution_of(whole, group.forbidden)
     found = sample_group(logits, group, model, noise)
