@@ -20,12 +20,12 @@ from ._ops import (
     partial,
     uniform,
 )
-from .rows import RECORD_FIELDS, Candidates, Rows, Score
+from .rows import RECORD_FIELDS, Rows, Sampled, Score
 
 __all__ = [
     "RECORD_FIELDS",
-    "Candidates",
     "Rows",
+    "Sampled",
     "Score",
     "candidates",
     "entropy",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import philox, reference
 from .philox import TOKEN_NOISE
-from .rows import MAX_COLUMNS, RECORD_FIELDS, Candidates, Rows, Score
+from .rows import MAX_COLUMNS, RECORD_FIELDS, Rows, Sampled, Score
 
 _native: ModuleType | None
 try:
@@ -39,7 +39,7 @@ def is_built() -> bool:
     return _native is not None
 
 
-def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Candidates:
+def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
     """Token, score and greedy column of each row of logits.
 
     One pass over the logits, for rows of any number of requests; on CUDA the compiled kernel where
@@ -201,7 +201,7 @@ def partial(
     return out
 
 
-def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Candidates:
+def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
     """Token, score and greedy column of whole rows, from the records of their slices.
 
     Args:
@@ -317,7 +317,7 @@ def uniform(
     return numbers
 
 
-def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Candidates:
+def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Sampled:
     _check_logits(name, logits)
     _check_parameters(name, rows, len(logits), logits.device)
     if score not in ("confidence", "entropy", "margin"):
@@ -334,10 +334,10 @@ def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Candidat
     return found
 
 
-def _empty_candidates(num_rows: int, device: torch.device) -> Candidates:
+def _empty_candidates(num_rows: int, device: torch.device) -> Sampled:
     token = torch.empty(num_rows, dtype=torch.int64, device=device)
     score = torch.empty(num_rows, dtype=torch.float32, device=device)
-    return Candidates(token, score, torch.empty_like(token))
+    return Sampled(token, score, torch.empty_like(token))
 
 
 def _launch(
@@ -349,7 +349,7 @@ def _launch(
     whole: Tensor | None = None,
     share: Tensor | None = None,
     record: Tensor | None = None,
-    found: Candidates | None = None,
+    found: Sampled | None = None,
 ) -> None:
     assert _native is not None
     with torch.cuda.device(logits.device):

@@ -34,8 +34,8 @@ from .rows import (
     TOKEN,
     TOKEN_LOGIT,
     WEIGHTED,
-    Candidates,
     Rows,
+    Sampled,
     Score,
 )
 
@@ -49,7 +49,7 @@ class Best(NamedTuple):
     column: Tensor  # [R] int64, counted over the whole vocabulary
 
 
-def candidates(logits: Tensor, rows: Rows, score: Score) -> Candidates:
+def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     """Token, score and greedy column of each row; see `flash_sample.candidates`.
 
     Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
@@ -71,7 +71,7 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Candidates:
         found = found.masked_fill(is_empty, 0.0)
     else:
         found = probabilities.gather(-1, token[:, None]).squeeze(-1).masked_fill(is_empty, 0.0)
-    return Candidates(token, found, greedy)
+    return Sampled(token, found, greedy)
 
 
 def gumbel_best(
@@ -164,7 +164,7 @@ def join(records: Tensor, rows: Rows) -> Tensor:
     )
 
 
-def merge(records: Tensor, rows: Rows, score: Score) -> Candidates:
+def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
     """Token, score and greedy column of whole rows, from the records [P, R, 8] of their slices.
 
     The entropy is ``-sum p * log(p)``: it leaves out the epsilon.
@@ -185,7 +185,7 @@ def merge(records: Tensor, rows: Rows, score: Score) -> Candidates:
         for i, column in enumerate(rows.columns):
             is_excluded = _bit(rows.excluded, i, token.device)
             found = found.masked_fill(is_excluded & (token == column), 0.0)
-    return Candidates(token, found.float(), whole[:, COLUMN].long())
+    return Sampled(token, found.float(), whole[:, COLUMN].long())
 
 
 def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:

@@ -65,7 +65,7 @@ class Rows:
         return isinstance(self.temperature, Tensor) or self.temperature > 0
 
 
-class Candidates(NamedTuple):
+class Sampled(NamedTuple):
     """What was found in each row.
 
     Attributes:

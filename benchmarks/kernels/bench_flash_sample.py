@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import flash_sample  # noqa: E402
 from benchmarks.gpu_timing import compare, copy_bandwidth, l2_bytes, write_record  # noqa: E402
-from flash_sample import Candidates, Rows, Score, reference  # noqa: E402
+from flash_sample import Rows, Sampled, Score, reference  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +129,7 @@ def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> list[list[object
 def torch_variants(
     rows: Rows, score: Score, compiles: bool
 ) -> dict[str, Callable[[Tensor], object]]:
-    def plain(x: Tensor) -> Candidates:
+    def plain(x: Tensor) -> Sampled:
         return reference.candidates(x, rows, score)
 
     return {"torch": plain} | (

@@ -14,24 +14,23 @@ import torch
 from torch import Tensor
 
 from tests.reference.philox import uniform, uniform_matrix
-from vllm.diffusion import params
+from vllm.diffusion import ops, params
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 from vllm.diffusion.sampling import (
-    Choice,
     NoiseSource,
     PhiloxNoise,
     RowGroup,
-    choose,
     sample,
+    sample_group,
     sampler,
 )
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CONFIDENCE = Scoring()
 MASK, EOS, EOT = 38, 37, 36
@@ -111,10 +110,10 @@ def chosen(
     noise: NoiseSource | None = None,
     start: int = 0,
     vocab_size: int | None = None,
-) -> Choice:
-    """`choose` on whole rows, or on the columns from `start` of rows of `vocab_size` columns."""
+) -> ops.Sampled:
+    """`sample_group` on whole rows, or on the columns from `start` of `vocab_size`."""
     model = HeadModel(torch.empty(0, 16), start, vocab_size or logits.shape[1])
-    return choose(logits.clone(), part, model, noise or PhiloxNoise())
+    return sample_group(logits.clone(), part, model, noise or PhiloxNoise())
 
 
 def sampled(
@@ -250,21 +249,21 @@ def test_ties_go_to_the_lowest_token() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[1, [7, 9, 30]] = 2.0
     for dtype in ("float32", "float64", "logits"):
-        token = chosen(logits, group([0, 1], confidence_dtype=dtype)).tokens
+        token = chosen(logits, group([0, 1], confidence_dtype=dtype)).token
         assert token.tolist() == [0, 7]
 
 
 def test_confidence_saturates_as_its_dtype_says() -> None:
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[0, 1], logits[1, 2] = 25.0, 30.0
-    narrow = chosen(logits, group([0, 1])).scores
-    wide = chosen(logits, group([0, 1], confidence_dtype="float64")).scores
+    narrow = chosen(logits, group([0, 1])).score
+    wide = chosen(logits, group([0, 1], confidence_dtype="float64")).score
     assert narrow.tolist() == [1.0, 1.0]
     assert wide.dtype == torch.float64
     assert wide[0] < wide[1] < 1.0
     bf16 = logits.bfloat16()
     bf16[:, :20] += 1.0
-    own = chosen(bf16, group([0, 1], confidence_dtype="logits")).scores
+    own = chosen(bf16, group([0, 1], confidence_dtype="logits")).score
     assert own.dtype == torch.bfloat16
     assert torch.equal(own, torch.softmax(bf16, 1).amax(1))
 
@@ -420,7 +419,7 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
 
     def tokens(**changes: Any) -> list[int]:
         part = group(list(range(64)), **{"temperature": 1.0, **changes})
-        found: list[int] = chosen(logits, part, noise=noise).tokens.tolist()
+        found: list[int] = chosen(logits, part, noise=noise).token.tolist()
         return found
 
     assert tokens() == tokens()
@@ -438,10 +437,16 @@ def test_a_seed_must_have_been_drawn() -> None:
 # ---- vocabulary in parts -----------------------------------------------------------------------
 
 
-def sharded(
-    logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
-    """`choose` as two ranks run it: two threads that wait for each other at every exchange."""
+def on_two_ranks(
+    logits: Tensor,
+    boundary: int,
+    work: Callable[[Tensor, int], tuple[Tensor, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[Tensor, ...]:
+    """What both ranks make of their columns; two threads that wait for each other to exchange.
+
+    `work` takes the columns of a rank and the first one's number.
+    """
     shards = ((0, logits[:, :boundary]), (boundary, logits[:, boundary:]))
     meeting = threading.Barrier(2, timeout=20)
     rank = threading.local()
@@ -454,18 +459,30 @@ def sharded(
         meeting.wait()
         return whole
 
-    def run(number: int) -> Choice:
+    def run(number: int) -> tuple[Tensor, ...]:
         rank.number = number
         start, columns = shards[number]
-        return chosen(columns, part, start=start, vocab_size=logits.shape[1])
+        return work(columns, start)
 
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(ops_sampling, "tensor_model_parallel_all_gather", gather)
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run, range(2)))
-    for mine, others in zip(*results, strict=True):
+        first, second = pool.map(run, range(2))
+    for mine, others in zip(first, second, strict=True):
         assert torch.equal(mine, others)  # all ranks come to the same
-    return results[0].tokens, results[0].scores
+    return first
+
+
+def sharded(
+    logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """Tokens and scores of `sample_group` as two ranks run it."""
+
+    def work(columns: Tensor, start: int) -> tuple[Tensor, ...]:
+        return chosen(columns, part, start=start, vocab_size=logits.shape[1])
+
+    token, score, _ = on_two_ranks(logits, boundary, work, monkeypatch)
+    return token, score
 
 
 @pytest.mark.parametrize("boundary", [1, 17, 20, 37, 39])
@@ -500,6 +517,30 @@ def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert score[1] == 0.0
 
 
+@pytest.mark.parametrize("boundary", [1, 17, 39, NUM_COLUMNS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_tokens_are_exact(
+    boundary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit of fp32, on one rank or two, whichever rank has the token."""
+    logits = (8 * torch.randn(32, NUM_COLUMNS, generator=torch.Generator().manual_seed(3))).to(
+        dtype
+    )
+    logits[3, ::2] = -torch.inf
+    token_ids = torch.stack([torch.randperm(NUM_COLUMNS)[:5] for _ in range(32)])
+    wanted = torch.log_softmax(logits.double(), dim=-1).gather(1, token_ids).float()
+
+    def scored(columns: Tensor, start: int) -> tuple[Tensor, ...]:
+        found = ops.token_logprobs(columns, token_ids, first_column=start, vocab_size=NUM_COLUMNS)
+        return (found,)
+
+    if boundary == NUM_COLUMNS:
+        (found,) = scored(logits, 0)
+    else:
+        (found,) = on_two_ranks(logits, boundary, scored, monkeypatch)
+    assert torch.equal(found.float(), wanted)
+
+
 # ---- other scores ------------------------------------------------------------------------------
 
 
@@ -525,7 +566,7 @@ def test_random_remasking_replaces_entropy() -> None:
     """The random number stands for the entropy, so the smallest is the most certain."""
     scoring = Scoring(score="negative_entropy", epsilon=1e-12)
     part = group([0, 1], scoring=scoring, remasking="random")
-    scores = chosen(torch.zeros(2, NUM_COLUMNS), part).scores
+    scores = chosen(torch.zeros(2, NUM_COLUMNS), part).score
     wanted = [-uniform(77, 1, 0, p, 0) for p in part.positions.tolist()]
     assert scores.tolist() == pytest.approx(wanted)
 
@@ -558,8 +599,8 @@ def test_two_ranks_score_as_one(
         wanted = chosen(logits, part)
         with monkeypatch.context() as ranks:
             found = sharded(logits, part, boundary, ranks)
-        assert torch.equal(found[0], wanted.tokens)
-        torch.testing.assert_close(found[1], wanted.scores, rtol=1e-5, atol=1e-7)
+        assert torch.equal(found[0], wanted.token)
+        torch.testing.assert_close(found[1], wanted.score, rtol=1e-5, atol=1e-7)
 
 
 # ---- Dream's draw ------------------------------------------------------------------------------
@@ -615,7 +656,7 @@ def test_dream_scores_what_is_left(alg: str, top_p: float | None, top_k: int | N
 def test_dream_is_greedy_at_temperature_zero() -> None:
     part = dream(list(range(24)), top_p=0.3)
     logits = logits_of(head_model(), hidden_rows(24), part.rows)
-    assert chosen(logits, part).tokens.tolist() == logits.argmax(dim=1).tolist()
+    assert chosen(logits, part).token.tolist() == logits.argmax(dim=1).tolist()
 
 
 def test_dream_draws_with_the_frequencies_of_what_is_left() -> None:
@@ -624,7 +665,7 @@ def test_dream_draws_with_the_frequencies_of_what_is_left() -> None:
     part = dataclasses.replace(
         dream([], temperature=0.8, top_k=4), positions=torch.arange(num_draws)
     )
-    tokens = chosen(row.repeat(num_draws, 1), part).tokens
+    tokens = chosen(row.repeat(num_draws, 1), part).token
     counts = torch.bincount(tokens, minlength=5)
     assert counts[2] == 0
     left = torch.tensor([0, 1, 3, 4])

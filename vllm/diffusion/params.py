@@ -35,11 +35,13 @@ from vllm.diffusion.fields import (
     server_defaults,
 )
 from vllm.diffusion.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS, OFFLINE_MAX_TOKENS, decide_lengths
+from vllm.diffusion.scoring import ONLY_READ, SCORE, score_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.families import Family
+    from vllm.diffusion.scoring import ScoreRequest
 
 __all__ = [
     "ALGORITHMS",
@@ -146,7 +148,8 @@ class DiffusionParams:
     `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false
     when `ignore_eos` is set. `top_p` and `top_k` are None when off. `logit_shift` is the family's.
     `seed` is None until the engine draws one. `logprobs` is how many alternatives are reported
-    beside every token's log probability, None where none is.
+    beside every token's log probability, None where none is. `score` is set where the request is
+    only read; its canvas is empty then.
     """
 
     algorithm: str
@@ -187,6 +190,7 @@ class DiffusionParams:
     logit_shift: int
     stream_canvas: bool
     logprobs: int | None = None
+    score: ScoreRequest | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -240,7 +244,12 @@ def from_sampling_params(sampling: Any) -> dict[str, Any]:
     """
     _refuse_autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
+    score = extra.pop(SCORE, None)
+    if score is not None and extra:
+        raise InvalidParameterError(SCORE, score, f"wanted it without {in_words(sorted(extra))}")
     given = canonical(extra)
+    if score is not None:
+        given |= {SCORE: score, "gen_length": 1, "allow_infill": True}
     if sampling.n > 1 and "seed" in given:
         raise InvalidParameterError(
             "seed", given["seed"], "wanted it as SamplingParams.seed beside n > 1"
@@ -296,6 +305,7 @@ def resolve(
         InvalidParameterError: naming the field, the given and the wanted value.
     """
     request = dict(given)
+    score = request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
@@ -342,6 +352,9 @@ def resolve(
             "top_k": values["top_k"] if (values["top_k"] or 0) > 0 else None,
         },
     )
+    if score is not None:
+        asked = score_request(score, len(prompt_token_ids), model.vocab_size)
+        return dataclasses.replace(params, **ONLY_READ, score=asked)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding algorithm wants to know of every masked row (no torch here)."""
+"""What a decoding algorithm, or a request that is only read, asks of sample rows (no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm.diffusion.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Purposes of a request's random numbers; each has its own stream.
 TOKEN = 0  # Gumbel noise of a token, one per column
@@ -12,6 +18,31 @@ REMASKING = 1  # score of random remasking
 CATEGORICAL = 2  # draw of a token from its distribution, one per column
 COMMIT = 3  # whether a position is committed
 CHOICE = 4  # which positions are committed
+
+SCORE = "score"  # key of SamplingParams.extra_args that asks for a `ScoreRequest`
+
+# What the other parameters of such a request are: the model as it is, and no canvas.
+ONLY_READ: Mapping[str, Any] = MappingProxyType(
+    {
+        "remasking": "low_confidence",
+        "cache": "none",
+        "gen_length": 0,
+        "max_tokens": 0,
+        "steps": 1,
+        "temperature": 0.0,
+        "top_p": None,
+        "top_k": None,
+        "cfg_scale": 0.0,
+        "logits_eos_inf": False,
+        "confidence_eos_eot_inf": False,
+        "confidence_dtype": "float32",
+        "allow_infill": True,
+        "seed": 0,
+        "stop_ids": frozenset(),
+        "stream_canvas": False,
+        "logprobs": None,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -33,3 +64,64 @@ class Scoring:
     epsilon: float = 0.0
     draw: Literal["gumbel", "categorical"] = "gumbel"
     greedy: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Positions that are read while nothing is committed, and the tokens to score at each.
+
+    Attributes:
+        positions: ascending, of the prompt; masked or not.
+        token_ids: for every position at least one.
+    """
+
+    positions: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a scoring request is told; lists in the order of its positions.
+
+    Attributes:
+        logprobs: of the tokens that were asked for, fp32: of the model's own distribution over all
+            tokens, whatever the request's temperature.
+        likeliest: the token with the largest logit, the lowest of equals.
+    """
+
+    logprobs: list[list[float]]
+    likeliest: list[int]
+
+
+def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
+    """What `{"positions": [...], "token_ids": [[...], ...]}` asks of a prompt.
+
+    Raises:
+        InvalidParameterError: it is something else, or names what the prompt or the model lacks.
+    """
+    if not isinstance(given, dict) or given.keys() != {"positions", "token_ids"}:
+        raise InvalidParameterError(SCORE, given, "wanted positions and token_ids")
+    positions, token_ids = given["positions"], given["token_ids"]
+    if not _are_below(positions, prompt_length) or list(positions) != sorted(set(positions)):
+        raise InvalidParameterError(
+            f"{SCORE}.positions",
+            positions,
+            f"wanted ascending positions from 0 to {prompt_length - 1}",
+        )
+    if not isinstance(token_ids, list | tuple) or len(token_ids) != len(positions):
+        raise InvalidParameterError(
+            f"{SCORE}.token_ids", token_ids, f"wanted {len(positions)} lists, one a position"
+        )
+    for ids in token_ids:
+        if not _are_below(ids, vocab_size):
+            raise InvalidParameterError(
+                f"{SCORE}.token_ids", ids, f"wanted token ids from 0 to {vocab_size - 1}"
+            )
+    return ScoreRequest(tuple(positions), tuple(tuple(ids) for ids in token_ids))
+
+
+def _are_below(numbers: Any, bound: int) -> bool:
+    """Whether it is a list of at least one whole number from 0 to `bound` - 1."""
+    if not isinstance(numbers, list | tuple) or not numbers:
+        return False
+    return all(type(number) is int and 0 <= number < bound for number in numbers)

@@ -13,7 +13,9 @@ from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.scoring import TokenScores
 
+Array: TypeAlias = np.ndarray[Any, Any]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which tokens of a sequence are masked
 
 
@@ -42,7 +44,7 @@ class Candidates(NamedTuple):
         scores: [R] float64, larger is more certain.
         greedy: [R] int64, argmax of the noise-free logits, where the rule's scoring wants it.
         draws: [R] float64 uniform numbers of (0, 1), where the rule names a purpose for them.
-        logprobs: [rows, R] float64, where the request wants log probabilities; rules ignore them.
+        logprobs: [rows, R] float64, where the request wants log probabilities.
     """
 
     positions: torch.Tensor
@@ -53,6 +55,18 @@ class Candidates(NamedTuple):
     logprobs: torch.Tensor | None = None
 
 
+class Commit(NamedTuple):
+    """Tokens that become part of a sequence.
+
+    Attributes:
+        positions: [K] int64, positions in the sequence (prompt included).
+        tokens: [K] int64; the mask token leaves its position open.
+    """
+
+    positions: torch.Tensor
+    tokens: torch.Tensor
+
+
 def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
     """Order of `scores` [R], descending, ties by ascending index; NaN counts as the least."""
     return torch.from_numpy((-scores.numpy()).argsort(kind="stable"))  # puts NaN last
@@ -61,7 +75,7 @@ def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
 class DecodingRule(ABC):
     """One request's decoding. A rule holds only its own progress: no tokens, no model.
 
-    Before each forward the engine calls `prepare`, after it `select`. A rule comes to an end with
+    Before each forward the engine calls `prepare`, after it `decide`. A rule comes to an end with
     any model, also one that predicts the mask token: while `forbid_mask` is set, that token is
     not proposed.
 
@@ -73,6 +87,8 @@ class DecodingRule(ABC):
     scoring: Scoring = Scoring()
     adjusts_logits: ClassVar[bool] = False
     draw_purpose: int | None = None  # of Candidates.draws
+    token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
+    scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params
@@ -87,6 +103,11 @@ class DecodingRule(ABC):
         Args:
             tokens: [T] int64, the sequence; not to be written.
         """
+
+    def decide(self, candidates: Candidates) -> Commit:
+        """What is committed after the forward, in the order of the rule's choice."""
+        chosen = self.select(candidates)
+        return Commit(candidates.positions[chosen], self.replacement(candidates)[chosen])
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Indices [K] int64 into `candidates` that are committed after the forward."""

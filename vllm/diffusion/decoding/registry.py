@@ -13,6 +13,7 @@ from vllm.diffusion.decoding.full_attn_multi_block import FullAttnMultiBlock
 from vllm.diffusion.decoding.hierarchy import Hierarchy
 from vllm.diffusion.decoding.local_leap import LocalLeap
 from vllm.diffusion.decoding.multi_block import MultiBlock
+from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
 from vllm.diffusion.decoding.threshold import Threshold
 
@@ -35,5 +36,7 @@ RULES: dict[str, type[DecodingRule]] = {
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
-    """The rule of `params.algorithm`, at the start of a request."""
+    """The rule of `params.algorithm`, or the one that only reads, at the start of a request."""
+    if params.score is not None:
+        return ScoreTokens(params, prompt_length)
     return RULES[params.algorithm](params, prompt_length)

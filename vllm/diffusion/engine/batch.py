@@ -173,13 +173,19 @@ class StepBatch:
     def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
         """How the rows of a part are sampled, with the part's `positions` on the device."""
         return tuple(
-            self._row_group(self.canvases[number], rows, unconditional, positions[rows])
+            self._row_group(
+                self.canvases[number], part.positions[rows], rows, unconditional, positions[rows]
+            )
             for number, rows, unconditional in part.pieces
         )
 
     @staticmethod
     def _row_group(
-        canvas: Canvas, rows: slice, unconditional: slice | None, positions: torch.Tensor
+        canvas: Canvas,
+        on_canvas: Array,
+        rows: slice,
+        unconditional: slice | None,
+        positions: torch.Tensor,
     ) -> RowGroup:
         return RowGroup(
             params=canvas.params,
@@ -189,7 +195,8 @@ class StepBatch:
             rows=rows,
             unconditional_rows=unconditional,
             positions=positions,
-            adjust=canvas.rule.adjust_logits if canvas.rule.adjusts_logits else None,
+            adjust=canvas.adjust_logits,
+            token_ids=canvas.token_ids(on_canvas),
         )
 
     def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:
@@ -211,7 +218,7 @@ class StepBatch:
                     torch.from_numpy(scores[own]),
                     torch.from_numpy(greedy[own]),
                     canvas.draws(work.eligible, noise),
-                    None if canvas.params.num_logprobs is None else sampled[3:, own],
+                    sampled[3:, own] if canvas.wants_logprobs else None,
                 )
             )
             start = own.stop

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding import Work, make_rule
+from vllm.diffusion.decoding import Commit, Work, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.sizes import demand_of
 from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.memory import CacheRange
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Visibility
 
@@ -34,6 +37,7 @@ class Canvas:
         tokens: [T] int64.
         positions: [T] int64, from 0; an array.
         rule: its decoding, at its present state.
+        adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
         cache: keys and values that are kept between forwards, if any.
         visibility: who sees whom in it.
         most_rows: rows of the largest of its steps.
@@ -58,6 +62,8 @@ class Canvas:
         # The same memory as arrays, whose operations cost a fraction of a tensor's.
         self._tokens = self.tokens.numpy()
         self._canvas = self._tokens[self.prompt_length :]
+        self._selector = new.selector
+        self.adjust_logits = self._logits_hook()
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
@@ -70,6 +76,27 @@ class Canvas:
     @property
     def length(self) -> int:
         return self.tokens.numel()
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.num_logprobs is not None or self.rule.token_ids is not None
+
+    def token_ids(self, positions: Array) -> Array | None:
+        """Tokens [R, k] whose log probabilities are wanted at canvas positions [R]."""
+        if self.rule.token_ids is None or self._work is None:
+            return None
+        eligible = self._work.eligible.numpy() - self.prompt_length
+        return self.rule.token_ids[np.searchsorted(eligible, positions)]
+
+    def _logits_hook(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        rule, selector = self.rule, self._selector
+        if selector is None or not selector.reads_logits:
+            return rule.adjust_logits if rule.adjusts_logits else None
+        if not rule.adjusts_logits:
+            return selector.adjust_logits
+        return lambda logits, positions: selector.adjust_logits(
+            rule.adjust_logits(logits, positions), positions
+        )
 
     def unconditional_tokens(self) -> torch.Tensor:
         """[T] int64: the tokens with everything hidden that was known at the start."""
@@ -108,13 +135,17 @@ class Canvas:
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
         self._work = None
-        chosen = self.rule.select(candidates).numpy()
-        replacement = self.rule.replacement(candidates)
-        self._tokens[candidates.positions.numpy()[chosen]] = replacement.numpy()[chosen]
+        commit = self._select(candidates)
+        self._tokens[commit.positions.numpy()] = commit.tokens.numpy()
         if self._proposals is not None:
-            self._proposals.note(candidates, replacement)
+            self._proposals.note(candidates, commit)
         self.num_forwards += 1
         return self._report()
+
+    def _select(self, candidates: Candidates) -> Commit:
+        if self._selector is None:
+            return self.rule.decide(candidates)
+        return select(self._selector, self.rule, self.tokens, candidates)
 
     def _report(self) -> StepResult:
         canvas, start = self._canvas, self._num_reported
@@ -136,6 +167,7 @@ class Canvas:
             infilled=self._infilled() if self._prompt_holes.numel() else {},
             logprobs=logprobs,
             canvas=view,
+            scores=self.rule.scores,
         )
 
     def _infilled(self) -> dict[int, int]:

@@ -10,17 +10,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding import Selector
     from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.scoring import TokenScores
     from vllm.v1.outputs import LogprobsLists
 
 
 @dataclass(frozen=True)
 class NewCanvas:
-    """A request that starts with this step; `params.seed` is drawn."""
+    """A request that starts with this step; `params.seed` is drawn.
+
+    `selector` is its say in what is committed, where it has one; every rank gets a copy.
+    """
 
     req_id: str
     prompt_token_ids: list[int]
     params: DiffusionParams
+    selector: Selector | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class StepResult:
         error: why the request cannot go on, if it cannot.
         logprobs: of `new_token_ids`, for requests that ask for them.
         canvas: for requests that ask to see it.
+        scores: the answer to a request that is only read.
     """
 
     new_token_ids: list[int]
@@ -63,6 +70,7 @@ class StepResult:
     error: str | None = None
     logprobs: LogprobsLists | None = None
     canvas: CanvasView | None = None
+    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)

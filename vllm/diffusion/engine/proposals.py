@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.decoding import Candidates, Commit
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -39,17 +39,28 @@ class Proposals:
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
 
-    def note(self, candidates: Candidates, replacement: torch.Tensor) -> None:
-        """Take in what a forward proposed; `replacement` [R] are the tokens it would commit."""
+    def note(self, candidates: Candidates, commit: Commit) -> None:
+        """Take in what a forward proposed, and what was committed instead.
+
+        Of a committed token that was neither proposed nor the greedy one nothing is known: a
+        selector chose it.
+        """
         if candidates.logprobs is None or candidates.positions.numel() == 0:
             return
         found = Logprobs.unpack(candidates.logprobs, self._num_top)
-        is_proposed = replacement == candidates.tokens  # else it is the greedy token
-        value = torch.where(is_proposed, found.token, found.greedy)
-        rank = torch.where(is_proposed, found.token_rank, found.greedy_rank)
+        tokens = candidates.tokens.clone()
+        tokens[torch.searchsorted(candidates.positions, commit.positions)] = commit.tokens
+        value, rank = torch.full_like(found.token, torch.nan), torch.ones_like(found.token_rank)
+        for known, own_value, own_rank in (
+            (candidates.greedy, found.greedy, found.greedy_rank),
+            (candidates.tokens, found.token, found.token_rank),
+        ):
+            if known is not None:
+                value = torch.where(tokens == known, own_value, value)
+                rank = torch.where(tokens == known, own_rank, rank)
         on_canvas = candidates.positions >= self._prompt_length
         at = (candidates.positions[on_canvas] - self._prompt_length).numpy()
-        self._tokens[at, 0] = replacement[on_canvas].numpy()
+        self._tokens[at, 0] = tokens[on_canvas].numpy()
         self._logprobs[at, 0] = value[on_canvas].numpy()
         self._ranks[at] = rank[on_canvas].numpy()
         self._tokens[at, 1:] = found.top_tokens[:, on_canvas].T.numpy()

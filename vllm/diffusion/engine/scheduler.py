@@ -316,7 +316,9 @@ class DiffusionScheduler(SchedulerInterface):
             return self._refuse(request, result.error)
         self._observe_progress(item, result)
         new_token_ids = self._accept(item, result.new_token_ids)
-        if not new_token_ids and result.canvas is None:
+        if result.scores is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+        elif not new_token_ids and result.canvas is None:
             return None
         request.append_output_token_ids(new_token_ids)
         if request.is_finished():
@@ -359,6 +361,8 @@ class DiffusionScheduler(SchedulerInterface):
             told |= cls._report(item, result)
         if result.canvas is not None:
             told["canvas"] = asdict(result.canvas)
+        if result.scores is not None:
+            told["scores"] = asdict(result.scores)
         return {"dllm": told} if told else None
 
     @staticmethod

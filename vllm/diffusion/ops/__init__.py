@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to the native rooms, and the products with upstream's matrices."""
 
-from flash_sample import Rows, Score
+from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.experts import Routing, add_experts, route_rows
 from vllm.diffusion.ops.fused import (
     apply_rotary,
@@ -25,6 +25,7 @@ from vllm.diffusion.ops.sampling import (
     most_likely,
     negative_entropy,
     philox_uniform,
+    token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
 
@@ -33,6 +34,7 @@ __all__ = [
     "HostCopy",
     "Routing",
     "Rows",
+    "Sampled",
     "Score",
     "Staging",
     "add_experts",
@@ -55,4 +57,5 @@ __all__ = [
     "silu_mul",
     "store_keys_values",
     "to_device",
+    "token_logprobs",
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 import flash_sample
-from flash_sample import Candidates, Rows, Score
+from flash_sample import Rows, Sampled, Score
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
@@ -32,7 +32,7 @@ def philox_uniform(
 
 def candidates(
     logits: torch.Tensor, rows: Rows, score: Score, *, first_column: int, vocab_size: int
-) -> Candidates:
+) -> Sampled:
     """Token, fp32 score and greedy token of rows of many requests, in one launch.
 
     Args:
@@ -120,6 +120,28 @@ def negative_entropy(
     share = (p * torch.log(p + epsilon)).sum(dim=-1, keepdim=True)
     shares: torch.Tensor = tensor_model_parallel_all_gather(share, dim=-1)
     return shares.sum(dim=-1).to(dtype)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, first_column: int, vocab_size: int
+) -> torch.Tensor:
+    """Log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
+
+    Args:
+        logits: [R, C] logits of this rank's columns.
+        token_ids: ids below `vocab_size`.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
+    """
+    kept, num_columns = logits.double(), logits.shape[1]
+    columns = token_ids - first_column
+    is_here = (columns >= 0) & (columns < num_columns)
+    found = kept.gather(1, columns.clamp(0, num_columns - 1)).masked_fill(~is_here, -torch.inf)
+    if num_columns == vocab_size:
+        return found - torch.logsumexp(kept, dim=-1, keepdim=True)
+    top, total = _whole_softmax(kept)
+    ranks: torch.Tensor = tensor_model_parallel_all_gather(found[None], dim=0)
+    return ranks.amax(dim=0) - top - total.log()
 
 
 def _is_negligible(epsilon: float | torch.Tensor, vocab_size: int) -> bool:

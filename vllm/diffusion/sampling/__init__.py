@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: hidden states of masked rows become candidates."""
+"""Sampling: hidden states of sample rows become candidates."""
 
 from vllm.diffusion.sampling.logprobs import Logprobs
 from vllm.diffusion.sampling.noise import NoiseSource, PhiloxNoise
-from vllm.diffusion.sampling.sampler import Choice, RowGroup, choose, joined, sample
+from vllm.diffusion.sampling.rows import RowGroup
+from vllm.diffusion.sampling.sampler import joined, sample, sample_group
 
-__all__ = [
-    "Choice",
-    "Logprobs",
-    "NoiseSource",
-    "PhiloxNoise",
-    "RowGroup",
-    "choose",
-    "joined",
-    "sample",
-]
+__all__ = ["Logprobs", "NoiseSource", "PhiloxNoise", "RowGroup", "joined", "sample", "sample_group"]

@@ -14,7 +14,7 @@ from vllm.diffusion.scoring import CATEGORICAL
 
 if TYPE_CHECKING:
     from vllm.diffusion.sampling.noise import NoiseSource
-    from vllm.diffusion.sampling.sampler import RowGroup
+    from vllm.diffusion.sampling.rows import RowGroup
 
 
 def draw_categorical(

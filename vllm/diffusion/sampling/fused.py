@@ -2,7 +2,7 @@
 """Rows of many requests sampled by one launch.
 
 Requests differ in temperature, seed, step and special tokens; these become parameters of each row.
-What a launch cannot mix, rows have in common: their `Kind`.
+What a launch cannot mix, its rows have in common: the `LaunchKey`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.sampling.noise import NoiseSource
-    from vllm.diffusion.sampling.sampler import RowGroup
+    from vllm.diffusion.sampling.rows import RowGroup
 
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",
@@ -30,7 +30,7 @@ _SCORES: dict[str, ops.Score] = {
 }
 
 
-class Kind(NamedTuple):
+class LaunchKey(NamedTuple):
     """What all rows of a launch share.
 
     Attributes:
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def kind_of(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Kind | None:
+def launch_key(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> LaunchKey | None:
     """What `group` has in common with others, or None where it needs more than a launch does.
 
     That is: float64, scores that each operation rounds to a narrow dtype, top-p and top-k, or
@@ -58,7 +58,7 @@ def kind_of(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Kind |
     probabilities that are equal in fp32 compete.
     """
     params, scoring = group.params, group.scoring
-    dtype = confidence_dtype(group, logits)
+    dtype = group.confidence_dtype(logits)
     is_categorical = scoring.draw == "categorical"
     if not isinstance(noise, PhiloxNoise) or dtype == torch.float64:
         return None
@@ -71,7 +71,7 @@ def kind_of(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Kind |
     if dtype != torch.float32 and not is_rounded_once:
         return None
     score = _SCORES[scoring.score]
-    return Kind(
+    return LaunchKey(
         score=score,
         epsilon=scoring.epsilon if score == "entropy" else 1.0,
         purpose=CATEGORICAL if is_categorical else TOKEN,
@@ -81,47 +81,41 @@ def kind_of(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Kind |
     )
 
 
-def confidence_dtype(group: RowGroup, logits: torch.Tensor) -> torch.dtype:
-    """Precision that the group's scores are asked in."""
-    dtypes = {"float32": torch.float32, "float64": torch.float64}
-    return dtypes.get(group.params.confidence_dtype, logits.dtype)
-
-
-def choose_jointly(
+def sample_fused(
     logits: torch.Tensor,
     groups: Sequence[RowGroup],
-    kind: Kind,
+    key: LaunchKey,
     first_column: int,
     vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, scores (larger is more certain) and greedy tokens of the rows of `groups`.
+) -> ops.Sampled:
+    """Token, score (larger is more certain) and greedy token of the rows of `groups`.
 
     Args:
         logits: [R, C], the groups' rows one after another; this rank's columns.
-        groups: requests of one kind.
-        kind: what they have in common.
+        groups: requests of one key.
+        key: what they have in common.
         first_column: token id of the first column.
         vocab_size: columns of all ranks.
     """
-    rows, is_random = _parameters(groups, kind, logits.device)
+    rows, is_random = _parameters(groups, key, logits.device)
     found = ops.candidates(
-        logits, rows, kind.score, first_column=first_column, vocab_size=vocab_size
+        logits, rows, key.score, first_column=first_column, vocab_size=vocab_size
     )
-    sign = -1 if kind.score == "entropy" else 1
-    scores = (sign * found.score).to(kind.dtype)
+    sign = -1 if key.score == "entropy" else 1
+    scores = (sign * found.score).to(key.dtype)
     if is_random is not False and rows.positions is not None:
         # Where entropies are compared, the number stands for the entropy.
         u = sign * ops.philox_uniform(rows.seed, REMASKING, rows.step, rows.positions, range(1))
         scores = u[:, 0] if is_random is True else torch.where(is_random, u[:, 0], scores.double())
-    return found.token, scores, found.greedy if kind.has_greedy else found.token
+    return ops.Sampled(found.token, scores, found.greedy if key.has_greedy else found.token)
 
 
 def _parameters(
-    groups: Sequence[RowGroup], kind: Kind, device: torch.device
+    groups: Sequence[RowGroup], key: LaunchKey, device: torch.device
 ) -> tuple[ops.Rows, bool | torch.Tensor]:
     """Parameters of the rows, and which are scored at random; one copy to the device at most."""
     columns = tuple(sorted({t for g in groups for t in (*g.forbidden, *g.excluded)}))
-    is_random = [g.params.remasking == "random" and not kind.is_tempered for g in groups]
+    is_random = [g.params.remasking == "random" and not key.is_tempered for g in groups]
     is_noisy = [g.params.temperature > 0 for g in groups]
     needs_seed = [a or b for a, b in zip(is_random, is_noisy, strict=True)]
     found = _spread(
@@ -150,9 +144,9 @@ def _parameters(
         ops.Rows(
             **found,
             positions=positions,
-            purpose=kind.purpose,
-            is_tempered=kind.is_tempered,
-            epsilon=kind.epsilon,
+            purpose=key.purpose,
+            is_tempered=key.is_tempered,
+            epsilon=key.epsilon,
             columns=columns,
         ),
         choice,

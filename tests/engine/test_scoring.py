@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are read and not written: log probabilities of tokens at positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID, VOCAB_SIZE, make_checkpoint, random_prompt
+from tests.engine.harness import (
+    BLOCKS,
+    MAX_MODEL_LEN,
+    Ask,
+    as_request,
+    load_reference,
+    refusal_error,
+    running,
+)
+from tests.engine.test_selection import Even, carrying
+from tests.reference import decode
+from tests.reference.dream_model import DreamReference
+from vllm.diffusion.engine.head import PooledHead
+from vllm.diffusion.sampling import sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tests.engine.harness import Answer, Engine
+
+POSITIONS = [0, 3, 4, 11, 18]
+HOLES = (3, 4, 11)
+TOKEN_IDS = [[5], [0, 255, 9], [9, 9], [MASK_ID, 1], [17, 250, 249, 3]]
+
+
+def holed_prompt(length: int = 19, seed: int = 0) -> list[int]:
+    prompt = random_prompt(length, seed)
+    for position in HOLES:
+        prompt[position] = MASK_ID
+    return prompt
+
+
+def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_IDS) -> Ask:
+    return Ask(prompt, {"score": {"positions": positions, "token_ids": token_ids}})
+
+
+def plain(
+    logits: torch.Tensor, token_ids: Sequence[Sequence[int]]
+) -> tuple[list[list[float]], list[int]]:
+    """Log probabilities by the plain formula: fp64 sums, rounded to fp32; and the best tokens."""
+    values = torch.log_softmax(logits.double(), dim=-1).float()
+    found = [row[list(ids)].tolist() for row, ids in zip(values, token_ids, strict=True)]
+    return found, logits.argmax(dim=-1).tolist()
+
+
+def by_reference(
+    model: Any,
+    prompt: list[int],
+    positions: Sequence[int] = POSITIONS,
+    token_ids: Sequence[Sequence[int]] = TOKEN_IDS,
+) -> tuple[list[list[float]], list[int]]:
+    logits = decode.aligned(model, model.logits(torch.tensor([prompt])))[0]
+    return plain(logits[list(positions)], token_ids)
+
+
+def assert_scored(
+    answer: Answer, expected: tuple[list[list[float]], list[int]], tolerance: float = 1e-5
+) -> None:
+    assert answer.token_ids == []
+    assert (answer.finish_reason, answer.num_forwards) == ("stop", 1)
+    assert answer.report["num_committed"] == 0
+    scores, (logprobs, likeliest) = answer.report["scores"], expected
+    assert scores["likeliest"] == likeliest
+    assert [len(row) for row in scores["logprobs"]] == [len(row) for row in logprobs]
+    found, values = (
+        torch.tensor([value for row in rows for value in row])
+        for rows in (scores["logprobs"], logprobs)
+    )
+    torch.testing.assert_close(found, values, rtol=tolerance, atol=tolerance)
+
+
+def test_log_probabilities_are_those_of_the_model(engine: Engine, model: Any) -> None:
+    prompt = holed_prompt()
+    (answer,) = engine.ask(score(prompt))
+    assert_scored(answer, by_reference(model, prompt))
+    assert engine.is_idle()
+
+
+def test_every_bit_is_that_of_the_plain_formula(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the logits that the engine computed, which differ from the reference's by rounding."""
+    computed: list[torch.Tensor] = []
+    compute = PooledHead.compute_logits
+
+    def kept(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(self, hidden)
+        computed.append(logits.clone())
+        return logits
+
+    monkeypatch.setattr(PooledHead, "compute_logits", kept)
+    (answer,) = engine.ask(score(holed_prompt()))
+    assert_scored(answer, plain(torch.cat(computed), TOKEN_IDS), tolerance=0)
+
+
+def test_beside_requests_that_are_written(engine: Engine, model: Any, runs_ahead: bool) -> None:
+    prompts = [holed_prompt(19, seed) for seed in (1, 2)]
+    asked = (BLOCKS, {**BLOCKS, "cfg_scale": 1.0}, {**BLOCKS, "cache": "dual", "threshold": 0.5})
+    others = [as_request(random_prompt(9 + i, i), **extra) for i, extra in enumerate(asked)]
+    alone = [answer.token_ids for ask in others for answer in engine.ask(ask)]
+    first, *together, last = engine.ask(score(prompts[0]), *others, score(prompts[1]))
+    assert [answer.token_ids for answer in together] == alone
+    for answer, prompt in zip((first, last), prompts, strict=True):
+        assert_scored(answer, by_reference(model, prompt))
+    assert engine.is_idle()
+
+
+def test_many_rows_in_small_parts(engine: Engine, model: Any, monkeypatch: Any) -> None:
+    """Rows whose logits are copied a few at a time keep their own tokens."""
+    monkeypatch.setattr(sampler, "COPIES_BYTES", 3 * sampler.BYTES_OF_COPIES * VOCAB_SIZE)
+    prompt = random_prompt(MAX_MODEL_LEN - 1, 3)
+    positions = list(range(len(prompt)))
+    token_ids = [[token] for token in prompt]
+    (answer,) = engine.ask(score(prompt, positions, token_ids))
+    assert_scored(answer, by_reference(model, prompt, positions, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([1, 2], "score: given [1, 2]; wanted positions and token_ids"),
+        ({"positions": [1]}, "wanted positions and token_ids"),
+        ({"positions": [19], "token_ids": [[1]]}, "wanted ascending positions from 0 to 18"),
+        ({"positions": [2, 1], "token_ids": [[1], [1]]}, "wanted ascending positions"),
+        ({"positions": [1, 1], "token_ids": [[1], [1]]}, "wanted ascending positions"),
+        ({"positions": [], "token_ids": []}, "wanted ascending positions"),
+        ({"positions": [True], "token_ids": [[1]]}, "wanted ascending positions"),
+        ({"positions": [1, 2], "token_ids": [[1]]}, "wanted 2 lists, one a position"),
+        ({"positions": [1], "token_ids": [[]]}, f"wanted token ids from 0 to {VOCAB_SIZE - 1}"),
+        ({"positions": [1], "token_ids": [[VOCAB_SIZE]]}, "wanted token ids from 0"),
+        ({"positions": [1], "token_ids": 7}, "wanted 1 lists, one a position"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(engine: Engine, asked: Any, message: str) -> None:
+    with pytest.raises(refusal_error()) as refusal:
+        engine.ask(Ask(random_prompt(19), {"score": asked}))
+    assert message in str(refusal.value)
+    assert engine.is_idle()
+
+
+def test_other_parameters_beside_a_score_are_refused(engine: Engine) -> None:
+    ask = score(holed_prompt())
+    ask.extra["cfg_scale"] = 1.0
+    with pytest.raises(refusal_error(), match="wanted it without cfg_scale"):
+        engine.ask(ask)
+
+
+# ---- other engines: the newest of a process decides its requests, so they come last ----------
+
+
+def test_families_that_shift_their_logits(checkpoint: Callable[[str], Path]) -> None:
+    """The row before a position predicts it; the first position predicts itself."""
+    folder = checkpoint("dream")
+    prompt = holed_prompt()
+    with running(folder) as engine:
+        (answer,) = engine.ask(score(prompt))
+    assert_scored(answer, by_reference(DreamReference.from_checkpoint(folder), prompt))
+
+
+def test_server_wide_settings_do_not_act(checkpoint: Callable[[str], Path], model: Any) -> None:
+    settings = {"cfg_scale": 1.5, "confidence_dtype": "float64", "cache": "none"}
+    prompt = holed_prompt()
+    with running(checkpoint("mha"), additional_config={"dllm": settings}) as engine:
+        (answer,) = engine.ask(score(prompt))
+    assert_scored(answer, by_reference(model, prompt))
+
+
+@pytest.mark.slow
+def test_two_ranks_score_as_one(tmp_path: Path) -> None:
+    """300 logit columns: the second rank has columns that no token comes from."""
+    folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
+    model, prompt = load_reference(folder), holed_prompt()
+    token_ids = [*TOKEN_IDS[:-1], [17, 299, 150, 149]]
+    other = as_request(random_prompt(20), **BLOCKS)
+    with running(folder, tensor_parallel_size=2) as engine:
+        answer, beside = engine.ask(score(prompt, POSITIONS, token_ids), other)
+        assert_scored(answer, by_reference(model, prompt, POSITIONS, token_ids))
+        with carrying(engine, Even()):
+            (even,) = engine.ask(other)
+    assert len(beside.token_ids) == len(even.token_ids) == BLOCKS["gen_length"]
+    assert not any(token % 2 for token in even.token_ids)
+    assert any(token % 2 for token in beside.token_ids)

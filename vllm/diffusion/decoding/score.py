@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that is read and not written: one forward, and no commit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work
+from vllm.diffusion.scoring import TokenScores
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+
+class ScoreTokens(DecodingRule):
+    """Asks for the rows of `params.score` and keeps what the forward says of its tokens."""
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        if params.score is None:
+            raise ValueError("score: wanted positions and token ids, got None")
+        self._asked = params.score
+        width = max(len(ids) for ids in self._asked.token_ids)
+        padded = [ids + ids[:1] * (width - len(ids)) for ids in self._asked.token_ids]
+        self.token_ids = np.array(padded, dtype=np.int64)
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        if self.scores is not None:
+            return None
+        return Work(torch.tensor(self._asked.positions), (0, tokens.numel()))
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        if candidates.logprobs is None:
+            raise ValueError("logprobs: a scoring request needs them, got None")
+        found = candidates.logprobs.T.float().tolist()
+        self.scores = TokenScores(
+            logprobs=[
+                values[: len(ids)] for values, ids in zip(found, self._asked.token_ids, strict=True)
+            ],
+            likeliest=candidates.tokens.tolist(),
+        )
+        return torch.empty(0, dtype=torch.int64)

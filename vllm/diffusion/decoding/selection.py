@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The place between candidates and commit, where a request may choose tokens jointly.
+
+A decoding rule takes candidates one by one; output that must match a grammar wants tokens that go
+together. A request may therefore carry a `Selector`, which stands around its rule, whichever that
+is. It has its say twice in a forward:
+
+1. `adjust_logits`, where logits exist: on the device, part by part, whole rows of all ranks. What
+   it makes of them is what tokens are drawn from; it may keep there what a joint choice wants.
+2. `select`, when all candidates are on the host: it gives the rule candidates to choose among,
+   its own tokens and scores if it likes, and says what is committed of the rule's choice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.diffusion.decoding.base import Candidates, Commit, DecodingRule
+
+
+class Selector:
+    """A request's say in its commits; this one says nothing. All ranks come to the same."""
+
+    reads_logits: ClassVar[bool] = False  # `adjust_logits` is to be called
+
+    def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits to use instead of `logits`, after those of the rule; the host must not wait.
+
+        Called once per forward and sample row, in chunks of rows.
+
+        Args:
+            logits: [R, V], all columns; may be overwritten.
+            positions: [R] int64, from the start of the canvas.
+        """
+        return logits
+
+    def select(
+        self,
+        tokens: torch.Tensor,
+        candidates: Candidates,
+        choose: Callable[[Candidates], Commit],
+    ) -> Commit:
+        """What is committed after a forward.
+
+        Args:
+            tokens: [T] int64, the sequence before the commit; not to be written.
+            candidates: of the forward.
+            choose: the rule's choice among candidates of the same positions, in the rule's order.
+                To be called once, as a rule counts its steps.
+
+        Returns:
+            Positions of candidates, and any tokens there. Where the rule commits a token, at least
+            one must be committed: rules count on getting on.
+        """
+        return choose(candidates)
+
+
+class SelectionError(RuntimeError):
+    """A selector did what no rule can stand."""
+
+
+def select(
+    selector: Selector, rule: DecodingRule, tokens: torch.Tensor, candidates: Candidates
+) -> Commit:
+    """What `selector` commits of what `rule` chooses; arguments as for `Selector.select`.
+
+    Raises:
+        SelectionError: the selector broke its contract.
+    """
+    chosen: list[Commit] = []
+
+    def choose(among: Candidates) -> Commit:
+        chosen.append(rule.decide(among))
+        return chosen[-1]
+
+    commit = selector.select(tokens, candidates, choose)
+    if len(chosen) != 1:
+        raise SelectionError(f"selector: asked the rule {len(chosen)} times; wanted once")
+    if not bool(torch.isin(commit.positions, candidates.positions).all()):
+        raise SelectionError(
+            f"selector: committed positions {commit.positions.tolist()}; wanted some of "
+            f"{candidates.positions.tolist()}"
+        )
+    mask_id = rule.params.mask_id
+    rules, selected = (int((c.tokens != mask_id).sum()) for c in (chosen[0], commit))
+    if rules and not selected:
+        raise SelectionError(
+            f"selector: committed nothing where the rule chose {rules} tokens; wanted at least one"
+        )
+    return commit
