@@ -100,7 +100,7 @@ install_cpu() {
       index=(--extra-index-url "$CPU_BUILDS")
     else
       say "no CPU build of $torch in reach ($CPU_BUILDS does not answer):" \
-        "its CUDA build is taken, about 2.5 GB to download and 6 GB in .venv"
+        "its CUDA build is taken, about 2.7 GB to download, 6 GB in .venv"
     fi
   fi
   say "torch"
@@ -171,11 +171,10 @@ free_port() {
 # is_healthy URL: does the server's /health answer 200? Proxies are passed by.
 is_healthy() {
   "$PY" - "$1/health" <<'PYTHON' 2>/dev/null
-import sys
-import urllib.request
-
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-opener.open(sys.argv[1], timeout=5).close()
+import requests, sys
+http = requests.Session()
+http.trust_env = False
+http.get(sys.argv[1], timeout=5).raise_for_status()
 PYTHON
 }
 
