@@ -34,6 +34,7 @@ WITH_HELP = (
     "quickstart.sh",
     "setup.sh",
     "test.sh",
+    "gpu_tests.sh",
     "check",
     "lint",
     "clean",
@@ -247,3 +248,22 @@ def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
     env = {"MOSAIC_DEVICE": kind, "CUDA_HOME": "/nowhere"}
     assert run(home / "scripts" / "test.sh", *arguments.split(), env=env).returncode == 0
     assert log.read_text().splitlines()[-1].split() == ["-m", "pytest", *options.split()]
+
+
+def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
+    (home / "requirements").mkdir()
+    for name in ("cuda", "test"):
+        (home / "requirements" / f"{name}.txt").touch()
+    for name in ("engine", "native", "server"):
+        (home / "tests" / name).mkdir(parents=True)
+    log = home / "python.log"
+    add_recorder(home, f'#!/bin/sh\necho "$VLLM_ACTIVATION_POOL_SIZE_BYTES:$*" >>{log}\nexit 1\n')
+    env = {"MOSAIC_DEVICE": "cuda", "CUDA_HOME": "/nowhere"}
+    wanted = [
+        f"{4 << 30}:-m pytest --require-gpu -m gpu and not alone -n 5 --dist loadfile"
+        " tests/engine tests/server -x",
+        ":-m pytest --require-gpu -m gpu and not alone -n 8 --dist loadfile tests/native -x",
+        ":-m pytest --require-gpu -m gpu and alone tests -x",
+    ]
+    assert run(home / "scripts" / "gpu_tests.sh", "-x", env=env).returncode == 1
+    assert log.read_text().splitlines() == wanted
