@@ -1,20 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the tables of docs/performance.md with what the benchmarks measured.
+"""Prints what benchmarks measured as tables of docs/performance.md.
 
-    benchmarks/performance_tables.py            rewrite the document
-    benchmarks/performance_tables.py --check    only compare; exit status 1 where they differ
+    benchmarks/performance_tables.py results/step_latency/step_latency.json ...
 
-A benchmark writes a JSON file; copied into docs/measurements it becomes a table of the document,
-between two marks:
-
-    <!-- measured: step_latency -->
-    <!-- /measured -->
-
-Sections: step_latency (of step_latency.py), throughput (of compare_hf.py), context_length (of
-llada/run_benchmark.py and its twins), and three of those that give their columns: attention and
-memory, whose file names start so, and kernels, the others. Without a file a section stays empty.
-The file names give the order.
+Reads the JSON files of step_latency.py, compare_hf.py, llada/run_benchmark.py and its twins, and
+of the benchmarks that give their columns: fragmentation.py and those of kernels.
 """
 
 from __future__ import annotations
@@ -29,11 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-ROOT = Path(__file__).resolve().parents[1]
-SECTION = re.compile(
-    r"(?P<opening><!-- measured: (?P<name>\w+) -->\n)(?P<body>.*?)(?P<closing><!-- /measured -->)",
-    re.DOTALL,
-)
 GIB = 2**30
 UNITS = {"GiB": 1, "MiB": 1024}  # of a plan's peak
 PLANNED = re.compile(r"predicted peak (?P<peak>[\d.]+) (?P<unit>\w+), time (?P<seconds>[\d.e+]+) s")
@@ -46,63 +32,34 @@ NAMES_OF_FAMILIES = {
 
 
 class TableError(Exception):
-    """The document cannot be filled; the message is one line for the user."""
+    """A file is no measurement; the message is one line for the user."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Fill the tables of docs/performance.md.")
-    parser.add_argument("--check", action="store_true", help="only compare")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
-    parser.add_argument("--measurements", type=Path, default=ROOT / "docs" / "measurements")
+    parser = argparse.ArgumentParser(description="Print measurements as tables.")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON of a benchmark")
     options = parser.parse_args(arguments)
     try:
-        before = options.document.read_text(encoding="utf-8")
-        after = filled(before, options.measurements)
+        print("\n".join(line for path in options.files for line in section(path)))
     except (TableError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    if options.check and after != before:
-        sys.stderr.write(f"error: {options.document} is not what {options.measurements} says\n")
-        return 1
-    if not options.check:
-        options.document.write_text(after, encoding="utf-8")
     return 0
 
 
-def filled(document: str, folder: Path) -> str:
-    """The document with the tables of the files in `folder`.
+def section(path: Path) -> list[str]:
+    """Lines of a heading, tables, and where they were measured.
 
     Raises:
-        TableError: a file cannot be read as a measurement, or its section is missing.
+        TableError: the file cannot be read as a measurement.
     """
-    bodies: dict[str, list[str]] = {}
-    for path in sorted(folder.glob("**/*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            section = section_of(path, content)
-            body = "\n".join([*TABLES[section](content), "", measured_on(content["run"]), ""])
-        except (ValueError, KeyError, TypeError) as error:
-            raise TableError(f"{path}: it is no measurement: {error!r}") from error
-        bodies.setdefault(section, []).append(body)
-    there = {match["name"] for match in SECTION.finditer(document)}
-    missing = sorted(bodies.keys() - there)
-    if missing:
-        raise TableError(f"the document has no line <!-- measured: {missing[0]} -->")
-    return SECTION.sub(
-        lambda match: (
-            match["opening"] + "\n".join(["", *bodies.get(match["name"], [])]) + match["closing"]
-        ),
-        document,
-    )
-
-
-def section_of(path: Path, content: dict[str, Any]) -> str:
-    """Which section a measurement belongs to."""
-    if "columns" not in content:
-        return str(content["kind"])
-    named = (name for name in ("attention", "memory") if path.stem.startswith(name))
-    return next(named, "kernels")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tables = kernel if "columns" in content else TABLES[content["kind"]]
+        return [*tables(content), "", measured_on(content["run"]), ""]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TableError(f"{path}: it is no measurement: {error!r}") from error
 
 
 def measured_on(run: dict[str, Any]) -> str:
@@ -120,7 +77,7 @@ def measured_on(run: dict[str, Any]) -> str:
     )
 
 
-# --- one function a section: lines of a heading and its tables -----------------------------------
+# --- one function a kind: lines of a heading and its tables --------------------------------------
 
 
 def step_latency(content: dict[str, Any]) -> Iterator[str]:
@@ -236,9 +193,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "step_latency": step_latency,
     "throughput": throughput,
     "context_length": context_length,
-    "memory": kernel,
-    "attention": kernel,
-    "kernels": kernel,
 }
 
 

@@ -457,7 +457,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise BenchmarkError("matplotlib is missing: install requirements/test.txt") from None
+        raise BenchmarkError("matplotlib is missing") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

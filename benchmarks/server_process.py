@@ -3,7 +3,7 @@
 
     with ServerProcess(command, log, port=8901) as server:
         server.wait_until_healthy(600)
-        httpx.post(f"{server.url}/generate", ...)
+        session().post(f"{server.url}/generate", ...)
 
 A guard process (benchmarks/process_guard.py) ends the server when the block is left, and when the
 process of the block is gone, even by SIGKILL.
@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import psutil
+import requests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,10 +94,6 @@ class ServerProcess:
             self._guard.wait()
             raise
 
-    def client(self, timeout: float | httpx.Timeout = 10.0) -> httpx.Client:
-        """A client that passes proxies by; `timeout` in seconds."""
-        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
-
     def wait_until_healthy(self, timeout_s: float) -> None:
         """Return when /health answers 200.
 
@@ -105,15 +101,14 @@ class ServerProcess:
             ServerFailed: the server has ended, or `timeout_s` seconds have passed.
         """
         deadline = time.monotonic() + timeout_s
-        with self.client() as client:
-            while not is_healthy(client):
-                if self.has_ended():
-                    raise ServerFailed(f"the server ended at its start; {self.last_words()}")
-                if time.monotonic() > deadline:
-                    raise ServerFailed(
-                        f"the server was not healthy within {timeout_s:g} s; {self.last_words()}"
-                    )
-                time.sleep(POLL_S)
+        while not is_healthy(self.url):
+            if self.has_ended():
+                raise ServerFailed(f"the server ended at its start; {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"the server was not healthy within {timeout_s:g} s; {self.last_words()}"
+                )
+            time.sleep(POLL_S)
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Whether the server ends within `timeout_s` seconds."""
@@ -175,9 +170,17 @@ def is_free(port: int) -> bool:
     return True
 
 
-def is_healthy(client: httpx.Client) -> bool:
-    """Whether the server of `client` answers /health with 200."""
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+def session() -> requests.Session:
+    """A client for servers of this machine: it passes proxies by."""
+    found = requests.Session()
+    found.trust_env = False
+    return found
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the server at `url` answers /health with 200."""
+    with session() as http:
+        try:
+            return http.get(f"{url}/health", timeout=10.0).status_code == 200
+        except requests.RequestException:
+            return False

@@ -16,15 +16,13 @@ hung, and nothing was left in the engine.
 from __future__ import annotations
 
 import argparse
-import http.client
+import contextlib
 import json
 import random
 import re
 import sys
 import threading
 import time
-import urllib.parse
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,10 +34,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
 
 import psutil  # noqa: E402
+import requests  # noqa: E402
 from test_api_request import RequestError, post  # noqa: E402
 
 from benchmarks import compare_hf, gpu_timing  # noqa: E402
-from benchmarks.server_process import ServerFailed  # noqa: E402
+from benchmarks.server_process import ServerFailed, session  # noqa: E402
 from benchmarks.shapes import Shape  # noqa: E402
 
 if TYPE_CHECKING:
@@ -214,21 +213,23 @@ def answer(url: str, body: dict[str, Any]) -> list[int]:
 
 def leave(url: str, body: dict[str, Any], after_s: float) -> None:
     """Send a request and close the connection after a while, answered or not."""
-    found = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(str(found.hostname), found.port, timeout=ANSWER_S)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/generate", json.dumps({**body, "stream": True}), headers)
-    time.sleep(after_s)
-    connection.close()
+    with (
+        session() as http,
+        contextlib.suppress(requests.RequestException),
+        # The first event may come late: then this is how long it is waited for.
+        http.post(
+            f"{url}/generate", json={**body, "stream": True}, stream=True, timeout=after_s + 1e-3
+        ),
+    ):
+        time.sleep(after_s)
 
 
 def settle(url: str) -> float:
     """Requests that the engine still holds when it has had time to hear that nobody waits."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + SETTLE_S
     while True:
-        with opener.open(f"{url}/metrics", timeout=30) as response:
-            text = response.read().decode()
+        with session() as http:
+            text = http.get(f"{url}/metrics", timeout=30).text
         values = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M)
         left = sum(map(float, values))
         if left == 0 or time.monotonic() > deadline:

@@ -12,6 +12,7 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
 PY=$VENV/bin/python
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+CPU_BUILDS=https://download.pytorch.org/whl/cpu # PyTorch's index of its builds without CUDA
 
 say() { printf '==> %s\n' "$*" >&2; }
 
@@ -82,15 +83,46 @@ install_once() {
   printf '%s\n' "$digest" >"$stamp"
 }
 
+# finds_cpu_build TORCH==VERSION [PIP OPTION...]: does pip find a CPU build of it within seconds?
+finds_cpu_build() {
+  local requirement=$1
+  shift
+  [[ $(timeout 15 "$PY" -m pip index versions torch --retries 0 --timeout 5 "$@" 2>/dev/null) == \
+    *"${requirement#torch==}+cpu"* ]]
+}
+
+# A CPU build that pip finds by the user's settings is taken, else one of PyTorch's own index.
 install_cpu() {
+  local torch index=()
+  torch=$(grep '^torch==' "$ROOT/requirements/cpu.txt")
+  if ! finds_cpu_build "$torch"; then
+    if finds_cpu_build "$torch" --index-url "$CPU_BUILDS"; then
+      index=(--extra-index-url "$CPU_BUILDS")
+    else
+      say "no CPU build of $torch in reach ($CPU_BUILDS does not answer):" \
+        "its CUDA build is taken, about 2.7 GB to download, 6 GB in .venv"
+    fi
+  fi
   say "torch"
-  pip_install -c "$ROOT/requirements/cpu.txt" "$(grep '^torch==' "$ROOT/requirements/cpu.txt")"
+  pip_install -c "$ROOT/requirements/cpu.txt" "${index[@]}" "$torch"
   say "vllm and what its server imports"
   pip_install --no-deps -r "$ROOT/requirements/cpu.txt"
 }
 install_cuda() { pip_install -r "$ROOT/requirements/cuda.txt"; }
 install_build() { pip_install -r "$ROOT/requirements/build.txt"; }
 install_test() { pip_install -r "$ROOT/requirements/test.txt"; }
+
+# put_on_path: .venv's programs find this repository from any folder, before upstream's vllm and
+# behind what PYTHONPATH names. The line holds no absolute path: .venv may move with the repository.
+put_on_path() {
+  local folder
+  for folder in "$VENV"/lib/python3*/site-packages; do
+    [ -d "$folder" ] || continue
+    cat >"$folder/mosaic.pth" <<'PTH'
+import os, sys; root = os.path.abspath(sitedir + "/../../../.."); root in sys.path or sys.path.insert(sys.path.index(sitedir), root)
+PTH
+  done
+}
 
 # setup [test]: the virtual environment, the packages of this machine's kind, the native rooms.
 setup() {
@@ -101,6 +133,7 @@ setup() {
   if [ "${1:-}" = test ]; then
     install_once test install_test "$ROOT/requirements/test.txt"
   fi
+  put_on_path
   build_native_rooms
 }
 
@@ -138,11 +171,10 @@ free_port() {
 # is_healthy URL: does the server's /health answer 200? Proxies are passed by.
 is_healthy() {
   "$PY" - "$1/health" <<'PYTHON' 2>/dev/null
-import sys
-import urllib.request
-
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-opener.open(sys.argv[1], timeout=5).close()
+import requests, sys
+http = requests.Session()
+http.trust_env = False
+http.get(sys.argv[1], timeout=5).raise_for_status()
 PYTHON
 }
 

@@ -5,8 +5,8 @@
     scripts/plan_memory.py MODEL --tokens 204800 1048576 --pool-gib 8.5
     scripts/plan_memory.py MODEL --tokens 204800 --pool-gib 8.5 --terms
 
-MODEL is a checkpoint's folder; of one made by `scripts/make_dummy_checkpoint.py` the configuration
-is enough. Nothing is loaded and no GPU is needed: plans follow from shapes (docs/memory.md).
+MODEL is a checkpoint's folder or hub name; one made by `scripts/make_dummy_checkpoint.py` will do.
+Nothing is loaded and no GPU is needed: plans follow from shapes (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Print plans of steps, and what they take.")
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint: folder or hub name")
     parser.add_argument("--tokens", type=int, nargs="+", required=True, help="prompt and canvas")
     parser.add_argument("--pool-gib", type=float, required=True, help="activation pool, in GiB")
     parser.add_argument(

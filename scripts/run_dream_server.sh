@@ -5,8 +5,9 @@
 # usage: scripts/run_dream_server.sh [server arguments]
 #
 # Environment:
-#   MODEL_DIR                        the checkpoint; wins over the two below
-#   DREAM_MODEL_DIR                  the checkpoint
+#   MODEL_DIR                        the checkpoint, a folder or a name on the Hugging Face Hub;
+#                                    wins over the two below
+#   DREAM_MODEL_DIR                  the same
 #   MOSAIC_MODEL_ROOT                folder that holds dream-v0-instruct-7b
 #                                    (default $MOSAIC_HOME/models)
 #   MOSAIC_HOME                      this repository (default: where this script lies)
@@ -26,4 +27,4 @@ esac
 
 # shellcheck source=scripts/serve.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/serve.sh"
-serve_family DREAM_MODEL_DIR dream-v0-instruct-7b 8701 4096 "$@"
+serve_family dream dream-v0-instruct-7b 8701 4096 "$@"

@@ -5,8 +5,9 @@
 # usage: scripts/run_llada_moe_server.sh [server arguments]
 #
 # Environment:
-#   MODEL_DIR                        the checkpoint; wins over the two below
-#   LLADA_MOE_MODEL_DIR              the checkpoint
+#   MODEL_DIR                        the checkpoint, a folder or a name on the Hugging Face Hub;
+#                                    wins over the two below
+#   LLADA_MOE_MODEL_DIR              the same
 #   MOSAIC_MODEL_ROOT                folder that holds llada-moe-7b-a1b
 #                                    (default $MOSAIC_HOME/models)
 #   MOSAIC_HOME                      this repository (default: where this script lies)
@@ -26,4 +27,4 @@ esac
 
 # shellcheck source=scripts/serve.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/serve.sh"
-serve_family LLADA_MOE_MODEL_DIR llada-moe-7b-a1b 10001 8192 "$@"
+serve_family llada-moe llada-moe-7b-a1b 10001 8192 "$@"

@@ -1,27 +1,39 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the run_<family>_server.sh scripts share: find the model directory, then become the server.
+# What the run_<family>_server.sh scripts share: find the model, then become the server.
 # Source it and call serve_family; it needs no set-up step, only an environment that can run vLLM.
 
 set -euo pipefail
 
-# serve_family DIR_VARIABLE DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
+refuse() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# serve_family FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
 #
-# The model is the first that is set of $MODEL_DIR, the family's own variable, and
+# The model is the first that is set of $MODEL_DIR, the family's own variable ($LLADA_MODEL_DIR), and
 # $MOSAIC_MODEL_ROOT/DEFAULT_NAME; $PORT and $MAX_MODEL_LEN win over the last two defaults. Replaces
 # the shell by the server, so signals reach it.
 serve_family() {
-  local variable=$1 default_name=$2 default_port=$3 default_max_len=$4
+  local family=$1 default_name=$2 default_port=$3 default_max_len=$4
   shift 4
+  local variable=${family^^}
+  variable=${variable//-/_}_MODEL_DIR
   local home=${MOSAIC_HOME:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}
-  local root=${MOSAIC_MODEL_ROOT:-$home/models}
-  local model=${MODEL_DIR:-${!variable:-$root/$default_name}}
+  local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
+  local model=${MODEL_DIR:-${!variable:-$default}}
 
   if [ ! -d "$model" ]; then
-    printf 'error: no model directory %s; set MODEL_DIR or %s to it, or MOSAIC_MODEL_ROOT to the folder of %s\n' \
-      "$model" "$variable" "$default_name" >&2
-    exit 1
+    [ "$model" != "$default" ] || refuse "no model: MODEL_DIR and $variable are not set, and" \
+      "MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging Face Hub;" \
+      "for a try without a download: .venv/bin/python scripts/make_tiny_model.py --family $family" \
+      "makes models/$family-tiny"
+    [[ $model =~ ^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$ ]] ||
+      refuse "no model: $model is neither a folder nor ORGANISATION/NAME on the Hugging Face Hub;" \
+        "set MODEL_DIR or $variable to one of them"
+    printf '==> no folder %s: taken as a name on the Hugging Face Hub\n' "$model" >&2
   fi
 
   local python=$home/.venv/bin/python

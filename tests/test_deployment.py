@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_there_is_an_image_for_each_kind_of_machine() -> None:
 def test_the_image_takes_nothing_that_is_built_or_downloaded() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert {".venv", "models", ".git", "**/*.so"} <= set(ignored)
+
+
+def test_git_ignores_what_is_made_here_symbolic_links_too(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_bytes((ROOT / ".gitignore").read_bytes())
+    for name in (".venv", "models", "build", "results", "reports", "__pycache__"):
+        (tmp_path / name).symlink_to(ROOT)
+    (tmp_path / "context_length.csv").touch()
+    status = ["git", "-C", tmp_path, "status", "--porcelain", "--untracked-files=all"]
+    assert subprocess.check_output(status, text=True) == "?? .gitignore\n"
 
 
 def test_the_services_fit_together() -> None:

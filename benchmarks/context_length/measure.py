@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import requests
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -28,7 +28,12 @@ from benchmarks.context_length.memory import (  # noqa: E402
     memory_of,
 )
 from benchmarks.context_length.records import Point  # noqa: E402
-from benchmarks.server_process import ServerFailed, ServerProcess, is_healthy  # noqa: E402
+from benchmarks.server_process import (  # noqa: E402
+    ServerFailed,
+    ServerProcess,
+    is_healthy,
+    session,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -212,13 +217,14 @@ def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: i
     Args:
         mark: size of the server's log before the request.
     """
-    timeout = httpx.Timeout(request.timeout_s, connect=30.0)
     try:
-        with process.client(timeout) as client:
-            response = client.post("/generate", json=body)
-    except httpx.TimeoutException:
+        with session() as http:
+            response = http.post(
+                f"{process.url}/generate", json=body, timeout=(30.0, request.timeout_s)
+            )
+    except requests.Timeout:
         return Answer(records.TIMEOUT, f"no answer within {request.timeout_s:g} s")
-    except httpx.TransportError as error:
+    except requests.RequestException as error:
         return failure(process, f"the connection broke off: {error!r}", mark)
     if response.status_code >= 500:
         return failure(process, f"{response.status_code}: {refusal(response.text)}", mark)
@@ -241,8 +247,7 @@ def failure(process: ServerProcess, message: str, mark: int) -> Answer:
     """A request without an answer: no memory, a dead server, or another error."""
     if NO_MEMORY.search(message) or NO_MEMORY.search(process.log_text(mark)):
         return Answer(records.OUT_OF_MEMORY, message)
-    with process.client() as client:
-        if is_healthy(client):
-            return Answer(records.FAILED, message)
+    if is_healthy(process.url):
+        return Answer(records.FAILED, message)
     process.has_ended(DYING_S)
     return Answer(records.SERVER_DIED, f"{message}; {process.last_words(mark)}")

@@ -28,7 +28,7 @@ def plot(path: Path, points: Sequence[Point], title: str) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        sys.stderr.write("no plot: matplotlib is missing (requirements/test.txt)\n")
+        sys.stderr.write("no plot: matplotlib is missing\n")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

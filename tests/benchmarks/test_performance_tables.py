@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/performance.md holds what was measured, and nothing else."""
+"""What benchmarks measured becomes tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import performance_tables  # noqa: E402
-from benchmarks.performance_tables import TableError, cell, filled  # noqa: E402
+from benchmarks.performance_tables import TableError, cell, section  # noqa: E402
 
 RUN = {
     "date": "2026-01-02 03:04 UTC",
@@ -40,32 +40,17 @@ STEP: dict[str, Any] = {
     "reference_ms": None,
     "touched_experts": 63.5,
 }
-DOCUMENT = "".join(
-    f"# {name}\n<!-- measured: {name} -->\nold\n<!-- /measured -->\nkept\n"
-    for name in performance_tables.TABLES
-)
 
 
-def write(folder: Path, name: str, **content: Any) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
+def table_of(folder: Path, **content: Any) -> str:
+    path = folder / "measured.json"
     path.write_text(json.dumps({"run": RUN, **content}))
-
-
-def test_document_holds_exactly_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert performance_tables.main(["--check"]) == 0, capsys.readouterr().err
-
-
-def test_document_has_every_section() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    names = [match["name"] for match in performance_tables.SECTION.finditer(text)]
-    assert sorted(names) == sorted(performance_tables.TABLES)
+    return "\n".join(section(path))
 
 
 def test_steps_become_a_table_with_their_ratios(tmp_path: Path) -> None:
-    write(
+    text = table_of(
         tmp_path,
-        "steps.json",
         kind="step_latency",
         settings={"dtype": "bfloat16", "num_layers": None, "shrink": 1, "enforce_eager": True},
         ceilings={
@@ -75,13 +60,10 @@ def test_steps_become_a_table_with_their_ratios(tmp_path: Path) -> None:
         },
         rows=[STEP],
     )
-    text = filled(DOCUMENT, tmp_path)
     assert "### Step of LLaDA-MoE-7B-A1B (without CUDA graphs)" in text
     assert "copy 4.25 TB/s, matrix product 790 TFLOP/s" in text
     assert "| 1 | 4,096 | 20.0 | 19.0 | 20.5 | 16.0 | 1.25 | - | - | 63.5 |" in text
     assert "A Card (80.0 GiB, driver 580.1) with torch 2.11.0, commit 0123456789ab" in text
-    assert "old" not in text.split("# throughput")[0]
-    assert text.count("kept") == len(performance_tables.TABLES)
 
 
 def test_throughput_is_set_against_the_plain_loop(tmp_path: Path) -> None:
@@ -97,8 +79,8 @@ def test_throughput_is_set_against_the_plain_loop(tmp_path: Path) -> None:
         for system, tokens_per_s in (("plain loop", 50.0), ("server", 200.0))
     ]
     settings = {"model": "llada", **dict.fromkeys(names, 32)}
-    write(tmp_path, "t.json", kind="throughput", settings=settings, rows=rows)
-    assert "| server | none | 1 | 200 | 7.00 | 4.00 |" in filled(DOCUMENT, tmp_path)
+    text = table_of(tmp_path, kind="throughput", settings=settings, rows=rows)
+    assert "| server | none | 1 | 200 | 7.00 | 4.00 |" in text
 
 
 def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
@@ -124,8 +106,7 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
         "environment": {"VLLM_USE_HOST_RESIDUAL": "0"},
     }
     points = [point, failed]
-    write(tmp_path, "c.json", kind="context_length", settings=settings, points=points)
-    text = filled(DOCUMENT, tmp_path)
+    text = table_of(tmp_path, kind="context_length", settings=settings, points=points)
     limits = "24.0 GiB of the GPU, 9.00 GiB of activations, no rows in host memory"
     assert f"### llada-8b-dummy: 50% prompt, 4 steps ({limits})" in text
     row = "204,800 | 45,000 | 44,000 | 44,500 | 45,000 | 24.0 | 1.50 | 4.69 | 4.50 | 24.0 | 1.20"
@@ -133,30 +114,20 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
     assert "262,144 tokens: out of memory." in text
 
 
-def test_kernels_and_attention_have_sections_of_their_own(tmp_path: Path) -> None:
-    names = ("kernels/op.json", "kernels/attention_choice.json", "kernels/memory_of_requests.json")
-    for name in names:
-        title = f"about {name}"
-        write(tmp_path, name, title=title, columns=["rows", "us"], rows=[[32, 1.234], [64, 250.0]])
-    text = filled(DOCUMENT, tmp_path)
-    before, kernels = text.split("# kernels")
-    memory, attention = before.split("# attention")
-    assert "about kernels/memory_of_requests.json" in memory
-    assert "about kernels/attention_choice.json" in attention
-    assert "about kernels/op.json" in kernels
-    assert "| 32 | 1.23 |\n| 64 | 250 |" in kernels
+def test_a_kernel_gives_its_columns(tmp_path: Path) -> None:
+    text = table_of(tmp_path, title="op", columns=["rows", "us"], rows=[[32, 1.234], [64, 250.0]])
+    assert text.startswith("### op\n\n| rows | us |\n|---:|---:|\n| 32 | 1.23 |\n| 64 | 250 |\n")
 
 
-def test_without_measurements_sections_are_empty(tmp_path: Path) -> None:
-    text = filled(DOCUMENT, tmp_path)
-    assert "old" not in text
-    assert "|" not in text
-
-
-def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, "kernels/op.json", title="op", columns=["rows"], rows=[[1]])
-    once = filled(DOCUMENT, tmp_path)
-    assert filled(once, tmp_path) == once
+def test_files_are_printed_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table_of(tmp_path, title="op", columns=["rows"], rows=[[1]])
+    file = str(tmp_path / "measured.json")
+    assert performance_tables.main([file, file]) == 0
+    assert capsys.readouterr().out.count("### op\n") == 2
+    assert performance_tables.main([file, str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,26 +139,9 @@ def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_named(content: dict[str, Any], named: str, tmp_path: Path) -> None:
-    write(tmp_path, "bad.json", **content)
-    with pytest.raises(TableError, match=r"bad\.json") as caught:
-        filled(DOCUMENT, tmp_path)
+    with pytest.raises(TableError, match=r"measured\.json") as caught:
+        table_of(tmp_path, **content)
     assert named in str(caught.value)
-
-
-def test_a_measurement_without_a_section_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "op.json", title="op", columns=["rows"], rows=[[1]])
-    with pytest.raises(TableError, match="measured: kernels"):
-        filled("# no sections\n", tmp_path)
-
-
-def test_check_sees_a_difference_and_writing_mends_it(tmp_path: Path) -> None:
-    document = tmp_path / "performance.md"
-    document.write_text(DOCUMENT)
-    arguments = ["--document", str(document), "--measurements", str(tmp_path / "none")]
-    assert performance_tables.main([*arguments, "--check"]) == 1
-    assert document.read_text() == DOCUMENT
-    assert performance_tables.main(arguments) == 0
-    assert performance_tables.main([*arguments, "--check"]) == 0
 
 
 @pytest.mark.parametrize(

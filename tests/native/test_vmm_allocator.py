@@ -279,6 +279,7 @@ def test_a_tensor_keeps_its_arena():
     assert tensor.sum().item() == 3000
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_closing_waits_for_the_last_tensor():
     memory = Arena(64 * GIB)
@@ -295,6 +296,7 @@ def test_closing_waits_for_the_last_tensor():
     assert torch.cuda.mem_get_info()[0] >= free_before + 4 * GIB - 64 * MIB
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_closing_gives_the_memory_back():
     torch.zeros(1, device="cuda")
@@ -312,6 +314,7 @@ def test_closing_gives_the_memory_back():
     torch.zeros(1, device="cuda")  # PyTorch's context lives on
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_out_of_memory_changes_nothing():
     total = torch.cuda.get_device_properties(0).total_memory

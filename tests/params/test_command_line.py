@@ -105,3 +105,4 @@ def test_no_model_at_all(
     assert caught.value.code == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert "error: wanted a checkpoint: --model FOLDER" in last_line
+    assert "make_tiny_model.py makes models/llada-tiny" in last_line

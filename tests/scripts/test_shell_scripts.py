@@ -7,15 +7,17 @@ A recorder stands where the virtual environment's Python would, so nothing is in
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tests.scripts.repository import add_recorder, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 # Script, the family's variable, the default folder, port and length.
 SERVERS = {
     "llada": ("run_llada_server.sh", "LLADA_MODEL_DIR", "llada-8b-instruct", 8901, 204800),
@@ -32,45 +34,12 @@ WITH_HELP = (
     "quickstart.sh",
     "setup.sh",
     "test.sh",
+    "gpu_tests.sh",
     "check",
     "lint",
     "clean",
     *(s[0] for s in SERVERS.values()),
 )
-
-# Prints its arguments and the variables that matter, one per line.
-RECORDER = """#!/bin/sh
-for word in "$@"; do printf '%s\\n' "$word"; done
-printf 'PYTHONPATH=%s\\nLONG=%s\\n' "$PYTHONPATH" "$VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-"""
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A repository that has only the scripts."""
-    home = tmp_path / "home"
-    shutil.copytree(SCRIPTS, home / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    return home
-
-
-def run(
-    script: Path, *arguments: str, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **(env or {})},
-    )
-
-
-def add_recorder(home: Path, text: str = RECORDER) -> None:
-    """Put the recorder at .venv/bin/python, behind a real interpreter for `python -c`."""
-    python = home / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(text.replace("\n", f'\n[ "$1" = -c ] && exec {sys.executable} "$@"\n', 1))
-    python.chmod(0o755)
 
 
 @pytest.mark.parametrize("name", WITH_HELP)
@@ -104,9 +73,13 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
     ]
     done = run(home / "scripts" / script, env={variable: str(home / "mine")})
     assert done.stdout.splitlines()[3] == str(home / "mine")
-    done = run(home / "scripts" / script, env={variable: str(home / "none")})
+    (home / "models" / name).rmdir()
+    done = run(home / "scripts" / script)
     assert done.returncode == 1
-    assert variable in done.stderr and name in done.stderr
+    assert done.stderr.count("\n") == 1
+    tiny = (f"make_tiny_model.py --family {family}", f"models/{family}-tiny")
+    for word in ("MODEL_DIR", variable, "MOSAIC_MODEL_ROOT", str(home / "models" / name), *tiny):
+        assert word in done.stderr
     help_text = run(home / "scripts" / script, "--help").stdout
     for word in (variable, name, str(port), str(length)):
         assert word in help_text
@@ -167,12 +140,25 @@ class TestServer:
         assert words[3] == str(other / "models" / "llada-8b-instruct")
         assert f"PYTHONPATH={other}" in words
 
-    def test_missing_directory_names_the_variables(self, home: Path) -> None:
-        done, _ = self.serve(home, LLADA_MODEL_DIR=str(home / "none"))
-        assert done.returncode == 1
+    @pytest.mark.parametrize("name", ["none", "/none/of/these", "a/b/c", "./a/b", "~/a", "a b/c"])
+    def test_neither_a_folder_nor_a_hub_name(self, home: Path, name: str) -> None:
+        add_recorder(home)
+        done, words = self.serve(home, LLADA_MODEL_DIR=name)
+        assert (done.returncode, words) == (1, [])
         assert done.stderr.count("\n") == 1
-        for word in (str(home / "none"), "MODEL_DIR", "LLADA_MODEL_DIR", "MOSAIC_MODEL_ROOT"):
+        for word in (f"{name} is neither", "MODEL_DIR", "LLADA_MODEL_DIR", "Hub"):
             assert word in done.stderr
+
+    def test_a_hub_name_is_handed_on(self, home: Path) -> None:
+        add_recorder(home)
+        done, words = self.serve(
+            home, MODEL_DIR="GSAI-ML/LLaDA-1.5", EXTRA_VLLM_ARGS="--revision x"
+        )
+        assert done.returncode == 0
+        assert words[2:4] == ["--model", "GSAI-ML/LLaDA-1.5"]
+        assert words[words.index("--revision") + 1] == "x"
+        assert done.stderr.count("\n") == 1
+        assert "Hugging Face Hub" in done.stderr
 
     def test_unbalanced_quote_stops_the_start(self, home: Path) -> None:
         add_recorder(home)
@@ -243,78 +229,6 @@ class TestClean:
         assert self.present(filled) == set(self.KEPT) - set(gone)
 
 
-class TestSetup:
-    """scripts/lib.sh: one line for what a machine lacks."""
-
-    def setup(self, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
-        driver = home / "driver"
-        driver.write_text("#!/bin/bash\nsource scripts/lib.sh\nsetup\n")
-        driver.chmod(0o755)
-        return subprocess.run(
-            ["/bin/bash", str(driver)],
-            cwd=home,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={"PATH": os.environ["PATH"], **env},
-        )
-
-    def path_with(self, home: Path, **programs: str) -> str:
-        """A PATH on which only the shell's helpers and the given programs are found."""
-        folder = home / "bin"
-        folder.mkdir()
-        for name in ("bash", "cat", "dirname", "grep", "sha256sum", "sh"):
-            (folder / name).symlink_to(shutil.which(name) or name)
-        for name, text in programs.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        return str(folder)
-
-    def test_no_python(self, home: Path) -> None:
-        done = self.setup(home, PATH=self.path_with(home))
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert "Python 3.11" in done.stderr
-        assert "apt-get install python3" in done.stderr
-
-    def test_python_without_venv(self, home: Path) -> None:
-        """An interpreter of the right version that cannot import ensurepip."""
-        python3 = (
-            f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
-        )
-        done = self.setup(home, PATH=self.path_with(home, python3=python3))
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert "apt-get install python3-venv" in done.stderr
-
-    def test_unknown_device(self, home: Path) -> None:
-        add_recorder(home)
-        done = self.setup(home, MOSAIC_DEVICE="tpu")
-        assert done.returncode == 1
-        assert done.stderr == "error: MOSAIC_DEVICE: given 'tpu'; wanted cpu or cuda\n"
-
-    def test_installs_once_per_content_of_the_requirement_files(self, home: Path) -> None:
-        """The recorder, standing for pip, tells what was installed; the second run does nothing."""
-        requirements = home / "requirements"
-        requirements.mkdir()
-        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\n")
-        log = home / "pip.log"
-        add_recorder(home, f'#!/bin/sh\necho "$@" >>{log}\n')
-        env = {"PATH": self.path_with(home), "MOSAIC_DEVICE": "cpu", "CUDA_HOME": "/nowhere"}
-
-        def installs() -> list[str]:
-            log.write_text("")
-            assert self.setup(home, **env).returncode == 0
-            return [line for line in log.read_text().splitlines() if " install " in line]
-
-        first = installs()
-        assert any("torch==2.13.0" in line for line in first)
-        assert any("--no-deps" in line for line in first)
-        assert installs() == []
-        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\nx==1\n")
-        assert any("--no-deps" in line for line in installs())
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "options"),
     [
@@ -334,3 +248,22 @@ def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
     env = {"MOSAIC_DEVICE": kind, "CUDA_HOME": "/nowhere"}
     assert run(home / "scripts" / "test.sh", *arguments.split(), env=env).returncode == 0
     assert log.read_text().splitlines()[-1].split() == ["-m", "pytest", *options.split()]
+
+
+def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
+    (home / "requirements").mkdir()
+    for name in ("cuda", "test"):
+        (home / "requirements" / f"{name}.txt").touch()
+    for name in ("engine", "native", "server"):
+        (home / "tests" / name).mkdir(parents=True)
+    log = home / "python.log"
+    add_recorder(home, f'#!/bin/sh\necho "$VLLM_ACTIVATION_POOL_SIZE_BYTES:$*" >>{log}\nexit 1\n')
+    env = {"MOSAIC_DEVICE": "cuda", "CUDA_HOME": "/nowhere"}
+    wanted = [
+        f"{4 << 30}:-m pytest --require-gpu -m gpu and not alone -n 5 --dist loadfile"
+        " tests/engine tests/server -x",
+        ":-m pytest --require-gpu -m gpu and not alone -n 8 --dist loadfile tests/native -x",
+        ":-m pytest --require-gpu -m gpu and alone tests -x",
+    ]
+    assert run(home / "scripts" / "gpu_tests.sh", "-x", env=env).returncode == 1
+    assert log.read_text().splitlines() == wanted

@@ -100,13 +100,12 @@ class ServerProcess:
 
     def wait_until_healthy(self, timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s
-        with self.client(timeout_s=10.0) as client:
-            while not is_healthy(client):
-                if self._process.poll() is not None:
-                    raise self._failed(f"ended with status {self._process.returncode} at its start")
-                if time.monotonic() > deadline:
-                    raise self._failed(f"was not healthy within {timeout_s:g} s")
-                time.sleep(POLL_S)
+        while not is_healthy(self.url):
+            if self._process.poll() is not None:
+                raise self._failed(f"ended with status {self._process.returncode} at its start")
+            if time.monotonic() > deadline:
+                raise self._failed(f"was not healthy within {timeout_s:g} s")
+            time.sleep(POLL_S)
 
     def terminate(self) -> None:
         """SIGTERM to the main process alone, as an init system or a container runtime sends it."""

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A repository that has only the scripts."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.scripts.repository import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A repository that has only the scripts."""
+    home = tmp_path / "home"
+    shutil.copytree(
+        ROOT / "scripts", home / "scripts", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return home

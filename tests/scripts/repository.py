@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts in a folder of their own, with a recorder for the virtual environment's Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Prints its arguments and the variables that matter, one per line.
+RECORDER = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word"; done
+printf 'PYTHONPATH=%s\\nLONG=%s\\n' "$PYTHONPATH" "$VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""
+
+
+def run(
+    script: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], **(env or {})},
+    )
+
+
+def add_recorder(home: Path, text: str = RECORDER) -> None:
+    """Put the recorder at .venv/bin/python, behind a real interpreter for `python -c`."""
+    python = home / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(text.replace("\n", f'\n[ "$1" = -c ] && exec {sys.executable} "$@"\n', 1))
+    python.chmod(0o755)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set-up, as scripts/lib.sh does it: what a machine lacks, where torch is from, who finds us."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.checkpoints import make_case
+from tests.scripts.repository import ROOT, add_recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INFO = "mosaic-0.1.0.dist-info"
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+
+
+def run_in(home: Path, step: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a step of scripts/lib.sh."""
+    return subprocess.run(
+        ["/bin/bash", "-c", f"source scripts/lib.sh; {step}"],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], **env},
+    )
+
+
+class TestMachine:
+    """One line for what a machine lacks."""
+
+    def path_with(self, home: Path, **programs: str) -> str:
+        """A PATH on which only the shell's helpers and the given programs are found."""
+        folder = home / "bin"
+        folder.mkdir()
+        for name in ("bash", "cat", "dirname", "grep", "sha256sum", "sh", "timeout"):
+            (folder / name).symlink_to(shutil.which(name) or name)
+        for name, text in programs.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        return str(folder)
+
+    def test_no_python(self, home: Path) -> None:
+        done = run_in(home, "setup", PATH=self.path_with(home))
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "Python 3.11" in done.stderr
+        assert "apt-get install python3" in done.stderr
+
+    def test_python_without_venv(self, home: Path) -> None:
+        """An interpreter of the right version that cannot import ensurepip."""
+        python3 = (
+            f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+        )
+        done = run_in(home, "setup", PATH=self.path_with(home, python3=python3))
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "apt-get install python3-venv" in done.stderr
+
+    def test_unknown_device(self, home: Path) -> None:
+        add_recorder(home)
+        done = run_in(home, "setup", MOSAIC_DEVICE="tpu")
+        assert done.returncode == 1
+        assert done.stderr == "error: MOSAIC_DEVICE: given 'tpu'; wanted cpu or cuda\n"
+
+    def test_installs_once_per_content_of_the_requirement_files(self, home: Path) -> None:
+        """The recorder, standing for pip, tells what was installed; the second run does nothing."""
+        requirements = home / "requirements"
+        requirements.mkdir()
+        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\n")
+        log = home / "pip.log"
+        add_recorder(home, f'#!/bin/sh\necho "$@" >>{log}\n')
+        env = {"PATH": self.path_with(home), "MOSAIC_DEVICE": "cpu", "CUDA_HOME": "/nowhere"}
+
+        def installs() -> list[str]:
+            log.write_text("")
+            assert run_in(home, "setup", **env).returncode == 0
+            return [line for line in log.read_text().splitlines() if " install " in line]
+
+        first = installs()
+        assert any("torch==2.13.0" in line for line in first)
+        assert any("--no-deps" in line for line in first)
+        assert installs() == []
+        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\nx==1\n")
+        assert any("--no-deps" in line for line in installs())
+
+
+@pytest.fixture
+def venv(home: Path) -> Path:
+    """A virtual environment of its own with pip in it; returns its site-packages."""
+    pip = pytest.importorskip("pip")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home / ".venv"], check=True)
+    (folder,) = home.glob(".venv/lib/python3*/site-packages")
+    (folder / "pip").symlink_to(Path(pip.__file__).parent)
+    return folder
+
+
+class TestTorch:
+    """Which build of torch the CPU set gets, from indexes and a folder made here."""
+
+    VERSION = "2.13.0"
+
+    def add_wheel(self, folder: Path, version: str) -> None:
+        folder.mkdir(parents=True)
+        name = f"torch-{version}"
+        with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("torch.py", f"__file__ = {str(folder)!r}\n")
+            info = f"{name}.dist-info"
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+            )
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+
+    @pytest.fixture
+    def index(self, tmp_path: Path) -> Iterator[str]:
+        """PyPI, which has the CUDA build, and an index of CPU builds: /pypi and /cpu."""
+        folder = tmp_path / "index"
+        self.add_wheel(folder / "pypi" / "torch", self.VERSION)
+        self.add_wheel(folder / "cpu" / "torch", f"{self.VERSION}+cpu")
+        handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+
+    def install(self, home: Path, index: str, cpu_builds: str, **env: str) -> str:
+        """Set up with `cpu_builds` for PyTorch's index; returns what was said."""
+        (home / "requirements").mkdir()
+        (home / "requirements" / "cpu.txt").write_text(f"torch=={self.VERSION}\n")
+        lib = home / "scripts" / "lib.sh"
+        assert CPU_BUILDS in lib.read_text()
+        lib.write_text(lib.read_text().replace(CPU_BUILDS, cpu_builds))
+        done = run_in(
+            home,
+            "setup",
+            MOSAIC_DEVICE="cpu",
+            CUDA_HOME="/nowhere",
+            PIP_CONFIG_FILE=os.devnull,
+            PIP_NO_CACHE_DIR="1",
+            PIP_INDEX_URL=f"{index}/pypi",
+            **env,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def installed(self, venv: Path) -> str:
+        """The folder that the installed wheel came from, and its version."""
+        (info,) = venv.glob("torch-*.dist-info")
+        return info.name.removesuffix(".dist-info").removeprefix("torch-")
+
+    def test_of_the_index_of_cpu_builds(self, home: Path, venv: Path, index: str) -> None:
+        said = self.install(home, index, f"{index}/cpu")
+        assert self.installed(venv) == f"{self.VERSION}+cpu"
+        assert "CUDA" not in said
+
+    def test_of_the_users_own_folder(self, home: Path, venv: Path, index: str) -> None:
+        self.add_wheel(home / "wheels", f"{self.VERSION}+cpu")
+        self.install(home, index, f"{index}/cpu", PIP_FIND_LINKS=str(home / "wheels"))
+        assert self.installed(venv) == f"{self.VERSION}+cpu"
+        assert str(home / "wheels") in (venv / "torch.py").read_text()
+
+    def test_of_what_pip_finds(self, home: Path, venv: Path, index: str) -> None:
+        """Nobody answers for PyTorch's index: the download is named first."""
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            said = self.install(home, index, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert self.installed(venv) == self.VERSION
+        assert said.index("GB to download") < said.index("==> torch")
+
+
+class TestPath:
+    """Who finds this repository without PYTHONPATH: every program of .venv, from any folder."""
+
+    PLUGINS = (
+        "from importlib.metadata import entry_points as all;"
+        "print(*(e.name for e in all(group='vllm.general_plugins') if 'dllm' in e.name))"
+    )
+
+    @pytest.fixture
+    def home(self, home: Path, venv: Path) -> Path:
+        """A repository that is set up, with this process's packages."""
+        for found in (ROOT / INFO, *(file.parent for file in ROOT.glob("*/__init__.py"))):
+            (home / found.name).symlink_to(found)
+        packages = [path for path in sys.path if path and not Path(path, INFO).exists()]
+        (venv / "packages.pth").write_text("\n".join(packages))
+        run_in(home, "put_on_path")
+        return home
+
+    def ask(self, home: Path, code: str, **env: str) -> str:
+        done = subprocess.run(
+            [home / ".venv" / "bin" / "python", "-c", code],
+            cwd="/",
+            env={"HOME": str(home), **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    @pytest.mark.slow
+    def test_an_engine_runs(self, home: Path) -> None:
+        """Its process, and the one in which upstream looks at a model, find us too."""
+        make_case(home / "checkpoint", "mha")
+        code = f"""
+import vllm.diffusion
+llm = vllm.LLM(model="{home / "checkpoint"}", dtype="float32", max_model_len=64)
+(output,) = llm.generate("a", vllm.SamplingParams(max_tokens=32, ignore_eos=True))
+print(len(output.outputs[0].token_ids), vllm.diffusion.__path__[0])
+"""
+        said = self.ask(home, code, PATH=os.environ["PATH"], OMP_NUM_THREADS="1")
+        assert f"32 {home / 'vllm' / 'diffusion'}" in said.splitlines()
+
+    def test_plugins_are_found_once_where_pythonpath_is_set_too(self, home: Path) -> None:
+        once = "register_dllm_models"
+        assert self.ask(home, self.PLUGINS) == once
+        assert self.ask(home, self.PLUGINS, PYTHONPATH=str(home)) == once
+
+    def test_pythonpath_comes_first(self, home: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other" / "vllm"
+        other.mkdir(parents=True)
+        (other / "__init__.py").touch()
+        code = "import vllm; print(vllm.__file__)"
+        assert self.ask(home, code, PYTHONPATH=str(other.parent)) == str(other / "__init__.py")
+
+    def test_a_moved_repository_is_found(self, home: Path, tmp_path: Path) -> None:
+        moved = home.rename(tmp_path / "moved")
+        assert self.ask(moved, self.PLUGINS) == "register_dllm_models"
