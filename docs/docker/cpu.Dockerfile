@@ -23,7 +23,8 @@ RUN scripts/setup.sh
 COPY . .
 RUN useradd --create-home mosaic && mkdir -p models && chown mosaic models
 USER mosaic
-# The embedded default model; another one is mounted and named by MODEL_DIR.
+# The embedded default model; MODEL_DIR names another one: a folder that is mounted, or a name on the
+# Hugging Face Hub.
 RUN .venv/bin/python scripts/make_tiny_model.py
 
 ENV MODEL_DIR=/opt/mosaic/models/llada-tiny HOST=0.0.0.0 PORT=8000 MAX_MODEL_LEN=4096

@@ -5,6 +5,8 @@
 #   docker build -f docs/docker/cuda.Dockerfile -t mosaic:cuda .
 #   docker run --rm --gpus all --ipc=host -p 127.0.0.1:8000:8000 \
 #     -v /path/to/LLaDA-8B-Instruct:/model:ro mosaic:cuda
+# Or, in place of the folder, a name on the Hugging Face Hub:
+#     -e MODEL_DIR=GSAI-ML/LLaDA-8B-Instruct -e HF_TOKEN
 # For another family: --entrypoint scripts/run_dream_server.sh
 
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
