@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import metrics, params
-from vllm.diffusion.config import decide, served_model
+from vllm.diffusion.config import decide, row_budget, served_model
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -28,6 +28,7 @@ from vllm.diffusion.engine.messages import (
     StepUsage,
 )
 from vllm.diffusion.engine.sizes import demand_of, make_planner
+from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.lengths import forwards_saved
 from vllm.logger import init_logger
@@ -54,7 +55,7 @@ MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one s
 STATISTICS_S = 0.1  # between two messages that tell of nothing but statistics
 
 
-@dataclass
+@dataclass(eq=False)
 class _Scheduled:
     """A request with its decided parameters, from arrival to its last token."""
 
@@ -63,6 +64,7 @@ class _Scheduled:
     demand: Demand
     started: float = 0.0  # time.monotonic() of admission
     num_overtaken: int = 0  # later requests that have started before it
+    next_rows: int = 0  # of its next forward
     num_forwards: int = 0
     num_committed: int = 0
     largest: StepUsage | None = None  # of its steps, the one with the highest peak
@@ -78,7 +80,7 @@ class _Scheduled:
 @dataclass
 class _Queues:
     waiting: deque[_Scheduled] = field(default_factory=deque)
-    running: dict[str, _Scheduled] = field(default_factory=dict)
+    running: dict[str, _Scheduled] = field(default_factory=dict)  # in the order of their turns
     refused: list[tuple[Request, str]] = field(default_factory=list)
 
 
@@ -102,7 +104,9 @@ class DiffusionScheduler(SchedulerInterface):
         self._model = served_model(vllm_config)
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
         self._vllm_config = vllm_config
+        self._row_budget = row_budget(vllm_config)
         self._planner: Planner | None = None  # until the worker has said what memory there is
+        self._launched: list[str] = []  # requests of the next step, where it is under way already
         self.last_usage: StepUsage | None = None
         self._log_stats = log_stats
         self._seen = metrics.Observations(enabled=log_stats)
@@ -165,9 +169,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
         admitted = self._admit() if self._pause_state == PauseState.UNPAUSED else []
-        running = self._queues.running
-        stepping = {} if self._pause_state == PauseState.PAUSED_ALL else running
-        rows = {req_id: item.demand.rows for req_id, item in stepping.items()}
+        rows = {} if self._pause_state == PauseState.PAUSED_ALL else self._next_step()
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
             scheduled_new_reqs=[],
@@ -181,6 +183,12 @@ class DiffusionScheduler(SchedulerInterface):
             admitted=admitted,
             scheduled_at=time.monotonic(),
         )
+
+    def _next_step(self) -> dict[str, int]:
+        """Who takes part in the next step, with their rows."""
+        next_rows = {i: item.next_rows for i, item in self._queues.running.items()}
+        launched = {i: next_rows[i] for i in self._launched if i in next_rows}
+        return launched or take_turns(next_rows, self._row_budget)
 
     def _admit(self) -> list[NewCanvas]:
         admitted: list[NewCanvas] = []
@@ -207,6 +215,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _start(self, item: _Scheduled) -> NewCanvas:
         item.started = time.monotonic()
+        item.next_rows = item.demand.first_rows
         item.request.status = RequestStatus.RUNNING
         self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(item.request))
         if self._log_stats:
@@ -241,6 +250,7 @@ class DiffusionScheduler(SchedulerInterface):
         self._observe_step(scheduler_output, model_runner_output)
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         self._learn(model_runner_output.usage)
+        self._launched = model_runner_output.launched
         for request, message in self._queues.refused:
             outputs[request.client_index].append(self._refuse(request, message))
         self._queues.refused = []
@@ -252,6 +262,7 @@ class DiffusionScheduler(SchedulerInterface):
             output = self._advance(item, result)
             if output is not None:
                 outputs[item.request.client_index].append(output)
+        to_the_end(self._queues.running, model_runner_output.results)
         return self._envelopes(outputs)
 
     def _observe_step(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
@@ -279,6 +290,7 @@ class DiffusionScheduler(SchedulerInterface):
             waited = _seconds_since_arrival(item.request)
             self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
         item.num_forwards, item.num_committed = result.num_forwards, result.num_committed
+        item.next_rows = result.next_rows
 
     def _learn(self, usage: StepUsage | None) -> None:
         """Take in what memory there is, and what the step took of it."""
