@@ -173,8 +173,10 @@ class DiffusionScheduler(SchedulerInterface):
         self._refused = []
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
-            output = None if item is None else self._advance(item, result, done.usage)
-            if item is not None and output is not None:  # None: aborted while the step ran
+            if item is None:
+                continue  # aborted while the step ran
+            output = self._advance(item, result, done.usage)
+            if output is not None:
                 told[item.request.client_index].append(output)
         to_the_end(self._running, done.results)
         finished, self._finished_by_client = self._finished_by_client, defaultdict(set)
