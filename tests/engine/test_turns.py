@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.diffusion.engine.turns import take_turns, to_the_end
@@ -14,6 +14,7 @@ rows = st.integers(1, 150)
 requests = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=3), rows, min_size=1)
 
 
+@settings(deadline=None)
 @given(requests)
 def test_the_first_goes_and_the_others_while_they_fit(next_rows: dict[str, int]) -> None:
     taken = take_turns(next_rows, BUDGET)
@@ -35,6 +36,7 @@ def test_whoever_is_too_large_goes_alone() -> None:
     assert take_turns({"small": 1, "giant": 101, "exact": 99}, BUDGET) == {"small": 1, "exact": 99}
 
 
+@settings(deadline=None)
 @given(requests, st.data())
 def test_nobody_waits_for_more_steps_than_there_are_before_it(
     turns: dict[str, int], data: st.DataObject
