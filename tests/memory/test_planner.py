@@ -422,8 +422,8 @@ def demands(draw: st.DrawFn) -> Demand:
 @settings(deadline=None)
 @given(
     st.lists(demands(), min_size=1, max_size=8),
-    st.integers(50_000, 4_000_000),
-    st.integers(1, 600),
+    st.integers(50_000, 1_500_000),
+    st.integers(1, 300),
     st.data(),
 )
 def test_every_step_of_admitted_requests_has_a_plan(
