@@ -287,7 +287,6 @@ def in_process_engine(
         dtype=options.dtype,
         max_model_len=length + MAX_PROMPT_MARGIN,
         max_num_seqs=max(options.clients),
-        max_num_batched_tokens=max(options.clients) * length,
     ) as (llm, _):
 
         def send(prompts: Sequence[Sequence[Sequence[int]]], cache: str) -> list[Answer]:
@@ -344,7 +343,6 @@ def running_server(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         *("--model", str(folder), "--dtype", options.dtype, "--port", str(port)),
         *("--max-model-len", str(length + MAX_PROMPT_MARGIN)),
         *("--max-num-seqs", str(max(options.clients))),
-        *("--max-num-batched-tokens", str(max(options.clients) * length)),
         *(() if options.model else ("--load-format", "dummy")),
     ]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -206,7 +206,7 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
             dtype=options.dtype,
             max_model_len=max(options.lengths),
             max_num_seqs=max(options.requests),
-            max_num_batched_tokens=max(case.length * case.num_requests for case in cases),
+            max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):
             rows = []

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running, sampling_params
 from tests.engine.test_batching import record_steps
-from vllm.diffusion.engine import scheduler
+from vllm.diffusion.engine import admission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,7 +90,7 @@ def test_a_stream_of_small_requests_cannot_keep_a_large_one_out(
     assert traffic.is_finished("large")
     traffic.finish()
     overtook = traffic.started.index("large") - 4
-    assert 0 < overtook <= scheduler.MAX_OVERTAKEN
+    assert 0 < overtook <= admission.MAX_OVERTAKEN
 
 
 def test_large_requests_cannot_keep_a_small_one_out(traffic: Traffic) -> None:

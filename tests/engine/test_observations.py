@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, running, sampling_params
 from vllm.diffusion import metrics
-from vllm.diffusion.engine import scheduler
+from vllm.diffusion.engine import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def test_statistics_wait_for_an_output(
     seconds: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step with nothing to tell a client need not be told of; nothing is lost by that."""
-    monkeypatch.setattr(scheduler, "STATISTICS_S", seconds)
+    monkeypatch.setattr(observer, "STATISTICS_S", seconds)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)
         seen = record(monkeypatch)
@@ -121,7 +121,7 @@ def test_an_abort_after_some_steps_is_an_end(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens per forward are noted for every request that ran, however it ends."""
-    monkeypatch.setattr(scheduler, "STATISTICS_S", 0.0)
+    monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)  # the engine knows its memory from now on
         seen = record(monkeypatch)
@@ -142,11 +142,11 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budget and what is in use as they are, the peak of all steps so far."""
-    monkeypatch.setattr(scheduler, "STATISTICS_S", 0.0)
+    monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)
         seen = record(monkeypatch)
-        execute, first = engine.runner.execute, engine.scheduler._peak_bytes
+        execute, first = engine.runner.execute, engine.scheduler._observer.peak_bytes
         peaks = [first + 30, first + 70, first + 20]
 
         def told(message: Any) -> Any:

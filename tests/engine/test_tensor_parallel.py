@@ -88,3 +88,24 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         broken = engine.ask(*asks)
         assert "the rule broke" in broken[2].report["error"]
         assert_decoded(broken[:2] + broken[3:], wanted[:2] + wanted[3:])
+
+
+def run_ahead(worker: Any) -> None:
+    worker.worker.model_runner.runs_ahead = True
+
+
+@pytest.mark.slow
+def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
+    """Each rank chooses by itself who takes part in the step that it launches ahead."""
+    folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
+    model = load_reference(folder)
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    whole = as_request(prompt, **BLOCKS)
+    dual = [as_request([*prompt, i + 2], cache="dual", **BLOCKS) for i in range(6)]
+    with running(folder, tensor_parallel_size=2, max_num_batched_tokens=120) as engine:
+        alone = [engine.ask(ask)[0].token_ids for ask in dual]
+        for _ in range(2):
+            *cached, last = engine.ask(*dual, whole)
+            assert [answer.token_ids for answer in cached] == alone
+            assert_decoded([last], [wanted])
+            engine.llm.collective_rpc(run_ahead)

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from vllm.diffusion import params
+from vllm.diffusion.engine.turns import take_turns
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.memory import (
@@ -104,7 +107,7 @@ SHAPES = {
 
 def half_masked(length: int) -> StepShape:
     """One sequence, the second half of which is sampled."""
-    return StepShape(rows=length, read_rows=length // 2, longest=length)
+    return StepShape(rows=length, sample_rows=length // 2, longest=length)
 
 
 # ---- bytes ----
@@ -193,7 +196,7 @@ def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_s
         assert 0 < plan.predicted_average_bytes <= plan.predicted_peak_bytes <= budget
         sizes = (plan.keys_values_rows, plan.attend_rows, plan.feed_forward_rows)
         assert all(1 <= size <= length for size in sizes)
-        assert 1 <= plan.logits_rows <= max(step.read_rows, 1)
+        assert 1 <= plan.logits_rows <= max(step.sample_rows, 1)
         # more memory never costs more than the rounding of chunks to whole tiles
         assert plan.predicted_seconds <= 1.05 * slowest
         slowest = min(slowest, plan.predicted_seconds)
@@ -214,7 +217,7 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
             continue
         layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
         resident = total(footprint.resident(layout)) * step.rows
-        resident += total(footprint.read_results()) * step.read_rows
+        resident += total(footprint.read_results()) * step.sample_rows
         stages = (
             (plan.keys_values_rows, footprint.keys_values(layout)),
             (plan.attend_rows, footprint.attend(layout, is_packed=False)),
@@ -230,7 +233,7 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
     step, layout = half_masked(50_000), Layout(keep_queries=False)
     footprint = Footprint(LLADA_8B)
     resident = total(footprint.resident(layout)) * step.rows
-    resident += total(footprint.read_results()) * step.read_rows + ROUNDING_BYTES
+    resident += total(footprint.read_results()) * step.sample_rows + ROUNDING_BYTES
     projecting, attending = attend = footprint.attend(layout, is_packed=False)
     assert temporary(projecting) == 0
     assert temporary(attending) == attending["attention"] + attending["statistics"]
@@ -271,7 +274,7 @@ def test_only_the_stage_that_is_the_peak_is_cut() -> None:
     plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 2 // 3, row_budget=4096).plan(step)
     assert (plan.keys_values_rows, plan.attend_rows) == (4096, 4096)
     assert plan.feed_forward_rows == 2048  # in two equal parts
-    few = StepShape(rows=512, read_rows=512, longest=512)
+    few = StepShape(rows=512, sample_rows=512, longest=512)
     whole = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(few)
     plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 3 // 4, row_budget=4096).plan(few)
     assert (plan.is_whole(512), plan.logits_rows) == (True, 256)
@@ -344,7 +347,7 @@ def test_a_plan_reads_as_one_line() -> None:
 
 
 def demand(length: int, **more: Any) -> Demand:
-    return Demand(length, read_positions=length // 2, **more)
+    return Demand(length, sample_positions=length // 2, **more)
 
 
 def test_a_lone_request_may_have_any_number_of_rows() -> None:
@@ -367,6 +370,84 @@ def test_requests_share_a_step_within_the_memory() -> None:
     assert planner.admits([], demand(100))
     assert not planner.admits([demand(60)], demand(60))
     assert planner.admits([demand(40)], demand(40))
+
+
+def test_steps_share_the_row_budget_by_the_rows_that_they_have_most_of_the_time() -> None:
+    planner = Planner(TINY, GIB, row_budget=100)
+    running = [demand(60, keeps_cache=True, window=8)] * 11
+    assert planner.admits(running, demand(60, keeps_cache=True, window=8))
+    assert planner.admits(running, demand(12))
+    assert not planner.admits(running, demand(13))
+    assert not planner.admits([*running, demand(12)], demand(60, keeps_cache=True, window=8))
+
+
+def smallest_budget(demands: list[Demand], row_budget: int) -> int:
+    """The pool with which the last of these requests joins the others."""
+    low, high = 1, GIB
+    while low < high:
+        middle = (low + high) // 2
+        if Planner(TINY, middle, row_budget).admits(demands[:-1], demands[-1]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def test_first_forwards_need_the_memory_of_one_shared_step() -> None:
+    """Four at once would be 400 rows; no step has more than 150."""
+    largest = smallest_budget([Demand(75, 75)] * 2, row_budget=150)
+    assert smallest_budget([demand(100, window=8)] * 4, row_budget=150) == largest
+    cached = [demand(100, keeps_cache=True, window=8)] * 4
+    kept = 4 * 100 * TINY.cache_bytes
+    assert smallest_budget(cached, row_budget=150) == max(largest + kept, 2 * kept)
+
+
+def test_a_forward_beyond_the_row_budget_must_fit_beside_all_kept_keys_and_values() -> None:
+    kept = [demand(50, keeps_cache=True, window=8)] * 4
+    large = demand(5000, window=8)
+    alone = smallest_budget([large], row_budget=100)
+    together = smallest_budget([*kept, large], row_budget=100)
+    assert together == alone + 4 * 50 * TINY.cache_bytes
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    length = draw(st.integers(1, 400))
+    num_sequences = draw(st.integers(1, 2))
+    window = draw(st.none() | st.integers(1, length)) if num_sequences == 1 else None
+    sampled = draw(st.integers(1, length))
+    return Demand(length, sampled, num_sequences, window is not None, window)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(demands(), min_size=1, max_size=8),
+    st.integers(50_000, 1_500_000),
+    st.integers(1, 300),
+    st.data(),
+)
+def test_every_step_of_admitted_requests_has_a_plan(
+    asked: list[Demand], pool: int, row_budget: int, data: st.DataObject
+) -> None:
+    """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
+    planner, running = Planner(TINY, pool, row_budget), []
+    for new in asked:
+        if planner.admits(running, new):
+            running.append(new)
+    assume(running)
+    kept = sum(d.cached_positions for d in running) * TINY.cache_bytes
+    next_rows = {
+        str(i): d.num_sequences * data.draw(st.sampled_from([d.window or d.length, d.length]))
+        for i, d in enumerate(running)
+    }
+    taken = take_turns(next_rows, row_budget)
+    step = StepShape(
+        rows=sum(taken.values()),
+        sample_rows=sum(min(running[int(i)].sample_rows, rows) for i, rows in taken.items()),
+        longest=max(running[int(i)].length for i in taken),
+        num_sequences=sum(running[int(i)].num_sequences for i in taken),
+    )
+    assert planner.plan(step, kept).predicted_peak_bytes <= pool
 
 
 def test_kept_keys_and_values_have_half_of_the_budget() -> None:

@@ -119,7 +119,11 @@ def decide(
 
 
 def row_budget(vllm_config: VllmConfig) -> int:
-    """Rows that several requests may share in one step (a lone request may have more)."""
+    """Rows that several requests may share in one step (a lone request may have more).
+
+    Upstream's default serves: 8,192 for a server on a large GPU, where a row costs the same from
+    about 1,000 rows on, so more would only make steps longer; 2,048 where upstream expects less.
+    """
     return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
 

@@ -135,7 +135,7 @@ class StepBatch:
         num_unconditional = sum(rows.size for rows in unconditional if rows is not None)
         return StepShape(
             rows=self.num_rows,
-            read_rows=self.num_sampled + num_unconditional,
+            sample_rows=self.num_sampled + num_unconditional,
             longest=max(sequence.keys.stop - sequence.keys.start for sequence in self.sequences),
             num_sequences=len(self.sequences),
         )
@@ -264,16 +264,11 @@ class _Packing:
         self._num_rows = 0
 
     def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Predicting:
-        positions = work.eligible.numpy()
+        positions, window = work.eligible.numpy(), canvas.window
         rows = np.maximum(positions - logit_shift, 0) if logit_shift else positions
         on_canvas = positions - canvas.prompt_length
-        # A window starts early enough for the row that predicts its first position.
-        first = 0 if canvas.cache is None else max(work.rows[0] - logit_shift, 0)
-        forward = Forward(
-            window=range(first, canvas.length if canvas.cache is None else work.rows[1]),
-            kept=0 if canvas.cache is None else canvas.cache.length,
-        )
-        spans, rows = canvas.visibility.spans(forward), rows - first
+        kept = 0 if canvas.cache is None else canvas.cache.length
+        spans, rows = canvas.visibility.spans(Forward(window, kept)), rows - window.start
         own = self._append(canvas, canvas.tokens.numpy(), spans)
         predicting = _Predicting(number, on_canvas, rows + own[0].rows.start, own)
         if canvas.cache is not None or canvas.params.cfg_scale == 0:

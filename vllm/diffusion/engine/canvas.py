@@ -11,7 +11,6 @@ import torch
 from vllm.diffusion.decoding import Commit, Work, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
-from vllm.diffusion.engine.sizes import demand_of
 from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ class Canvas:
         adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
         cache: keys and values that are kept between forwards, if any.
         visibility: who sees whom in it.
-        most_rows: rows of the largest of its steps.
         num_forwards: forwards so far.
         is_complete: all of the answer is final.
     """
@@ -67,7 +65,6 @@ class Canvas:
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
-        self.most_rows = demand_of(self.params, self.prompt_length).rows
         self._num_reported = 0
         self._work: Work | None = None  # begun and not committed
         self.num_forwards = 0
@@ -101,6 +98,27 @@ class Canvas:
     def unconditional_tokens(self) -> torch.Tensor:
         """[T] int64: the tokens with everything hidden that was known at the start."""
         return self.tokens.masked_fill(self._known, self.params.mask_id)
+
+    @property
+    def window(self) -> range:
+        """Positions that the next forward computes."""
+        work = self.begin()
+        if self.cache is None:
+            return range(self.length)
+        # It starts early enough for the row that predicts its first position.
+        return range(max(work.rows[0] - self.params.logit_shift, 0), work.rows[1])
+
+    @property
+    def next_rows(self) -> int:
+        """Rows of the next forward; guidance runs the window twice.
+
+        All rows where the rule fails: its error is met when it is the forward's turn.
+        """
+        try:
+            num_rows = len(self.window)
+        except Exception:
+            num_rows = self.length
+        return 2 * num_rows if self.params.cfg_scale > 0 and self.cache is None else num_rows
 
     def begin(self) -> Work:
         """What the next forward is for; fills what the rule wants filled before it.
@@ -168,6 +186,8 @@ class Canvas:
             logprobs=logprobs,
             canvas=view,
             scores=self.rule.scores,
+            # Last, because tokens may have to be filled before the next forward.
+            next_rows=0 if self.is_complete else self.next_rows,
         )
 
     def _infilled(self) -> dict[int, int]:

@@ -77,7 +77,7 @@ class Compute:
         self._make_room(batch, plan)
         with pool.scope("step"):
             pool.expect("inputs", batch.num_rows * INPUT_BYTES)
-            pool.expect("results", batch.shape.read_rows * (READ_INPUT_BYTES + RESULT_BYTES))
+            pool.expect("results", batch.shape.sample_rows * (READ_INPUT_BYTES + RESULT_BYTES))
             if body is not None:
                 samples = upload_samples(parts, self._device)
             else:

@@ -56,6 +56,7 @@ class StepResult:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
         num_forwards: forwards of the request so far.
         num_committed: canvas positions committed so far.
+        next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
         error: why the request cannot go on, if it cannot.
         logprobs: of `new_token_ids`, for requests that ask for them.
@@ -66,6 +67,7 @@ class StepResult:
     new_token_ids: list[int]
     num_forwards: int
     num_committed: int
+    next_rows: int = 0
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None
@@ -104,8 +106,10 @@ class StepUsage:
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
-    `num_scheduled_tokens` names the requests that take part in the step, with their rows;
-    `finished_req_ids` those whose canvas is no longer needed; `scheduled_at` is `time.monotonic()`.
+    `num_scheduled_tokens` names the requests that take part in this step, with their rows: those
+    that `launched` of the step before has named, if there are any left. Other requests run but
+    wait their turn. `finished_req_ids` names those whose canvas is no longer needed;
+    `scheduled_at` is `time.monotonic()`.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -116,9 +120,11 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
-    `usage` says what the step took of the memory, and what there is; `num_rows` what it computed.
+    `usage` says what the step took of the memory, and what there is; `num_rows` what it computed;
+    `launched` who takes part in the next step, where that one is under way already.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
     usage: StepUsage | None = None
     num_rows: int = 0
+    launched: list[str] = field(default_factory=list)

@@ -21,12 +21,13 @@ from vllm.diffusion.engine.ledger import Ledger, StepMemory
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepUsage
 from vllm.diffusion.engine.recovery import Recovery
 from vllm.diffusion.engine.step_log import StepLog
+from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import CachePool, HostBuffers
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, StepResult
     from vllm.diffusion.engine.recovery import Attempt
@@ -104,7 +105,7 @@ class DiffusionModelRunner:
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         """Take in started and finished requests, then give the results of one step.
 
-        Requests that start while a step is under way take part in the one after it.
+        Requests that start while a step is under way take part in one after it.
         """
         for req_id in message.finished_req_ids:
             self._forget(req_id)
@@ -119,6 +120,7 @@ class DiffusionModelRunner:
             results=results,
             usage=self._usage if req_ids else self._idle_usage(),
             num_rows=self._num_rows if req_ids else 0,
+            launched=[] if self._ahead is None else self._ahead.req_ids,
         )
 
     @torch.inference_mode()
@@ -133,27 +135,32 @@ class DiffusionModelRunner:
         are on their way to the clients.
         """
         results = self._collect(self._ahead or self._recovery.launch(req_ids))
-        going_on = [req_id for req_id in req_ids if self._goes_on(req_id, results)]
-        may_launch = self._may_run_ahead(going_on)
-        self._ahead = self._recovery.launch(going_on) if may_launch else None
+        self._ahead = self._launch_ahead(results)
         return results
 
     def _collect(self, attempt: Attempt) -> dict[str, StepResult]:
         self._num_rows = 0 if attempt.step is None else attempt.step.batch.num_rows
-        return self._recovery.collect(attempt)
+        results = self._recovery.collect(attempt)
+        to_the_end(self.canvases, results)
+        return results
 
-    def _goes_on(self, req_id: str, results: dict[str, StepResult]) -> bool:
-        has_failed = req_id in results and results[req_id].error is not None
-        return not has_failed and not self.canvases[req_id].is_complete
-
-    def _may_run_ahead(self, req_ids: list[str]) -> bool:
-        """Whether the next step can be launched at once.
+    def _launch_ahead(self, results: Mapping[str, StepResult]) -> Attempt | None:
+        """Launch the next step, of everybody whose turn it is, where that can be done at once.
 
         A step in chunks launches more kernels than a GPU's queue holds, so launching would wait
         for it.
         """
-        num_rows = sum(self.canvases[req_id].most_rows for req_id in req_ids)
-        return num_rows > 0 and self.planner.runs_whole(num_rows, self._ledger.kept_bytes)
+        failed = {req_id for req_id, result in results.items() if result.error is not None}
+        next_rows = {
+            req_id: canvas.next_rows
+            for req_id, canvas in self.canvases.items()
+            if req_id not in failed and not canvas.is_complete
+        }
+        taken = take_turns(next_rows, self.planner.row_budget)
+        num_rows = sum(taken.values())
+        if not taken or not self.planner.runs_whole(num_rows, self._ledger.kept_bytes):
+            return None
+        return self._recovery.launch(taken)
 
     # ---- one denoise step ----
 
@@ -220,7 +227,7 @@ class DiffusionModelRunner:
     def _forget(self, req_id: str) -> None:
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
-        if not self.canvases:
+        if self._ahead is not None and self.canvases.keys().isdisjoint(self._ahead.req_ids):
             self._ahead = None  # nobody waits for it
 
     # ---- what memory there is ----

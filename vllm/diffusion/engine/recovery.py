@@ -41,6 +41,10 @@ class Attempt(NamedTuple):
     step: Step | None
     failures: dict[str, Exception]
 
+    @property
+    def req_ids(self) -> list[str]:
+        return [*(() if self.step is None else self.step.req_ids), *self.failures]
+
 
 class Recovery:
     """Starts requests, launches and collects steps, and turns errors into results.
@@ -112,8 +116,8 @@ class Recovery:
         return True
 
     def _largest(self, req_ids: list[str]) -> str:
-        """The request with the most rows, of several the last to come."""
-        return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].most_rows)
+        """The request with the most rows, of several the last one."""
+        return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
 
     def collect(self, attempt: Attempt) -> dict[str, StepResult]:
         """The results of a step; requests that have gone meanwhile get none."""

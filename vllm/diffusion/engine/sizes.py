@@ -39,10 +39,20 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     length = num_prompt_tokens + params.gen_length
     return Demand(
         length=length,
-        read_positions=length if params.allow_infill else params.gen_length,
+        sample_positions=length if params.allow_infill else params.gen_length,
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=params.cache != "none",
+        window=_window(params, length),
     )
+
+
+def _window(params: DiffusionParams, length: int) -> int | None:
+    """Positions of a forward that uses kept keys and values, at most; see `BlockwiseRule`.
+
+    A delayed cache saves rows only while no block settles, so all its forwards may be whole.
+    """
+    positions = {"dual": params.block_length, "prefix": params.gen_length}.get(params.cache)
+    return None if positions is None else min(positions + params.logit_shift, length)
 
 
 def model_shape(vllm_config: VllmConfig, device_type: str | None = None) -> ModelShape:

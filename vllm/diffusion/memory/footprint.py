@@ -110,13 +110,13 @@ class StepShape(NamedTuple):
 
     Attributes:
         rows: T of all sequences together.
-        read_rows: rows whose hidden states are sampled, or guide the sampling of others.
+        sample_rows: rows whose hidden states are sampled, or guide the sampling of others.
         longest: keys of the longest sequence.
         num_sequences: sequences.
     """
 
     rows: int
-    read_rows: int
+    sample_rows: int
     longest: int
     num_sequences: int = 1
 

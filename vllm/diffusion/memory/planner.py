@@ -144,23 +144,32 @@ class Demand:
 
     Attributes:
         length: positions of its sequence.
-        read_positions: of these, positions that are sampled in one step, at most.
+        sample_positions: of these, positions that are sampled in one step, at most.
         num_sequences: 2 with guidance, which runs the sequence twice.
         keeps_cache: it keeps the keys and values of all its positions.
+        window: positions that most of its forwards compute, at most, because those of the others
+            are kept; None where every forward may compute all.
     """
 
     length: int
-    read_positions: int
+    sample_positions: int
     num_sequences: int = 1
     keeps_cache: bool = False
+    window: int | None = None
 
     @property
-    def rows(self) -> int:
+    def first_rows(self) -> int:
+        """Rows of its largest forward, which is the first one."""
         return self.length * self.num_sequences
 
     @property
-    def read_rows(self) -> int:
-        return self.read_positions * self.num_sequences
+    def steady_rows(self) -> int:
+        """Rows that it has in most steps, at most."""
+        return (self.window or self.length) * self.num_sequences
+
+    @property
+    def sample_rows(self) -> int:
+        return self.sample_positions * self.num_sequences
 
     @property
     def cached_positions(self) -> int:
@@ -213,15 +222,21 @@ class Planner:
     # ---- admission ----
 
     def admits(self, running: Sequence[Demand], new: Demand, kept_bytes: int = 0) -> bool:
-        """Whether a request may join those that run; alone it may have any number of rows."""
+        """Whether a request may join those that run.
+
+        In most steps all of them fit together. When the larger forwards of several meet, they are
+        spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. Alone, a
+        request may have any number of rows.
+        """
         together = [*running, new]
-        if running and sum(d.rows for d in together) > self.row_budget:
+        if running and sum(d.steady_rows for d in together) > self.row_budget:
             return False
         positions = sum(d.cached_positions for d in together)
         if positions > self.cached_positions:
             return False
         try:
-            self.plan_of(together, kept_bytes + positions * self.shape.cache_bytes)
+            for step in self._largest_steps(together):
+                self.plan(step, kept_bytes + positions * self.shape.cache_bytes)
         except ActivationBudgetError:
             return False
         return True
@@ -241,8 +256,18 @@ class Planner:
         self.plan_of([new], kept_bytes + cached_bytes)
 
     def plan_of(self, demands: Sequence[Demand], kept_bytes: int = 0) -> Plan:
-        """The plan of the largest step of these requests. Raises as `plan` does."""
+        """The plan of a step in which all of them take part. Raises as `plan` does."""
         return self.plan(_step_of(demands), kept_bytes)
+
+    def _largest_steps(self, demands: Sequence[Demand]) -> Iterator[StepShape]:
+        """Every step of these requests needs at most what one of these does."""
+        shared = _step_of(demands)
+        rows = min(shared.rows, self.row_budget)
+        if len(demands) > 1:
+            yield shared._replace(rows=rows, sample_rows=min(shared.sample_rows, rows))
+        for demand in demands:
+            if demand.first_rows > self.row_budget or len(demands) == 1:
+                yield _step_of([demand])
 
     # ---- plans ----
 
@@ -326,7 +351,7 @@ class Planner:
         costs, rows, layers = self._costs, step.rows, self.shape.num_layers
         groups, keep = layout.head_groups, layout.keep_queries
         # Of the last layer only the rows that are read are attended to and fed forward.
-        updated = layers if is_streamed(layout) else layers - 1 + step.read_rows / max(rows, 1)
+        updated = layers if is_streamed(layout) else layers - 1 + step.sample_rows / max(rows, 1)
         keys_values = costs.keys_values(
             Work(rows, sizes.keys_values), with_queries=keep, groups=groups
         )
@@ -341,7 +366,7 @@ class Planner:
             keys_values = max(keys_values, groups * visit)
             attend = max(attend, groups * visit * (2 if groups > 1 else 1))
             feed_forward = max(feed_forward, visit)
-        logits = costs.logits(Work(step.read_rows, sizes.read))
+        logits = costs.logits(Work(step.sample_rows, sizes.read))
         return layers * keys_values, updated * attend, updated * feed_forward, logits
 
     def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
@@ -433,9 +458,9 @@ class _Draft:
     ) -> None:
         self.layout, self.step = layout, step
         self._of_row = row_bytes
-        self._resident = row_bytes.resident * step.rows + row_bytes.results * step.read_rows
+        self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += ROUNDING_BYTES
-        self._most_read = min(step.read_rows, most_read)
+        self._most_read = min(step.sample_rows, most_read)
 
     @property
     def smallest_bytes(self) -> int:
@@ -494,7 +519,7 @@ class _Draft:
             (min(sizes.keys_values, rows), of_row.keys_values),
             (min(sizes.attend, rows), of_row.attend),
             (min(sizes.feed_forward, rows), of_row.feed_forward),
-            (min(sizes.read, self.step.read_rows), of_row.read),
+            (min(sizes.read, self.step.sample_rows), of_row.read),
         )
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
         keys_values, attend, feed_forward, read = (
@@ -516,8 +541,8 @@ def _chunk_rows(num_rows: int, most: int) -> int:
 def _step_of(demands: Sequence[Demand]) -> StepShape:
     """A step in which all of them take part."""
     return StepShape(
-        rows=sum(d.rows for d in demands),
-        read_rows=sum(d.read_rows for d in demands),
+        rows=sum(d.first_rows for d in demands),
+        sample_rows=sum(d.sample_rows for d in demands),
         longest=max(d.length for d in demands),
         num_sequences=sum(d.num_sequences for d in demands),
     )
@@ -528,6 +553,6 @@ def _scaled(step: StepShape, rows: int) -> StepShape:
     share = rows / step.rows
     return step._replace(
         rows=rows,
-        read_rows=math.ceil(step.read_rows * share),
+        sample_rows=math.ceil(step.sample_rows * share),
         longest=int(step.longest * share),
     )

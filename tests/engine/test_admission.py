@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The waiting line by itself: a request is itself alone, and the order of who starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.diffusion.engine.admission import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
+from vllm.diffusion.engine.scheduled import Scheduled
+from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.memory import Demand
+
+LIMIT = 100  # positions of the requests that run together
+NEVER = 1000  # positions that do not fit alone
+
+
+class Room:
+    """A planner that counts positions."""
+
+    def admits(self, running: list[Demand], new: Demand) -> bool:
+        return sum(d.length for d in [*running, new]) <= LIMIT
+
+    def check(self, new: Demand) -> None:
+        if new.length >= NEVER:
+            raise ActivationBudgetError(new.length, 2, 1, NEVER - 1)
+
+
+PLANNER: Any = Room()
+
+
+def waiting(length: int, alone: bool = False) -> Scheduled:
+    params: Any = SimpleNamespace(force_single_batch=alone)
+    request: Any = SimpleNamespace(request_id="same")
+    return Scheduled(request, params, Demand(length, 1))
+
+
+def line_of(*items: Scheduled, max_running: int = 64) -> WaitingLine:
+    line = WaitingLine(max_running)
+    for item in items:
+        line.append(item)
+    return line
+
+
+def started(line: WaitingLine, *running: Scheduled) -> list[Scheduled]:
+    """Who starts, each beside those before it; nobody is refused."""
+    together = list(running)
+    for item, error in line.admit(together, PLANNER):
+        assert error is None
+        together.append(item)
+    return together[len(running) :]
+
+
+def test_of_two_equal_requests_the_one_that_is_meant_leaves() -> None:
+    """As the same request sent twice; compared by value the first would leave for the second."""
+    first = waiting(10)
+    second = Scheduled(first.request, first.params, first.demand)
+    assert first != second
+    line = line_of(first, second)
+    line.remove(second)
+    assert [item is first for item in line] == [True]
+
+
+def test_requests_start_in_order_while_they_fit() -> None:
+    items = [waiting(40) for _ in range(4)]
+    line = line_of(*items)
+    assert started(line) == items[:2]
+    assert list(line) == items[2:]
+    assert started(line, items[0]) == [items[2]]
+
+
+def test_at_most_so_many_run() -> None:
+    items = [waiting(1) for _ in range(4)]
+    assert started(line_of(*items, max_running=3)) == items[:3]
+
+
+def test_one_that_never_fits_is_taken_out_with_the_reason() -> None:
+    giant, small = waiting(NEVER), waiting(1)
+    line = line_of(giant, small)
+    found = list(line.admit([], PLANNER))
+    assert [item for item, _ in found] == [giant, small]
+    assert isinstance(found[0][1], ActivationBudgetError) and found[1][1] is None
+    assert len(line) == 0
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_who_runs_alone_shares_with_nobody(alone: bool) -> None:
+    runs, comes = waiting(1, alone=not alone), waiting(1, alone=alone)
+    assert started(line_of(comes), runs) == []
+    assert started(line_of(comes)) == [comes]
+
+
+def test_a_large_one_is_overtaken_only_so_often() -> None:
+    runs, large = waiting(50), waiting(80)
+    small = [waiting(1) for _ in range(2 * MAX_OVERTAKEN)]
+    line = line_of(large, *small)
+    assert started(line, runs) == small[:MAX_OVERTAKEN]
+    assert started(line, runs) == []
+    assert started(line) == [large, *small[MAX_OVERTAKEN:]]
+
+
+def test_only_so_many_that_do_not_fit_are_looked_past() -> None:
+    runs, small = waiting(50), waiting(1)
+    assert started(line_of(*(waiting(80) for _ in range(MAX_PASSED - 1)), small), runs) == [small]
+    assert started(line_of(*(waiting(80) for _ in range(MAX_PASSED)), small), runs) == []

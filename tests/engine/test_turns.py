@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in a step: the order, the row budget, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.diffusion.engine.turns import take_turns, to_the_end
+
+BUDGET = 100
+rows = st.integers(1, 150)
+requests = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=3), rows, min_size=1)
+
+
+@settings(deadline=None)
+@given(requests)
+def test_the_first_goes_and_the_others_while_they_fit(next_rows: dict[str, int]) -> None:
+    taken = take_turns(next_rows, BUDGET)
+    order = list(next_rows)
+    assert next(iter(taken)) == order[0]
+    assert list(taken) == [req_id for req_id in order if req_id in taken]
+    assert all(next_rows[req_id] == count for req_id, count in taken.items())
+    assert sum(taken.values()) <= BUDGET or len(taken) == 1
+    room = BUDGET - sum(taken.values())
+    assert all(next_rows[req_id] > room for req_id in order if req_id not in taken)
+
+
+def test_nobody_is_no_step() -> None:
+    assert take_turns({}, BUDGET) == {}
+
+
+def test_whoever_is_too_large_goes_alone() -> None:
+    assert take_turns({"giant": 101, "small": 1}, BUDGET) == {"giant": 101}
+    assert take_turns({"small": 1, "giant": 101, "exact": 99}, BUDGET) == {"small": 1, "exact": 99}
+
+
+@settings(deadline=None)
+@given(requests, st.data())
+def test_nobody_waits_for_more_steps_than_there_are_before_it(
+    turns: dict[str, int], data: st.DataObject
+) -> None:
+    """Rows change with every step, and newcomers never stop coming."""
+    waited = dict.fromkeys(turns, 0)
+    ahead = {req_id: place for place, req_id in enumerate(turns)}
+    for number in range(20):
+        taken = take_turns(turns, BUDGET)
+        for req_id in turns:
+            waited[req_id] = 0 if req_id in taken else waited[req_id] + 1
+            assert waited[req_id] <= ahead[req_id]
+        to_the_end(turns, taken)
+        order = list(turns)
+        ahead.update({req_id: order.index(req_id) for req_id in taken})
+        turns.update({req_id: data.draw(rows) for req_id in taken})
+        turns[f"new {number}"] = data.draw(rows)
+        waited[f"new {number}"], ahead[f"new {number}"] = 0, len(turns) - 1
+
+
+@pytest.mark.parametrize("names", [[], ["c"], ["a", "b"], ["b", "a", "gone"]])
+def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
+    turns = {"a": 1, "b": 2, "c": 3}
+    to_the_end(turns, names)
+    stayed = [name for name in "abc" if name not in names]
+    assert list(turns) == stayed + [name for name in names if name != "gone"]
+    assert turns == {"a": 1, "b": 2, "c": 3}

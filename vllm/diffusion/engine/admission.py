@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who starts: requests wait in order of arrival until their steps fit beside those that run.
+
+One that would not fit alone is refused. One that does not fit now lets later ones that do pass, but
+only so many: then everybody waits until it has started. So small requests do not wait for room that
+only a large one needs, and no stream of small ones can keep a large one out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.errors import ActivationBudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from vllm.diffusion.engine.scheduled import Scheduled
+    from vllm.diffusion.memory import Planner
+
+MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
+MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
+
+
+class WaitingLine:
+    """The requests that have not started, in order of arrival.
+
+    Args:
+        max_running: requests that may run at once.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._waiting: deque[Scheduled] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Scheduled]:
+        return iter(self._waiting)
+
+    def append(self, item: Scheduled) -> None:
+        self._waiting.append(item)
+
+    def remove(self, item: Scheduled) -> None:
+        self._waiting.remove(item)
+
+    def admit(
+        self, running: Collection[Scheduled], planner: Planner
+    ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
+        """Take out those that start now, and those that never can, with the reason.
+
+        Args:
+            running: the requests that run; each that starts is expected in it before the next one
+                is asked for.
+            planner: knows what fits.
+        """
+        passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
+        for item in list(self._waiting):
+            if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
+                return
+            error = _refusal(item, planner)
+            if error is None and not self._may_start(item, running, planner):
+                passed.append(item)
+                if len(passed) == MAX_PASSED:
+                    return
+                continue
+            self._waiting.remove(item)
+            if error is None:
+                for earlier in passed:
+                    earlier.num_overtaken += 1
+            yield item, error
+
+    def _may_start(self, item: Scheduled, running: Collection[Scheduled], planner: Planner) -> bool:
+        if not running:
+            return True
+        if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
+            return False
+        if len(running) >= self._max_running:
+            return False
+        return planner.admits([r.demand for r in running], item.demand)
+
+
+def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:
+    """Why it would not fit even alone, if it would not."""
+    try:
+        planner.check(item.demand)
+    except ActivationBudgetError as error:
+        return error
+    return None

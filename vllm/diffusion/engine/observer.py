@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is noted of steps and requests: metrics for the server, lines for the log."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.diffusion import metrics
+from vllm.diffusion.lengths import forwards_saved
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import (
+        DiffusionRunnerOutput,
+        DiffusionSchedulerOutput,
+        StepResult,
+    )
+    from vllm.diffusion.engine.scheduled import Scheduled
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+STATISTICS_S = 0.1  # between two messages that tell of nothing but statistics
+ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class Observer:
+    """Notes what happens, and hands it out as upstream's statistics.
+
+    Args:
+        enabled: somebody reads statistics; else nothing is kept.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._seen = metrics.Observations(enabled=enabled)
+        self._last_report = 0.0  # time.monotonic() of the newest results
+        self._last_statistics = 0.0  # the same clock, when statistics were sent
+        self.peak_bytes = 0  # of all steps
+
+    # ---- requests ----
+
+    def arrived(self, request: Request) -> None:
+        if self._enabled:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def refused(self, request: Request, message: str, reason: str) -> None:
+        """It is not served, or not to its end; `reason` is the metric's label."""
+        logger.warning("request %s refused: %s", request.request_id, message)
+        self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
+
+    def started(self, request: Request) -> None:
+        self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(request))
+        if self._enabled:
+            request.record_event(EngineCoreEventType.SCHEDULED)
+
+    def progressed(self, item: Scheduled, result: StepResult) -> None:
+        """To be told before `item` takes in the result of its step."""
+        self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
+        self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
+        if result.num_committed and not item.num_committed:
+            waited = _seconds_since_arrival(item.request)
+            self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
+
+    def ended(self, item: Scheduled) -> None:
+        """It has stopped running, however that came about."""
+        if not item.num_forwards:
+            return
+        self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
+        if item.request.status in ANSWERED:
+            saved = forwards_saved(item.params, item.num_forwards, item.num_committed)
+            self._seen.count(metrics.FORWARDS_SAVED, saved)
+
+    # ---- steps ----
+
+    def stepped(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
+        if done.usage is not None:
+            self.peak_bytes = max(self.peak_bytes, done.usage.peak_bytes)
+            self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)
+            self._seen.observe(metrics.POOL_IN_USE, done.usage.in_use_bytes)
+            self._seen.observe(metrics.POOL_PEAK, self.peak_bytes)
+        if not done.results:
+            return
+        if done.usage is not None:
+            self._seen.observe(metrics.PLANNER_TIME, done.usage.planner_us / 1e6)
+        now = time.monotonic()
+        self._seen.count(metrics.DENOISE_STEPS)
+        self._seen.observe(metrics.STEP_BATCH_SIZE, len(done.results))
+        self._seen.observe(metrics.STEP_ROWS, done.num_rows)
+        # A step may be scheduled before the results of the one before it are known.
+        self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
+        self._last_report = now
+
+    # ---- statistics ----
+
+    def are_statistics_due(self) -> bool:
+        """Whether they travel without an output: it costs the server as much as a small step."""
+        return time.monotonic() - self._last_statistics >= STATISTICS_S
+
+    def statistics(self, num_running: int, num_waiting: int) -> SchedulerStats | None:
+        """Everything since they were last taken; None where nobody reads them."""
+        if not self._enabled:
+            return None
+        self._last_statistics = time.monotonic()
+        stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=num_waiting)
+        self._seen.put_into(stats)
+        return stats
+
+
+def _seconds_since_arrival(request: Request) -> float:
+    """The arrival was stamped by the server's process, so by the clock that they share."""
+    return float(max(time.time() - request.arrival_time, 0.0))

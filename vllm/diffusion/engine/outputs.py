@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client is told of its request, in upstream's messages.
+
+What upstream's output has no field for rides in its `kv_transfer_params`, which its front end hands
+through as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.lengths import forwards_saved
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.diffusion.engine.messages import StepResult
+    from vllm.diffusion.engine.scheduled import Scheduled
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+
+def progress(item: Scheduled, new_token_ids: list[int], result: StepResult) -> EngineCoreOutput:
+    """What a step brought: tokens that are final now, and at the end the report."""
+    logprobs = result.logprobs
+    return EngineCoreOutput(
+        request_id=item.req_id,
+        new_token_ids=new_token_ids,
+        new_logprobs=logprobs and logprobs.slice_request(0, len(new_token_ids)),
+        stop_reason=item.request.stop_reason,
+        trace_headers=item.request.trace_headers,
+        kv_transfer_params=_side_channel(item, result),
+        **_common(item.request),
+    )
+
+
+def refusal(request: Request, message: str) -> EngineCoreOutput:
+    """That a request is not served, or not to its end, and why; it has its status of the end."""
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        kv_transfer_params={"dllm": {"error": message}},
+        **_common(request),
+    )
+
+
+def envelopes(
+    told: Mapping[int, list[EngineCoreOutput]],
+    finished: Mapping[int, set[str]],
+    stats: SchedulerStats | None,
+) -> dict[int, EngineCoreOutputs]:
+    """One message for each client that is to hear something; the first takes the statistics.
+
+    Args:
+        told: outputs, by client.
+        finished: ids of requests that have ended, by client, where clients want them.
+        stats: of the whole engine.
+    """
+    found = {client: EngineCoreOutputs(outputs=part) for client, part in told.items()}
+    for client, req_ids in finished.items():
+        found.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
+    if stats is not None:
+        first = next(iter(found), 0)
+        found.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
+    return found
+
+
+def _common(request: Request) -> dict[str, Any]:
+    stats = request.take_prefill_stats()
+    if stats is not None:
+        stats.set(request.num_prompt_tokens, 0, 0)
+    return {
+        "finish_reason": request.get_finished_reason(),
+        "events": request.take_events(),
+        "prefill_stats": stats,
+    }
+
+
+def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
+    """The report belongs to the last output.
+
+    The front end finds stop strings by itself, so with them every output may be the last one.
+    """
+    told: dict[str, Any] = {}
+    if item.request.is_finished() or item.request.sampling_params.stop:
+        told |= _report(item, result)
+    if result.canvas is not None:
+        told["canvas"] = asdict(result.canvas)
+    if result.scores is not None:
+        told["scores"] = asdict(result.scores)
+    return {"dllm": told} if told else None
+
+
+def _report(item: Scheduled, result: StepResult) -> dict[str, Any]:
+    waited = time.time() - item.request.arrival_time
+    ran = time.monotonic() - item.started
+    return {
+        "steps": item.params.steps,
+        "num_forwards": result.num_forwards,
+        "num_forwards_saved": forwards_saved(
+            item.params, result.num_forwards, result.num_committed
+        ),
+        "num_committed": result.num_committed,
+        "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
+        "denoise_ms": round(1000 * ran, 3),
+        "seed": item.params.seed,
+        **(item.largest.report() if item.largest is not None else {}),
+        **({"infilled": result.infilled} if result.infilled else {}),
+    }

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler knows of a request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.engine.messages import NewCanvas
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import StepResult, StepUsage
+    from vllm.diffusion.memory import Demand
+    from vllm.diffusion.params import DiffusionParams
+    from vllm.v1.request import Request
+
+
+@dataclass(eq=False)
+class Scheduled:
+    """A request with its decided parameters, from arrival to its last token; itself alone.
+
+    Attributes:
+        started: time.monotonic() of admission.
+        num_overtaken: later requests that have started before it.
+        next_rows: of its next forward.
+        largest: of its steps, the one with the highest peak.
+    """
+
+    request: Request
+    params: DiffusionParams
+    demand: Demand
+    started: float = 0.0
+    num_overtaken: int = 0
+    next_rows: int = 0
+    num_forwards: int = 0
+    num_committed: int = 0
+    largest: StepUsage | None = None
+
+    @property
+    def req_id(self) -> str:
+        return str(self.request.request_id)
+
+    def start(self) -> NewCanvas:
+        """It runs from now on: what the workers must know of it."""
+        self.started = time.monotonic()
+        self.next_rows = self.demand.first_rows
+        self.request.status = RequestStatus.RUNNING
+        prompt = list(self.request.prompt_token_ids or [])
+        return NewCanvas(self.req_id, prompt, self.params)
+
+    def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
+        """It took part in a step that used so much memory."""
+        self.next_rows = result.next_rows
+        self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
+        if usage is not None and (
+            self.largest is None or usage.peak_bytes > self.largest.peak_bytes
+        ):
+            self.largest = usage
+
+    def accept(self, result: StepResult) -> list[int]:
+        """The part of new final tokens that belongs to the answer; notes how the answer ends."""
+        request, tokens = self.request, result.new_token_ids
+        if result.scores is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            return []
+        end = self.params.answer_end(tokens, request.num_output_tokens)
+        new = tokens if end is None else tokens[:end]
+        if new:
+            request.append_output_token_ids(new)
+        if end is None:
+            return new
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if new and new[-1] in self.params.stop_ids:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = new[-1] if new[-1] != self.params.eos_id else None
+        return new
