@@ -102,6 +102,33 @@ class StepUsage:
         }
 
 
+@dataclass(frozen=True)
+class Slice:
+    """A part of a step of one request, which is paused after it.
+
+    Attributes:
+        req_id: the request, which is among those that take part in the step.
+        seconds: of work, as the planner predicts it; the step stops at the end of a chunk before
+            they are over, but computes at least one.
+    """
+
+    req_id: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A step that is not over.
+
+    Attributes:
+        req_id: its only request.
+        held_bytes: of the pool, which other steps cannot have meanwhile.
+    """
+
+    req_id: str
+    held_bytes: int
+
+
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
@@ -114,6 +141,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     admitted: list[NewCanvas] = field(default_factory=list)
     scheduled_at: float = 0.0
+    next_slice: Slice | None = None
 
 
 @dataclass
@@ -128,3 +156,4 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     usage: StepUsage | None = None
     num_rows: int = 0
     launched: list[str] = field(default_factory=list)
+    paused: Paused | None = None

@@ -7,19 +7,22 @@ way is the business of `Recovery`, what memory is taken that of `Ledger`.
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.batch import StepBatch, build_batch
+from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
 from vllm.diffusion.engine.graphs import GraphRunner
-from vllm.diffusion.engine.ledger import Ledger, StepMemory
-from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepUsage
+from vllm.diffusion.engine.ledger import Ledger
+from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
 from vllm.diffusion.engine.recovery import Recovery
+from vllm.diffusion.engine.slices import Slices
+from vllm.diffusion.engine.step import Step
 from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError
@@ -29,23 +32,16 @@ from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, StepResult
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.messages import (
+        DiffusionSchedulerOutput,
+        NewCanvas,
+        Slice,
+        StepResult,
+    )
     from vllm.diffusion.engine.recovery import Attempt
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
-
-
-class Step(NamedTuple):
-    """A step that the device has been given."""
-
-    started: float  # time.perf_counter() before its first instruction
-    batch: StepBatch
-    sampled: ops.HostCopy
-    memory: StepMemory
-
-    @property
-    def req_ids(self) -> list[str]:
-        return [canvas.req_id for canvas in self.batch.canvases]
 
 
 class DiffusionModelRunner:
@@ -94,8 +90,9 @@ class DiffusionModelRunner:
         self.runs_ahead = device.type == "cuda"
         self._recovery = Recovery(self, may_fail_alone=may_fail_alone)
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
-        self._log = StepLog(is_on=is_reporting)
         self._compute = Compute(model, pool, self.caches, self.graphs, self.noise, device)
+        self._slices = Slices(self._compute, self._ledger, pool, device)
+        self._log = StepLog(is_on=is_reporting)
         self._ahead: Attempt | None = None
         self._usage = self._idle_usage()  # of the newest step whose results were handed out
         self._num_rows = 0  # of the same step
@@ -111,9 +108,13 @@ class DiffusionModelRunner:
             self._forget(req_id)
         results = self._recovery.start(message.admitted)
         req_ids = list(message.num_scheduled_tokens)
-        stepping = [req_id for req_id in req_ids if req_id not in results]
+        asked = message.next_slice
+        apart = results.keys() | ({asked.req_id} if asked is not None else set())
+        stepping = [req_id for req_id in req_ids if req_id not in apart]
         if stepping:
             results |= self._advance_ahead(stepping) if self.runs_ahead else self._advance(stepping)
+        if asked is not None and asked.req_id not in results:
+            results |= self._recovery.advance_slice(asked)
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
@@ -121,6 +122,7 @@ class DiffusionModelRunner:
             usage=self._usage if req_ids else self._idle_usage(),
             num_rows=self._num_rows if req_ids else 0,
             launched=[] if self._ahead is None else self._ahead.req_ids,
+            paused=self._paused(),
         )
 
     @torch.inference_mode()
@@ -167,8 +169,7 @@ class DiffusionModelRunner:
     def launch(self, req_ids: list[str]) -> Step:
         """Give the device one denoise step of the named requests, and do not wait for a GPU."""
         started = time.perf_counter()
-        canvases = [self.canvases[req_id] for req_id in req_ids]
-        batch = build_batch(canvases, self.model.family.logit_shift)
+        batch = self._batch(req_ids)
         plan, planner_us = self._plan(batch)
         with self._ledger.measuring(plan, batch.num_rows) as meter:
             sampled = self._compute.whole(batch, plan, self.host)
@@ -187,7 +188,30 @@ class DiffusionModelRunner:
         self._log.step(step.started, step.batch, self._usage)
         return results
 
-    def _plan(self, batch: StepBatch) -> tuple[Plan, float]:
+    @torch.inference_mode()
+    def launch_slice(self, asked: Slice) -> Step | None:
+        """Give the device the next slice of a request's step; the step, where it is the last."""
+        if self._slices.req_id != asked.req_id:
+            self._slices.drop()
+            batch = self._batch([asked.req_id])
+            self._slices.begin(batch, *self._plan(batch, asked.seconds))
+        return self._slices.run(asked)
+
+    def drop_slices(self) -> bool:
+        """Give back what a paused step holds, which begins anew; whether there was one."""
+        was_paused = self._slices.req_id is not None
+        self._slices.drop()
+        return was_paused
+
+    def _paused(self) -> Paused | None:
+        req_id = self._slices.req_id
+        return None if req_id is None else Paused(req_id, self.pool.frame_bytes)
+
+    def _batch(self, req_ids: Sequence[str]) -> StepBatch:
+        canvases = [self.canvases[req_id] for req_id in req_ids]
+        return build_batch(canvases, self.model.family.logit_shift)
+
+    def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
         """How the rows are cut, and the microseconds that it took to say so.
 
         Caches give back what they do not need where it is wanted.
@@ -195,10 +219,10 @@ class DiffusionModelRunner:
         started = time.perf_counter()
         shape, num_found = batch.shape, self.planner.num_found
         try:
-            plan = self.planner.plan(shape, self._ledger.kept_bytes)
+            plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
         except ActivationBudgetError:
             self.caches.trim()
-            plan = self.planner.plan(shape, self._ledger.kept_bytes)
+            plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
@@ -225,6 +249,8 @@ class DiffusionModelRunner:
         self.canvases[new.req_id] = Canvas(new, cache, self.model.family.visibility)
 
     def _forget(self, req_id: str) -> None:
+        if req_id == self._slices.req_id:
+            self._slices.drop()
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
         if self._ahead is not None and self.canvases.keys().isdisjoint(self._ahead.req_ids):
