@@ -13,7 +13,7 @@ from tests.engine.harness import Ask, running, shrink
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
 from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.messages import Slice
-from vllm.diffusion.memory import Demand, StepShape
+from vllm.diffusion.memory import Demand, StepShape, cost
 from vllm.diffusion.memory.planner import Plan, StageSeconds
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Slicer:
         asked = Slice(named[0], self.seconds) if named else None
         for req_id in named[1:]:
             del message.num_scheduled_tokens[req_id]  # one at a time
-        self.outputs.append(self._execute(replace(message, next_slice=asked)))
+        told = replace(message, next_slice=asked, long=list(self.long))
+        self.outputs.append(self._execute(told))
         return self.outputs[-1]
 
     @property
@@ -171,7 +172,6 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
     assert tokens([answers["long"], answers["short"]]) == wanted
     assert len(slicer.paused) >= 10
     held = max(paused.held_bytes for paused in slicer.paused)
-    assert all(one.chunk_seconds.attend <= slicer.seconds for one in plans[1516])
     assert max(one.predicted_peak_bytes for one in plans[316]) > held
     peaks = [output.usage.peak_bytes for output in slicer.outputs]
     assert held < max(peaks) <= runner.pool.budget_bytes
@@ -202,3 +202,100 @@ def test_a_step_that_fails_in_a_slice_ends_its_request_alone(
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
     monkeypatch.undo()
     assert tokens(engine.ask(BESIDE[0])) == wanted[1:2]
+
+
+# ---- by the scheduler's choice ----
+
+
+@pytest.fixture
+def slow(
+    checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, list[Any]]]:
+    """An engine of a planner that expects a slow device, and the outputs of its steps."""
+    for name in ("PRODUCT_FLOPS", "ATTENTION_FLOPS"):
+        monkeypatch.setattr(cost, name, 1e8)
+    for name in ("IDLE_ROWS", "IDLE_QUERIES"):
+        monkeypatch.setattr(cost, name, 0)
+    with running(checkpoint("mha")) as engine:
+        outputs: list[Any] = []
+        execute = engine.runner.execute
+
+        def recorded(message: Any) -> Any:
+            outputs.append(execute(message))
+            return outputs[-1]
+
+        monkeypatch.setattr(engine.runner, "execute", recorded)
+        yield engine, outputs
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_scheduler_hands_out_long_steps_in_slices(
+    cache: str,
+    runs_ahead: bool,
+    slow: tuple[Engine, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two long requests take their steps one after the other; others step meanwhile."""
+    engine, outputs = slow
+    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    asked = {**SHORT, "cache": cache}
+    asks = [Ask(random_prompt(n, n), asked) for n in (200, 15, 180, 8)]
+    wanted = tokens(engine.ask(*asks))
+    assert all(output.paused is None for output in outputs)
+    planner = engine.runner.planner
+    seconds = planner.seconds_of(Demand(216, 16), 216) / 5
+    assert planner.seconds_of(Demand(31, 16), 31) < seconds
+    outputs.clear()
+    engine.scheduler.slicing.seconds = seconds
+    assert tokens(engine.ask(*asks)) == wanted
+    paused = [output.paused.req_id for output in outputs if output.paused is not None]
+    assert len(set(paused)) == 2
+    assert len(paused) >= 10
+    beside = [output for output in outputs if output.paused is not None and output.results]
+    assert len(beside) >= 3
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+
+
+def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -> None:
+    engine, outputs = slow
+    long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
+    wanted = tokens(engine.ask(short))
+    before = engine.runner.pool.used_bytes
+    engine.scheduler.slicing.seconds = engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
+    aborted = start(engine, "long", long)
+    for _ in range(3):
+        engine.llm.llm_engine.step()
+    start(engine, "short", short)
+    engine.llm.llm_engine.step()
+    assert outputs[-1].paused.req_id == aborted
+    assert outputs[-1].results.keys() == {*outputs[-1].req_ids} - {aborted}
+    engine.llm.llm_engine.abort_request([aborted], internal=True)
+    engine.llm.llm_engine.step()
+    assert engine.runner.pool.used_bytes == before
+    assert tokens([finish(engine)["short"]]) == wanted
+    assert engine.is_idle()
+
+
+def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
+    slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outputs = slow
+    planner = engine.runner.planner
+    long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
+    wanted = tokens(engine.ask(long, short))
+    engine.scheduler.slicing.seconds = planner.seconds_of(Demand(216, 16), 216) / 5
+    plan_of = engine.scheduler._planner.plan_of
+
+    def in_a_full_pool(demands: Any, kept_bytes: int = 0) -> Plan:
+        if kept_bytes > 0:
+            raise ActivationBudgetError(31, kept_bytes, 0, 0)
+        return plan_of(demands, kept_bytes)
+
+    monkeypatch.setattr(engine.scheduler._planner, "plan_of", in_a_full_pool)
+    outputs.clear()
+    assert tokens(engine.ask(long, short)) == wanted
+    during = [after for before, after in pairwise(outputs) if before.paused is not None]
+    assert len(during) >= 8
+    assert all(len(output.req_ids) == 1 for output in during)

@@ -135,13 +135,15 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     `num_scheduled_tokens` names the requests that take part in this step, with their rows: those
     that `launched` of the step before has named, if there are any left. Other requests run but
-    wait their turn. `finished_req_ids` names those whose canvas is no longer needed;
+    wait their turn. `long` names those whose steps come in slices only, and `next_slice` the one of
+    them that goes on in this step. `finished_req_ids` names those whose canvas is no longer needed;
     `scheduled_at` is `time.monotonic()`.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
     scheduled_at: float = 0.0
     next_slice: Slice | None = None
+    long: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -149,7 +151,8 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
     `usage` says what the step took of the memory, and what there is; `num_rows` what it computed;
-    `launched` who takes part in the next step, where that one is under way already.
+    `launched` who takes part in the next step, where that one is under way already; `paused` the
+    long step that waits for its next slice.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)

@@ -259,6 +259,15 @@ class Planner:
         """The plan of a step in which all of them take part. Raises as `plan` does."""
         return self.plan(_step_of(demands), kept_bytes)
 
+    def seconds_of(self, demand: Demand, rows: int) -> float:
+        """Predicted seconds of a step of this request alone, in an empty pool.
+
+        Raises as `plan` does.
+        """
+        step = _step_of([demand])
+        sample_rows = min(step.sample_rows, rows)
+        return self.plan(step._replace(rows=rows, sample_rows=sample_rows)).predicted_seconds
+
     def _largest_steps(self, demands: Sequence[Demand]) -> Iterator[StepShape]:
         """Every step of these requests needs at most what one of these does."""
         shared = _step_of(demands)
