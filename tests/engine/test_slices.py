@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.engine.harness import Ask, running, shrink
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
 from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.messages import Slice
+from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import Demand, StepShape, cost
 from vllm.diffusion.memory.planner import Plan, StageSeconds
 
