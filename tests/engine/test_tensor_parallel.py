@@ -61,7 +61,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """Heads, vocabulary and noise are split; in a batch, after a refusal, alone, and in chunks.
 
     In a small pool steps run in chunks, which must be the same on both ranks. A rule that fails on
-    both ends its own request.
+    both ends its own request. Steps in slices stop after the same chunk.
 
     300 logit columns are no multiple of what upstream pads to, so the second rank has columns
     that no token may come from.
@@ -84,6 +84,9 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         assert_decoded(chunked, wanted)
         peaks = [max(a.report["peak_bytes"] for a in answers) for answers in (chunked, whole)]
         assert peaks[0] <= POOL_BYTES < peaks[1]
+        engine.scheduler.slicing.seconds = 6e-5  # less than any step, more than any chunk
+        assert_decoded(engine.ask(*asks), wanted)
+        engine.scheduler.slicing.seconds = None
         engine.llm.collective_rpc(break_rule)
         broken = engine.ask(*asks)
         assert "the rule broke" in broken[2].report["error"]

@@ -297,3 +297,61 @@ def test_only_what_is_taken_outside_of_all_scopes_stays(pool):
             pool.take("q", (1024,), torch.uint8)
             assert pool.outermost_bytes == 1024
     assert pool.outermost_bytes == 1024
+
+
+# ---- a step that is set aside ----
+
+
+def test_a_frame_keeps_its_buffers_while_other_steps_run(pool):
+    pool.take("x", (64,), torch.float32).fill_(1)
+    outside = pool.used_bytes
+    frame = pool.new_frame()
+    steps = steps_in_frame(pool)
+    with pool.within(frame):
+        x = next(steps)
+    held = pool.frame_bytes
+    assert held == 512 + 4096 and pool.used_bytes == outside + held
+    for size in (100, 5000):
+        with pool.scope("step"):
+            other = pool.take("x", (size,), torch.float32).fill_(9)
+            own = pool.take("y", (8,), torch.float32).fill_(9)
+            assert {other.data_ptr(), own.data_ptr()}.isdisjoint({x.data_ptr()})
+        assert pool.used_bytes == outside + held
+    assert pool.outermost_bytes == outside
+    with pool.within(frame):
+        y = next(steps)
+    assert (x == 3).all() and (y == 4).all()
+    with pool.within(frame):
+        steps.close()
+    assert pool.frame_bytes == 0
+    pool.end_frame()
+    assert pool.used_bytes == outside and not pool.has_frame
+
+
+def steps_in_frame(pool):
+    with pool.scope("step"):
+        x = pool.take("x", (16,), torch.float32).fill_(3)
+        with pool.scope("attend"):
+            y = pool.take("y", (1024,), torch.float32).fill_(4)
+            yield x
+            yield y
+
+
+def test_a_frame_shares_no_name_with_what_lies_in_front_of_it(pool):
+    """A captured graph writes there whenever it is replayed."""
+    front = pool.take("x", (4096,), torch.float32)
+    frame = pool.new_frame()
+    with pool.within(frame), pool.scope("step"):
+        assert pool.take("x", (16,), torch.float32).data_ptr() != front.data_ptr()
+    pool.end_frame()
+
+
+def test_above_a_frame_nothing_is_taken_to_stay(pool):
+    pool.new_frame()
+    with pytest.raises(RuntimeError, match="graph: taken outside all scopes"):
+        pool.take("graph", (8,), torch.float32)
+    with pytest.raises(RuntimeError, match="alone"):
+        pool.new_frame()
+    pool.end_frame()
+    with pool.scope("step"), pytest.raises(RuntimeError, match="outside all scopes"):
+        pool.new_frame()

@@ -329,6 +329,32 @@ def test_kept_bytes_are_taken_from_the_budget() -> None:
     )
 
 
+@pytest.mark.parametrize("seconds", [0.5, 0.1, 0.03])
+@pytest.mark.parametrize(("length", "kibibytes"), [(204_800, 40), (204_800, 25), (16_384, 64)])
+def test_a_bound_on_pauses_cuts_chunks_too(length: int, kibibytes: int, seconds: float) -> None:
+    """One layer's attention of 204,800 tokens takes more than a second; memory would allow it."""
+    planner = Planner(LLADA_8B, length * kibibytes * KIB, 4096)
+    step = half_masked(length)
+    free, bound = planner.plan(step), planner.plan(step, 0, seconds)
+    assert max(bound.chunk_seconds) <= seconds
+    assert bound.predicted_peak_bytes <= planner.budget_bytes
+    assert bound.predicted_seconds <= 1.15 * free.predicted_seconds
+    if length > 16_384:
+        assert max(free.chunk_seconds) > 0.25
+    assert planner.plan(step, 0, 1000.0).sizes == free.sizes
+
+
+def test_the_chunks_of_a_step_take_as_long_as_the_step() -> None:
+    planner = Planner(LLADA_8B, 8 * GIB, 4096)
+    for bound in (math.inf, 0.05):
+        plan = planner.plan(half_masked(65_536), 0, bound)
+        num_chunks = [-(-65_536 // rows) for rows in plan.sizes[:3]]
+        one = plan.chunk_seconds
+        layers = one.keys_values * num_chunks[0] + one.attend * num_chunks[1]
+        layers += one.feed_forward * num_chunks[2]
+        assert 32 * layers * plan.head_groups == pytest.approx(plan.predicted_seconds, rel=0.1)
+
+
 def test_plans_are_remembered_by_shape() -> None:
     planner = Planner(LLADA_8B, 100 * GIB, row_budget=4096)
     plan = planner.plan(half_masked(4096))

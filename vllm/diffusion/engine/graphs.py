@@ -117,6 +117,8 @@ class GraphRunner:
         return captured.outputs
 
     def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
+        if self._pool.has_frame:
+            return None  # what a graph writes lies in front of all steps
         stale = self._captured.pop(bucket, None)
         if stale is None and not self._memory.has_room:
             return None

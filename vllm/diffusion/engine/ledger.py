@@ -71,8 +71,8 @@ class Ledger:
 
     @property
     def kept_bytes(self) -> int:
-        """What outlives a step."""
-        return self.fixed_bytes + self._caches.reserved_bytes
+        """What outlives a step, or is held by one that waits for its next slice."""
+        return self.fixed_bytes + self._caches.reserved_bytes + self._pool.frame_bytes
 
     @contextmanager
     def measuring(self, plan: Plan, num_rows: int) -> Iterator[UsageMeter | None]:
@@ -91,6 +91,13 @@ class Ledger:
         finally:
             self._pool.measure(None)
 
-    def memory(self, plan: Plan, planner_us: float, meter: UsageMeter | None) -> StepMemory:
-        """What the step took that was just measured."""
-        return StepMemory(plan, planner_us, self._pool.peak_bytes, self.unseen_bytes, meter)
+    def memory(
+        self,
+        plan: Plan,
+        planner_us: float,
+        meter: UsageMeter | None = None,
+        peak_bytes: int | None = None,
+    ) -> StepMemory:
+        """What a step took whose peak is the pool's, where it is not given."""
+        peak = self._pool.peak_bytes if peak_bytes is None else peak_bytes
+        return StepMemory(plan, planner_us, peak, self.unseen_bytes, meter)

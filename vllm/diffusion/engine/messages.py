@@ -102,18 +102,48 @@ class StepUsage:
         }
 
 
+@dataclass(frozen=True)
+class Slice:
+    """A part of a step of one request, which is paused after it.
+
+    Attributes:
+        req_id: the request, which is among those that take part in the step.
+        seconds: of work, as the planner predicts it; the step stops at the end of a chunk before
+            they are over, but computes at least one.
+    """
+
+    req_id: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A step that is not over.
+
+    Attributes:
+        req_id: its only request.
+        held_bytes: of the pool, which other steps cannot have meanwhile.
+    """
+
+    req_id: str
+    held_bytes: int
+
+
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
     `num_scheduled_tokens` names the requests that take part in this step, with their rows: those
     that `launched` of the step before has named, if there are any left. Other requests run but
-    wait their turn. `finished_req_ids` names those whose canvas is no longer needed;
+    wait their turn. `long` names those whose steps come in slices only, and `next_slice` the one of
+    them that goes on in this step. `finished_req_ids` names those whose canvas is no longer needed;
     `scheduled_at` is `time.monotonic()`.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
     scheduled_at: float = 0.0
+    next_slice: Slice | None = None
+    long: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -121,10 +151,12 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
     `usage` says what the step took of the memory, and what there is; `num_rows` what it computed;
-    `launched` who takes part in the next step, where that one is under way already.
+    `launched` who takes part in the next step, where that one is under way already; `paused` the
+    long step that waits for its next slice.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
     usage: StepUsage | None = None
     num_rows: int = 0
     launched: list[str] = field(default_factory=list)
+    paused: Paused | None = None

@@ -7,45 +7,40 @@ way is the business of `Recovery`, what memory is taken that of `Ledger`.
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.batch import StepBatch, build_batch
+from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
 from vllm.diffusion.engine.graphs import GraphRunner
-from vllm.diffusion.engine.ledger import Ledger, StepMemory
-from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepUsage
+from vllm.diffusion.engine.ledger import Ledger
+from vllm.diffusion.engine.loop import StepLoop
+from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
 from vllm.diffusion.engine.recovery import Recovery
+from vllm.diffusion.engine.slices import Slices
+from vllm.diffusion.engine.step import Step
 from vllm.diffusion.engine.step_log import StepLog
-from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import CachePool, HostBuffers
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, StepResult
-    from vllm.diffusion.engine.recovery import Attempt
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.messages import (
+        DiffusionSchedulerOutput,
+        NewCanvas,
+        Slice,
+        StepResult,
+    )
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
-
-
-class Step(NamedTuple):
-    """A step that the device has been given."""
-
-    started: float  # time.perf_counter() before its first instruction
-    batch: StepBatch
-    sampled: ops.HostCopy
-    memory: StepMemory
-
-    @property
-    def req_ids(self) -> list[str]:
-        return [canvas.req_id for canvas in self.batch.canvases]
 
 
 class DiffusionModelRunner:
@@ -94,11 +89,11 @@ class DiffusionModelRunner:
         self.runs_ahead = device.type == "cuda"
         self._recovery = Recovery(self, may_fail_alone=may_fail_alone)
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
-        self._log = StepLog(is_on=is_reporting)
         self._compute = Compute(model, pool, self.caches, self.graphs, self.noise, device)
-        self._ahead: Attempt | None = None
+        self._slices = Slices(self._compute, self._ledger, pool, device)
+        self._log = StepLog(is_on=is_reporting)
+        self._loop = StepLoop(self, self._recovery)
         self._usage = self._idle_usage()  # of the newest step whose results were handed out
-        self._num_rows = 0  # of the same step
 
     # ---- one engine step ----
 
@@ -111,64 +106,30 @@ class DiffusionModelRunner:
             self._forget(req_id)
         results = self._recovery.start(message.admitted)
         req_ids = list(message.num_scheduled_tokens)
-        stepping = [req_id for req_id in req_ids if req_id not in results]
-        if stepping:
-            results |= self._advance_ahead(stepping) if self.runs_ahead else self._advance(stepping)
+        asked, long = message.next_slice, message.long
+        stepping = [req_id for req_id in req_ids if req_id not in results and req_id not in long]
+        if stepping and self.runs_ahead:
+            results |= self._loop.ahead(stepping, long)
+        elif stepping:
+            results |= self._loop.plain(stepping)
+        if asked is not None and asked.req_id not in results:
+            results |= self._loop.slice(asked)
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=results,
             usage=self._usage if req_ids else self._idle_usage(),
-            num_rows=self._num_rows if req_ids else 0,
-            launched=[] if self._ahead is None else self._ahead.req_ids,
+            num_rows=self._loop.num_rows if req_ids else 0,
+            launched=self._loop.launched,
+            paused=self._paused(),
         )
-
-    @torch.inference_mode()
-    def _advance(self, req_ids: list[str]) -> dict[str, StepResult]:
-        return self._collect(self._recovery.launch(req_ids))
-
-    @torch.inference_mode()
-    def _advance_ahead(self, req_ids: list[str]) -> dict[str, StepResult]:
-        """The same where the device works by itself.
-
-        The next step is launched before the results are handed out, so that it computes while they
-        are on their way to the clients.
-        """
-        results = self._collect(self._ahead or self._recovery.launch(req_ids))
-        self._ahead = self._launch_ahead(results)
-        return results
-
-    def _collect(self, attempt: Attempt) -> dict[str, StepResult]:
-        self._num_rows = 0 if attempt.step is None else attempt.step.batch.num_rows
-        results = self._recovery.collect(attempt)
-        to_the_end(self.canvases, results)
-        return results
-
-    def _launch_ahead(self, results: Mapping[str, StepResult]) -> Attempt | None:
-        """Launch the next step, of everybody whose turn it is, where that can be done at once.
-
-        A step in chunks launches more kernels than a GPU's queue holds, so launching would wait
-        for it.
-        """
-        failed = {req_id for req_id, result in results.items() if result.error is not None}
-        next_rows = {
-            req_id: canvas.next_rows
-            for req_id, canvas in self.canvases.items()
-            if req_id not in failed and not canvas.is_complete
-        }
-        taken = take_turns(next_rows, self.planner.row_budget)
-        num_rows = sum(taken.values())
-        if not taken or not self.planner.runs_whole(num_rows, self._ledger.kept_bytes):
-            return None
-        return self._recovery.launch(taken)
 
     # ---- one denoise step ----
 
     def launch(self, req_ids: list[str]) -> Step:
         """Give the device one denoise step of the named requests, and do not wait for a GPU."""
         started = time.perf_counter()
-        canvases = [self.canvases[req_id] for req_id in req_ids]
-        batch = build_batch(canvases, self.model.family.logit_shift)
+        batch = self._batch(req_ids)
         plan, planner_us = self._plan(batch)
         with self._ledger.measuring(plan, batch.num_rows) as meter:
             sampled = self._compute.whole(batch, plan, self.host)
@@ -187,7 +148,29 @@ class DiffusionModelRunner:
         self._log.step(step.started, step.batch, self._usage)
         return results
 
-    def _plan(self, batch: StepBatch) -> tuple[Plan, float]:
+    def launch_slice(self, asked: Slice) -> Step | None:
+        """Give the device the next slice of a request's step; the step, where it is the last."""
+        if self._slices.req_id != asked.req_id:
+            self._slices.drop()
+            batch = self._batch([asked.req_id])
+            self._slices.begin(batch, *self._plan(batch, asked.seconds))
+        return self._slices.run(asked)
+
+    def drop_slices(self) -> bool:
+        """Give back what a paused step holds, which begins anew; whether there was one."""
+        was_paused = self._slices.req_id is not None
+        self._slices.drop()
+        return was_paused
+
+    def _paused(self) -> Paused | None:
+        req_id = self._slices.req_id
+        return None if req_id is None else Paused(req_id, self.pool.frame_bytes)
+
+    def _batch(self, req_ids: Sequence[str]) -> StepBatch:
+        canvases = [self.canvases[req_id] for req_id in req_ids]
+        return build_batch(canvases, self.model.family.logit_shift)
+
+    def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
         """How the rows are cut, and the microseconds that it took to say so.
 
         Caches give back what they do not need where it is wanted.
@@ -195,10 +178,10 @@ class DiffusionModelRunner:
         started = time.perf_counter()
         shape, num_found = batch.shape, self.planner.num_found
         try:
-            plan = self.planner.plan(shape, self._ledger.kept_bytes)
+            plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
         except ActivationBudgetError:
             self.caches.trim()
-            plan = self.planner.plan(shape, self._ledger.kept_bytes)
+            plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
@@ -225,10 +208,11 @@ class DiffusionModelRunner:
         self.canvases[new.req_id] = Canvas(new, cache, self.model.family.visibility)
 
     def _forget(self, req_id: str) -> None:
+        if req_id == self._slices.req_id:
+            self._slices.drop()
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
-        if self._ahead is not None and self.canvases.keys().isdisjoint(self._ahead.req_ids):
-            self._ahead = None  # nobody waits for it
+        self._loop.forget()
 
     # ---- what memory there is ----
 
@@ -236,6 +220,11 @@ class DiffusionModelRunner:
     def budget_bytes(self) -> int:
         """What steps and kept keys and values may take together."""
         return self.planner.budget_bytes - self._ledger.fixed_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the pool, what the next step cannot have."""
+        return self._ledger.kept_bytes
 
     def _idle_usage(self) -> StepUsage:
         return StepUsage(self.budget_bytes, self.caches.num_bytes)

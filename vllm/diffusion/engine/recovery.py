@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.canvas import Canvas
-    from vllm.diffusion.engine.messages import NewCanvas
-    from vllm.diffusion.engine.model_runner import DiffusionModelRunner, Step
+    from vllm.diffusion.engine.messages import NewCanvas, Slice
+    from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+    from vllm.diffusion.engine.step import Step
 
 logger = init_logger(__name__)
 
@@ -81,7 +82,8 @@ class Recovery:
     def launch(self, req_ids: Iterable[str]) -> Attempt:
         """Launch a step; where memory runs out, without the requests that take most.
 
-        What other steps have left behind is given back first, and the same step tried again.
+        What other steps have left behind is given back first, then what a paused step holds, and
+        the same step tried again.
         """
         failures: dict[str, Exception] = {}
         ready = [req_id for req_id in req_ids if self._is_ready(req_id, failures)]
@@ -96,7 +98,7 @@ class Recovery:
                 if not isinstance(error, OUT_OF_MEMORY):
                     logger.exception("denoise step failed; its %d requests end", len(ready))
                     return Attempt(None, failures | dict.fromkeys(ready, failure))
-            if has_trimmed:
+            if has_trimmed and not self._runner.drop_slices():
                 largest = self._largest(ready)
                 failures[largest] = failure
                 ready.remove(largest)
@@ -104,6 +106,21 @@ class Recovery:
             self._runner.pool.trim()
             has_trimmed = True
         return Attempt(None, failures)
+
+    def advance_slice(self, asked: Slice) -> dict[str, StepResult]:
+        """The next slice of a request's step; its result, if that was the last one."""
+        failures: dict[str, Exception] = {}
+        step = None
+        if self._is_ready(asked.req_id, failures):
+            try:
+                step = self._runner.launch_slice(asked)
+            except Exception as error:
+                self._runner.drop_slices()
+                if not self._may_fail_alone:
+                    raise
+                logger.exception("denoise step failed; request %s ends", asked.req_id)
+                failures[asked.req_id] = error.with_traceback(None)
+        return self.collect(Attempt(step, failures))
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception]) -> bool:
         """Whether a request's rule says what the step is for; else it is among the failures."""

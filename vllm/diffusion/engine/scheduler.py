@@ -28,6 +28,7 @@ from vllm.diffusion.engine.messages import (
 from vllm.diffusion.engine.observer import Observer
 from vllm.diffusion.engine.scheduled import Scheduled
 from vllm.diffusion.engine.sizes import demand_of, make_planner
+from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
@@ -35,7 +36,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Planner
@@ -72,6 +73,7 @@ class DiffusionScheduler(SchedulerInterface):
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._refused: list[tuple[Request, str]] = []  # who has not been told yet
         self._launched: list[str] = []  # requests of the next step, where it is under way already
+        self.slicing = Slicing()
         self._observer = Observer(enabled=log_stats)
         self._pause_state = PauseState.UNPAUSED
         self._finished_req_ids: set[str] = set()
@@ -125,7 +127,12 @@ class DiffusionScheduler(SchedulerInterface):
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
         admitted = self._admit() if self._pause_state == PauseState.UNPAUSED else []
-        rows = {} if self._pause_state == PauseState.PAUSED_ALL else self._next_step()
+        long = self.slicing.long(self._running, self._launched, self._planner)
+        rows, next_slice = dict[str, int](), None
+        if self._pause_state != PauseState.PAUSED_ALL:
+            rows, next_slice = self._next_step(long), self.slicing.next_slice(long)
+        if next_slice is not None:
+            rows[next_slice.req_id] = self._running[next_slice.req_id].next_rows
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
             scheduled_new_reqs=[],
@@ -138,6 +145,8 @@ class DiffusionScheduler(SchedulerInterface):
             free_encoder_mm_hashes=[],
             admitted=admitted,
             scheduled_at=time.monotonic(),
+            next_slice=next_slice,
+            long=long,
         )
 
     def _admit(self) -> list[NewCanvas]:
@@ -153,11 +162,16 @@ class DiffusionScheduler(SchedulerInterface):
             self._observer.started(item.request)
         return admitted
 
-    def _next_step(self) -> dict[str, int]:
-        """Who takes part in the next step, with their rows."""
-        next_rows = {req_id: item.next_rows for req_id, item in self._running.items()}
+    def _next_step(self, long: Sequence[str]) -> dict[str, int]:
+        """Who takes part in the next step, with their rows; long steps come in slices."""
+        next_rows = {
+            req_id: item.next_rows for req_id, item in self._running.items() if req_id not in long
+        }
         launched = {req_id: next_rows[req_id] for req_id in self._launched if req_id in next_rows}
-        return launched or take_turns(next_rows, self._row_budget)
+        if launched:
+            return launched
+        taken = take_turns(next_rows, self._row_budget)
+        return taken if self.slicing.fits_beside(taken, self._running, self._planner) else {}
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
@@ -166,6 +180,7 @@ class DiffusionScheduler(SchedulerInterface):
         self._observer.stepped(scheduler_output, done)
         self._learn(done.usage)
         self._launched = done.launched
+        self.slicing.learn(done.paused)
         told: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request, message in self._refused:
             self._end(request, RequestStatus.FINISHED_ERROR)

@@ -3,6 +3,7 @@
 
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,
+    Frame,
     PoolExhaustedError,
     activation_pool,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Demand",
     "DeviceRows",
     "Experts",
+    "Frame",
     "GraphMemory",
     "HostBuffers",
     "HostRows",

@@ -10,7 +10,7 @@ memory: no sequence of request lengths can fragment it.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from vllm.diffusion.ops import arena as vmm
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from vllm.diffusion.memory.usage import UsageMeter
@@ -28,6 +29,7 @@ logger = init_logger(__name__)
 
 ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
 MAX_KNOWN_PLACES = 4096
+_FRAME = "frame"  # the outermost scope of a frame
 
 
 class PoolExhaustedError(DiffusionError):
@@ -259,6 +261,19 @@ class _Scope:
         self.places: dict[str, _Place] = {}
 
 
+class Frame:
+    """Buffers of a step that is set aside while others run; see `ActivationPool.new_frame`."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self.scopes = [_Scope(_FRAME, start)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers, with alignment and gaps."""
+        return self.end - self.start
+
+
 class _Guard:
     """A scope of a pool as a context."""
 
@@ -307,6 +322,7 @@ class ActivationPool:
         self._elsewhere = 0  # bytes of what is kept, of temporaries and graphs, when last seen
         self._known: dict[tuple[int, int], _Place] = {}
         self._meter: UsageMeter | None = None
+        self._frame: Frame | None = None  # of the step that is not run at once
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor [shape], contiguous, at a multiple of 512 bytes.
@@ -325,6 +341,8 @@ class ActivationPool:
         return self._add(name, num_bytes).view(shape, dtype)
 
     def _add(self, name: str, num_bytes: int) -> _Place:
+        if len(self._scopes) == 1 and self.has_frame and self._scopes[0].stage != _FRAME:
+            raise RuntimeError(f"activation pool: {name}: taken outside all scopes above a frame")
         places = self._scopes[-1].places
         outgrown = places.get(name)
         # The last buffer grows where it is; another one leaves a gap until the scope ends.
@@ -414,6 +432,44 @@ class ActivationPool:
         if self._meter is not None:
             self._peak = self._end + self._elsewhere
 
+    def new_frame(self) -> Frame:
+        """Room for one step that is not run at once, until `end_frame`.
+
+        Its scopes stay open between the blocks of `within`, and steps that run meanwhile lay out
+        their buffers behind its own. Nothing may be taken outside all scopes before it ends.
+
+        Raises:
+            RuntimeError: a scope is open, or there is a frame.
+        """
+        if self.has_frame or len(self._scopes) > 1:
+            raise RuntimeError("activation pool: a frame begins outside all scopes, and alone")
+        self._frame = Frame(self._end)
+        return self._frame
+
+    @contextmanager
+    def within(self, frame: Frame) -> Iterator[None]:
+        """Scopes and buffers of the block are those of the frame."""
+        others, self._scopes = self._scopes, frame.scopes
+        try:
+            yield
+        finally:
+            frame.end, self._scopes = self._end, others
+
+    def end_frame(self) -> None:
+        """Give back the frame's buffers; outside all scopes, and `within` is over."""
+        if self._frame is not None:
+            self._end = self._frame.start
+            self._frame = None
+
+    @property
+    def has_frame(self) -> bool:
+        return self._frame is not None
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the frame's buffers, which other steps cannot have."""
+        return 0 if self._frame is None else self._frame.num_bytes
+
     def _look_elsewhere(self) -> None:
         """See how much there is besides the buffers. It takes time, so not with every buffer."""
         self._elsewhere = self._backing.temporary_bytes
@@ -451,7 +507,7 @@ class ActivationPool:
     def close(self) -> None:
         """Forget all buffers and give everything back."""
         self._known.clear()
-        self._scopes = [_Scope("", 0)]
+        self._scopes, self._frame = [_Scope("", 0)], None
         self._end = self._peak = self._high_water = self._elsewhere = 0
         self._backing.close()
 
@@ -491,6 +547,8 @@ class ActivationPool:
     @property
     def outermost_bytes(self) -> int:
         """Bytes of what was taken outside all scopes, which stays."""
+        if self._frame is not None:
+            return self._frame.start
         return self._scopes[1].start if len(self._scopes) > 1 else self._end
 
     @property

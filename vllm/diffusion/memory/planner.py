@@ -211,7 +211,7 @@ class Planner:
             for groups in shape.head_groups
         ]
         self._row_bytes: dict[tuple[Layout, bool], _RowBytes] = {}
-        self._known: dict[tuple[StepShape, int], Plan] = {}
+        self._known: dict[tuple[StepShape, int, float], Plan] = {}
         self.num_found = 0  # plans that were not known
 
     @property
@@ -259,6 +259,15 @@ class Planner:
         """The plan of a step in which all of them take part. Raises as `plan` does."""
         return self.plan(_step_of(demands), kept_bytes)
 
+    def seconds_of(self, demand: Demand, rows: int) -> float:
+        """Predicted seconds of a step of this request alone, in an empty pool.
+
+        Raises as `plan` does.
+        """
+        step = _step_of([demand])
+        sample_rows = min(step.sample_rows, rows)
+        return self.plan(step._replace(rows=rows, sample_rows=sample_rows)).predicted_seconds
+
     def _largest_steps(self, demands: Sequence[Demand]) -> Iterator[StepShape]:
         """Every step of these requests needs at most what one of these does."""
         shared = _step_of(demands)
@@ -271,22 +280,24 @@ class Planner:
 
     # ---- plans ----
 
-    def plan(self, step: StepShape, kept_bytes: int = 0) -> Plan:
+    def plan(self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf) -> Plan:
         """The plan of a step.
 
         Args:
             step: its sizes.
             kept_bytes: of the budget, taken by what outlives the step.
+            longest_chunk_s: predicted seconds of a chunk, at most, where `MIN_CHUNK_ROWS` take
+                less; a step can be paused between chunks only.
 
         Raises:
             ActivationBudgetError: no plan fits.
         """
-        key = (step, kept_bytes)
+        key = (step, kept_bytes, longest_chunk_s)
         plan = self._known.get(key)
         if plan is None:
             if len(self._known) >= MAX_KNOWN_PLANS:
                 self._known.clear()
-            plan = self._known[key] = self._find(step, kept_bytes)
+            plan = self._known[key] = self._find(*key)
             self.num_found += 1
         return plan
 
@@ -298,14 +309,14 @@ class Planner:
         except ActivationBudgetError:
             return False
 
-    def _find(self, step: StepShape, kept_bytes: int) -> Plan:
+    def _find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
         available = self.budget_bytes - kept_bytes
-        whole = self._draft(Layout(keep_queries=True), step)
+        whole = self._draft(Layout(keep_queries=True), step, longest_chunk_s)
         may_be_whole = step.rows <= WHOLE_STEP_ROWS
         if may_be_whole and whole.whole_bytes <= available:
             return self._finish(whole, whole.sizes(available), kept_bytes)
         drafts = [whole] if may_be_whole else []
-        drafts += [self._draft(layout, step) for layout in self._layouts]
+        drafts += [self._draft(layout, step, longest_chunk_s) for layout in self._layouts]
         fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
         if not fitting:
             raise self._refusal(step, kept_bytes, min(d.smallest_bytes for d in drafts))
@@ -316,13 +327,31 @@ class Planner:
         )
         return min(plans, key=lambda plan: plan.predicted_seconds)
 
-    def _draft(self, layout: Layout, step: StepShape) -> _Draft:
+    def _draft(self, layout: Layout, step: StepShape, longest_chunk_s: float = math.inf) -> _Draft:
         key = (layout, step.num_sequences > 1)
         row_bytes = self._row_bytes.get(key)
         if row_bytes is None:
             row_bytes = _RowBytes.of(self._footprint, *key, is_split=self._is_split)
             self._row_bytes[key] = row_bytes
-        return _Draft(layout, step, row_bytes, self._most_read)
+        longest = self._longest_chunks(layout, step, longest_chunk_s)
+        return _Draft(layout, step, row_bytes, self._most_read, longest)
+
+    def _longest_chunks(self, layout: Layout, step: StepShape, seconds: float) -> _Sizes:
+        """Rows of a chunk of every stage that take so long, at most."""
+        if seconds == math.inf:
+            return _Sizes(*[step.rows] * len(_Sizes._fields))
+        longest = []
+        for stage in StageSeconds._fields:
+            fits, too_many = min(MIN_CHUNK_ROWS, step.rows), step.rows + 1
+            while fits + 1 < too_many:
+                rows = (fits + too_many) // 2
+                chunk = _Sizes(*[rows] * len(_Sizes._fields))
+                if getattr(self._chunk_seconds(step, layout, chunk), stage) <= seconds:
+                    fits = rows
+                else:
+                    too_many = rows
+            longest.append(fits)
+        return _Sizes(*longest)
 
     def _finish(self, draft: _Draft, sizes: _Sizes, kept_bytes: int) -> Plan:
         """The plan of chosen chunks, with what it costs."""
@@ -342,6 +371,7 @@ class Planner:
             predicted_peak_bytes=kept_bytes + max(peaks),
             predicted_average_bytes=kept_bytes + int(weighted / seconds),
             predicted_seconds=seconds,
+            chunk_seconds=self._chunk_seconds(draft.step, layout, sizes),
         )
 
     def _times(
@@ -368,6 +398,25 @@ class Planner:
             feed_forward = max(feed_forward, visit)
         logits = costs.logits(Work(step.sample_rows, sizes.read))
         return layers * keys_values, updated * attend, updated * feed_forward, logits
+
+    def _chunk_seconds(self, step: StepShape, layout: Layout, sizes: _Sizes) -> StageSeconds:
+        """Seconds of the longest chunk of each stage, for one group of heads."""
+        costs, groups = self._costs, layout.head_groups
+        kv, attend, feed, read = (Work(rows, rows) for rows in sizes)
+        with_queries, keys = layout.keep_queries, step.longest
+        keys_values_s = costs.keys_values(kv, with_queries=with_queries, groups=groups) / groups
+        attend_s = (
+            costs.attend(attend, keys=keys, with_queries=not with_queries, groups=groups) / groups
+        )
+        feed_s, read_s = costs.feed_forward(feed), costs.logits(read)
+        if not is_streamed(layout):  # of these rows the last layer is still to come
+            read_s += costs.attend(read, keys=keys, with_queries=True, groups=1)
+            read_s += costs.feed_forward(read)
+        if layout.host_residual:
+            keys_values_s = max(keys_values_s, costs.visit(kv.rows))
+            attend_s = max(attend_s, costs.visit(attend.rows) * (2 if groups > 1 else 1))
+            feed_s = max(feed_s, costs.visit(feed.rows))
+        return StageSeconds(keys_values_s, attend_s, feed_s, read_s)
 
     def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
         available = self.budget_bytes - kept_bytes
@@ -451,16 +500,22 @@ class _Draft:
         step: the step.
         row_bytes: of this layout.
         most_read: rows that may have logits at a time.
+        longest: rows that a chunk of every stage may have, however much memory there is.
     """
 
     def __init__(
-        self, layout: Layout, step: StepShape, row_bytes: _RowBytes, most_read: int
+        self,
+        layout: Layout,
+        step: StepShape,
+        row_bytes: _RowBytes,
+        most_read: int,
+        longest: _Sizes,
     ) -> None:
-        self.layout, self.step = layout, step
+        self.layout, self.step, self._longest = layout, step, longest
         self._of_row = row_bytes
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += ROUNDING_BYTES
-        self._most_read = min(step.sample_rows, most_read)
+        self._most_read = min(step.sample_rows, most_read, longest.read)
 
     @property
     def smallest_bytes(self) -> int:
@@ -472,8 +527,13 @@ class _Draft:
 
     def _at_most(self, rows: int) -> _Sizes:
         """Chunks of at most so many rows in every stage."""
-        of_layers = min(rows, self.step.rows)
-        return _Sizes(of_layers, of_layers, of_layers, min(rows, self._most_read))
+        longest = self._longest
+        return _Sizes(
+            min(rows, longest.keys_values),
+            min(rows, longest.attend),
+            min(rows, longest.feed_forward),
+            min(rows, self._most_read),
+        )
 
     def ways_to_cut(self, available: int) -> Iterator[_Sizes]:
         """Chunks that fit into `available` bytes.
@@ -493,7 +553,9 @@ class _Draft:
             attend_part: attention takes one of so many parts of what it could.
         """
         rows, of_row, free = self.step.rows, self._of_row, available - self._resident
-        attend = _chunk_rows(rows, free // (attend_part * sum(of_row.attend)))
+        longest = self._longest
+        fitting = free // (attend_part * sum(of_row.attend))
+        attend = _chunk_rows(rows, min(fitting, longest.attend))
         attending = attend * of_row.attend.buffers
         temporaries = attend * of_row.attend.temporaries
         enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
@@ -503,10 +565,12 @@ class _Draft:
         if rows > WHOLE_STEP_ROWS:
             enough = FULL_SPEED_ROWS * of_row.feed_forward.buffers
             buffers = min(buffers, max(attending, enough))
-        feed_forward = _chunk_rows(rows, of_row.feed_forward.rows_in(buffers, temporaries))
+        fitting = of_row.feed_forward.rows_in(buffers, temporaries)
+        feed_forward = _chunk_rows(rows, min(fitting, longest.feed_forward))
+        fitting = of_row.keys_values.rows_in(buffers, temporaries)
         most_read = max(min(self._most_read, attend, feed_forward), 1)
         return _Sizes(
-            _chunk_rows(rows, of_row.keys_values.rows_in(buffers, temporaries)),
+            _chunk_rows(rows, min(fitting, longest.keys_values)),
             attend,
             feed_forward,
             _chunk_rows(most_read, of_row.read.rows_in(buffers, temporaries)),

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long steps in slices beside the steps of short requests: the same tokens, and no memory lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, running, shrink
+from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
+from tests.engine.test_running_ahead import finish, start
+from vllm.diffusion.engine.messages import Slice
+from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.memory import Demand, StepShape, cost
+from vllm.diffusion.memory.planner import Plan, StageSeconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.engine.harness import Engine
+
+LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
+BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
+SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # of every chunk
+
+
+class Slicer:
+    """Lets the scheduler of an engine name slices for the requests of `long`."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.runner, self.seconds = engine.runner, seconds
+        self.long: set[str] = set()
+        self.outputs: list[Any] = []
+        self._execute = engine.runner.execute
+        monkeypatch.setattr(engine.runner, "execute", self.execute)
+
+    def execute(self, message: Any) -> Any:
+        named = [req_id for req_id in message.num_scheduled_tokens if req_id in self.long]
+        asked = Slice(named[0], self.seconds) if named else None
+        for req_id in named[1:]:
+            del message.num_scheduled_tokens[req_id]  # one at a time
+        told = replace(message, next_slice=asked, long=list(self.long))
+        self.outputs.append(self._execute(told))
+        return self.outputs[-1]
+
+    @property
+    def paused(self) -> list[Any]:
+        return [output.paused for output in self.outputs if output.paused is not None]
+
+
+@pytest.fixture(scope="module")
+def alone(
+    checkpoint: Callable[[str], Any],
+) -> Iterator[tuple[Engine, list[tuple[list[int], int | None]]]]:
+    """An engine, and what it answers without slices: to the long request, then the others."""
+    settings = {"max_model_len": 2048, "max_num_batched_tokens": 4096}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+        with running(checkpoint("gqa"), **settings) as engine:
+            yield engine, [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)]
+
+
+def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | None]]:
+    """The long request in slices, the others beside it as they are."""
+    slicer.long = {start(engine, "long", LONG)}
+    engine.llm.llm_engine.step()
+    for number, ask in enumerate(BESIDE):
+        start(engine, f"short {number}", ask)
+        engine.llm.llm_engine.step()
+    answers = finish(engine)
+    names = ["long", *(f"short {number}" for number in range(len(BESIDE)))]
+    return tokens([answers[name] for name in names])
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_slices_beside_other_requests_give_the_same_tokens(
+    plan: Plan,
+    runs_ahead: bool,
+    alone: tuple[Engine, list[tuple[list[int], int | None]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks, head groups, rows in host memory; the others use the same names of buffers."""
+    engine, wanted = alone
+    plan = replace(plan, chunk_seconds=SECOND)
+    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    slicer = Slicer(engine, monkeypatch, seconds=3.0)
+    assert run_beside(engine, slicer) == wanted
+    assert len(slicer.paused) >= 4
+    assert all(paused.held_bytes > 0 for paused in slicer.paused)
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+
+
+def test_a_slice_is_as_much_work_as_was_asked_for(
+    alone: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, wanted = alone
+    plan = replace(CUT, chunk_seconds=SECOND)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    counts = []
+    for seconds in (1.0, 2.5, 5.0, 1000.0):
+        with monkeypatch.context() as sliced:
+            slicer = Slicer(engine, sliced, seconds)
+            slicer.long = {start(engine, "long", LONG)}
+            assert tokens([finish(engine)["long"]]) == wanted[:1]
+            counts.append(len([output for output in slicer.outputs if output.req_ids]))
+    num_forwards = wanted[0][1]
+    one, two, five, whole = (count / num_forwards for count in counts)
+    assert whole == 1
+    assert (two, five) == (pytest.approx(one / 2, abs=1), pytest.approx(one / 5, abs=1))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_an_abort_in_mid_step_gives_its_memory_back_at_once(
+    plan: Plan,
+    alone: tuple[Engine, list[tuple[list[int], int | None]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = alone
+    stays = Ask(random_prompt(20), {**SHORT, "steps": 16})
+    wanted = tokens(engine.ask(stays))
+    plan = replace(plan, chunk_seconds=SECOND)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    slicer = Slicer(engine, monkeypatch, seconds=2.0)
+    runner = engine.runner
+    before = runner.pool.used_bytes
+    aborted = start(engine, "aborted", LONG)
+    slicer.long = {aborted}
+    start(engine, "stays", stays)
+    for num_steps in (1, 2, 3):
+        engine.llm.llm_engine.step()
+        assert len(slicer.paused) == num_steps
+    assert runner.pool.used_bytes > before
+    engine.llm.llm_engine.abort_request([aborted], internal=True)
+    engine.llm.llm_engine.step()
+    assert slicer.outputs[-1].paused is None
+    assert runner.pool.used_bytes == before
+    assert tokens([finish(engine)["stays"]]) == wanted
+    assert engine.is_idle()
+
+
+def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
+    alone: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool that the long step alone would fill, the other one is planned beside it."""
+    engine, _ = alone
+    runner = engine.runner
+    long, short = Ask(random_prompt(1500), SHORT), Ask(random_prompt(300), SHORT)
+    wanted = tokens([*engine.ask(long), *engine.ask(short)])
+    whole = runner.planner.plan_of([Demand(1516, 16)])
+    monkeypatch.setattr(runner.pool, "budget_bytes", whole.predicted_peak_bytes)
+    monkeypatch.setattr(runner, "planner", runner.planner)
+    shrink(runner, whole.predicted_peak_bytes)
+    plans: dict[int, list[Plan]] = {}
+    plan = runner.planner.plan
+
+    def recorded(step: StepShape, *arguments: Any) -> Plan:
+        found = plan(step, *arguments)
+        plans.setdefault(step.rows, []).append(found)
+        return found
+
+    monkeypatch.setattr(runner.planner, "plan", recorded)
+    slicer = Slicer(engine, monkeypatch, seconds=whole.predicted_seconds / 20)
+    slicer.long = {start(engine, "long", long)}
+    engine.llm.llm_engine.step()
+    start(engine, "short", short)
+    answers = finish(engine)
+    assert tokens([answers["long"], answers["short"]]) == wanted
+    assert len(slicer.paused) >= 10
+    held = max(paused.held_bytes for paused in slicer.paused)
+    assert max(one.predicted_peak_bytes for one in plans[316]) > held
+    peaks = [output.usage.peak_bytes for output in slicer.outputs]
+    assert held < max(peaks) <= runner.pool.budget_bytes
+    assert engine.is_idle()
+
+
+def test_a_step_that_fails_in_a_slice_ends_its_request_alone(
+    alone: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, wanted = alone
+    plan = replace(CUT, chunk_seconds=SECOND)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    slicer = Slicer(engine, monkeypatch, seconds=2.0)
+    layer = engine.runner.model.layers[1]
+    feed_forward = layer.feed_forward
+
+    def fail_in_slices(*arguments: Any) -> Any:
+        if engine.runner.pool.has_frame and len(slicer.paused) > 4:
+            raise RuntimeError("the device broke")
+        return feed_forward(*arguments)
+
+    monkeypatch.setattr(layer, "feed_forward", fail_in_slices)
+    slicer.long = {start(engine, "long", LONG)}
+    engine.llm.llm_engine.step()
+    answers = finish(engine)
+    assert "the device broke" in answers["long"].report["error"]
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+    monkeypatch.undo()
+    assert tokens(engine.ask(BESIDE[0])) == wanted[1:2]
+
+
+# ---- by the scheduler's choice ----
+
+
+@pytest.fixture
+def slow(
+    checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, list[Any]]]:
+    """An engine of a planner that expects a slow device, and the outputs of its steps."""
+    for name in ("PRODUCT_FLOPS", "ATTENTION_FLOPS"):
+        monkeypatch.setattr(cost, name, 1e8)
+    for name in ("IDLE_ROWS", "IDLE_QUERIES"):
+        monkeypatch.setattr(cost, name, 0)
+    with running(checkpoint("mha")) as engine:
+        outputs: list[Any] = []
+        execute = engine.runner.execute
+
+        def recorded(message: Any) -> Any:
+            outputs.append(execute(message))
+            return outputs[-1]
+
+        monkeypatch.setattr(engine.runner, "execute", recorded)
+        yield engine, outputs
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_scheduler_hands_out_long_steps_in_slices(
+    cache: str,
+    runs_ahead: bool,
+    slow: tuple[Engine, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two long requests take their steps one after the other; others step meanwhile."""
+    engine, outputs = slow
+    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    asked = {**SHORT, "cache": cache}
+    asks = [Ask(random_prompt(n, n), asked) for n in (200, 15, 180, 8)]
+    wanted = tokens(engine.ask(*asks))
+    assert all(output.paused is None for output in outputs)
+    planner = engine.runner.planner
+    seconds = planner.seconds_of(Demand(216, 16), 216) / 5
+    assert planner.seconds_of(Demand(31, 16), 31) < seconds
+    outputs.clear()
+    engine.scheduler.slicing.seconds = seconds
+    assert tokens(engine.ask(*asks)) == wanted
+    paused = [output.paused.req_id for output in outputs if output.paused is not None]
+    assert len(set(paused)) == 2
+    assert len(paused) >= 10
+    beside = [output for output in outputs if output.paused is not None and output.results]
+    assert len(beside) >= 3
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+
+
+def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -> None:
+    engine, outputs = slow
+    long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
+    wanted = tokens(engine.ask(short))
+    before = engine.runner.pool.used_bytes
+    engine.scheduler.slicing.seconds = engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
+    aborted = start(engine, "long", long)
+    for _ in range(3):
+        engine.llm.llm_engine.step()
+    start(engine, "short", short)
+    engine.llm.llm_engine.step()
+    assert outputs[-1].paused.req_id == aborted
+    assert outputs[-1].results.keys() == {*outputs[-1].req_ids} - {aborted}
+    engine.llm.llm_engine.abort_request([aborted], internal=True)
+    engine.llm.llm_engine.step()
+    assert engine.runner.pool.used_bytes == before
+    assert tokens([finish(engine)["short"]]) == wanted
+    assert engine.is_idle()
+
+
+def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
+    slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outputs = slow
+    planner = engine.runner.planner
+    long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
+    wanted = tokens(engine.ask(long, short))
+    engine.scheduler.slicing.seconds = planner.seconds_of(Demand(216, 16), 216) / 5
+    plan_of = engine.scheduler._planner.plan_of
+
+    def in_a_full_pool(demands: Any, kept_bytes: int = 0) -> Plan:
+        if kept_bytes > 0:
+            raise ActivationBudgetError(31, kept_bytes, 0, 0)
+        return plan_of(demands, kept_bytes)
+
+    monkeypatch.setattr(engine.scheduler._planner, "plan_of", in_a_full_pool)
+    outputs.clear()
+    assert tokens(engine.ask(long, short)) == wanted
+    during = [after for before, after in pairwise(outputs) if before.paused is not None]
+    assert len(during) >= 8
+    assert all(len(output.req_ids) == 1 for output in during)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long step that is handed out in slices, with other steps between them.
+
+The generator over its chunks stays here; what it holds of the pool lies in a frame, in front of
+the buffers of the steps that run meanwhile. How much work a slice is comes with the message, in
+seconds as the planner predicts them, so every rank stops after the same chunk and none has a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.engine.step import Step
+from vllm.diffusion.memory import HostBuffers
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.compute import Compute
+    from vllm.diffusion.engine.forward import Chunked
+    from vllm.diffusion.engine.ledger import Ledger
+    from vllm.diffusion.engine.messages import Slice
+    from vllm.diffusion.memory import ActivationPool, Frame, Plan
+
+
+@dataclass
+class _Paused:
+    """A step between its slices."""
+
+    started: float  # time.perf_counter()
+    batch: StepBatch
+    plan: Plan
+    planner_us: float
+    work: Chunked[torch.Tensor]
+    frame: Frame
+    peak_bytes: int = 0
+
+    @property
+    def req_id(self) -> str:
+        return self.batch.canvases[0].req_id
+
+
+class Slices:
+    """Runs one long step at a time, slice by slice.
+
+    Args:
+        compute: the chunks of a step.
+        ledger: what a step took.
+        pool: of the device.
+        device: where the pool is.
+    """
+
+    def __init__(
+        self, compute: Compute, ledger: Ledger, pool: ActivationPool, device: torch.device
+    ) -> None:
+        self._compute, self._ledger, self._pool = compute, ledger, pool
+        # Rows in host memory are not those of the steps in between.
+        self._host = HostBuffers(is_pinned=device.type == "cuda")
+        self._paused: _Paused | None = None
+        self._last = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def req_id(self) -> str | None:
+        """The request whose step is paused, if one is."""
+        return None if self._paused is None else self._paused.req_id
+
+    def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
+        """Take a step of one request, of which nothing is computed yet; there is no other."""
+        self._paused = _Paused(
+            started=time.perf_counter(),
+            batch=batch,
+            plan=plan,
+            planner_us=planner_us,
+            work=self._compute.chunks(batch, plan, self._host),
+            frame=self._pool.new_frame(),
+        )
+
+    def run(self, asked: Slice) -> Step | None:
+        """Launch the next slice of the step that has begun; the step, if that was the last one.
+
+        Of a GPU's queue it takes no more than this slice and what is left of the one before.
+        """
+        paused = self._paused
+        if paused is None:
+            raise RuntimeError(f"slice of {asked.req_id}: its step has not begun")
+        if self._last is not None:
+            self._last.synchronize()
+        self._pool.reset_peak()
+        sampled = self._advance(paused, asked.seconds)
+        if self._last is not None:
+            self._last.record()
+        paused.peak_bytes = max(paused.peak_bytes, self._pool.peak_bytes)
+        if sampled is None:
+            return None
+        self.drop()
+        memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
+        return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
+
+    def _advance(self, paused: _Paused, seconds: float) -> torch.Tensor | None:
+        """Chunks of so many predicted seconds, but at least one; the samples after the last."""
+        longest, left = max(paused.plan.chunk_seconds), seconds
+        with self._pool.within(paused.frame), self._pool.temporaries():
+            try:
+                left -= next(paused.work)
+                while left >= longest:
+                    left -= next(paused.work)
+            except StopIteration as end:
+                sampled: torch.Tensor = end.value
+                return sampled
+        return None
+
+    def drop(self) -> None:
+        """Forget the paused step, if there is one, and give back its memory."""
+        paused, self._paused = self._paused, None
+        if paused is None:
+            return
+        with self._pool.within(paused.frame):
+            paused.work.close()
+        self._pool.end_frame()
