@@ -26,10 +26,14 @@ from vllm.distributed import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm.diffusion.buffers import Buffers
+
 __all__ = ["Routing", "add_experts", "route_rows"]
 
 
-def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor) -> None:
+def add_experts(
+    x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor, scratch: Buffers
+) -> None:
     """x += sum over the chosen experts of weight * expert(normed), in place.
 
     Summed over the ranks where the experts' width is sharded. Launched from shapes alone, so a
@@ -41,8 +45,12 @@ def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Ten
         routing: the rows' experts, from `route_rows`.
         w1: [E, 2I, D], the gate's rows first, model dtype.
         w2: [E, D, I], model dtype.
+        scratch: hears what PyTorch allocates for the while.
     """
     weights, slots, ends = routing
+    num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
+    scratch.expect("activated of experts", num_terms * w2.shape[2] * x.element_size())
+    scratch.expect("terms of experts", num_terms * row_bytes)
     # nested, so that the inner rows are freed before the sum allocates its own; early, as the
     # kernel before is that of the gated product
     terms = weighted_gemm(
@@ -51,4 +59,5 @@ def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Ten
     if get_tensor_model_parallel_world_size() == 1:
         add_terms(x, terms)
     else:
+        scratch.expect("summed over ranks", 2 * len(x) * row_bytes)
         x.add_(tensor_model_parallel_all_reduce(sum_terms(terms)))
