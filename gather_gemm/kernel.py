@@ -13,7 +13,7 @@ from .launch import LaunchConfig, TopConfig
 @triton.jit
 def gather_gemm_kernel(
     x,  # [T, D]
-    rows,  # [R] int64
+    rows,  # [R] int64, or None when not GATHERED
     weight,  # [N, D]
     out,  # [R, N]
     num_rows,
@@ -22,6 +22,7 @@ def gather_gemm_kernel(
     x_stride,
     weight_stride,
     out_stride,
+    GATHERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -34,8 +35,10 @@ def gather_gemm_kernel(
     row_mask = row_ids < num_rows
     column_mask = column_ids < num_columns
     # 64-bit offsets: x and out of long sequences pass 2^31 elements.
-    gathered = tl.load(rows + row_ids, mask=row_mask, other=0).to(tl.int64)
-    x_rows = x + gathered[:, None] * x_stride
+    x_ids = row_ids.to(tl.int64)
+    if GATHERED:
+        x_ids = tl.load(rows + row_ids, mask=row_mask, other=0).to(tl.int64)
+    x_rows = x + x_ids[:, None] * x_stride
     weight_rows = weight + column_ids.to(tl.int64)[None, :] * weight_stride
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for start in range(0, depth, BLOCK_DEPTH):
@@ -58,7 +61,9 @@ def gather_gemm_kernel(
     )
 
 
-def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchConfig) -> None:
+def launch(
+    x: Tensor, rows: Tensor | None, weight: Tensor, out: Tensor, config: LaunchConfig
+) -> None:
     """Enqueue ``out = x[rows] @ weight.T`` on the current stream; the arguments are checked."""
     num_rows, num_columns = out.shape
     grid = (
@@ -76,6 +81,7 @@ def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchC
         x.stride(0),
         weight.stride(0),
         out.stride(0),
+        GATHERED=rows is not None,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         BLOCK_DEPTH=config.block_depth,
@@ -90,7 +96,7 @@ def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchC
 @triton.jit(do_not_specialize=["num_rows"])
 def top_tiles_kernel(
     x,  # [T, D]
-    rows,  # [R] int64, or anything when not GATHERED
+    rows,  # [R] int64, or None when not GATHERED
     weight,  # descriptor of [N, D]
     maximum,  # [R, tiles] fp32
     column,  # [R, tiles] int32

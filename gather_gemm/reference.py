@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 
-def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def gather_gemm(
+    x: Tensor, rows: Tensor | None, weight: Tensor, out: Tensor | None = None
+) -> Tensor:
     """``x[rows] @ weight.T``; see `gather_gemm.gather_gemm`."""
-    return torch.mm(x.index_select(0, rows), weight.t(), out=out)
+    return torch.mm(x if rows is None else x.index_select(0, rows), weight.t(), out=out)
 
 
 def gather_top(

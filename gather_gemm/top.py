@@ -2,14 +2,14 @@
 """The product of gathered rows and the output matrix, sampled tile by tile and never stored."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
-from ._ops import _check, _is_interpreted, _kernel
+from ._ops import _check, _kernels, _num_rows
+from ._triton import can_take, guard
 from .launch import TopConfig, choose_top_config
 
 MAX_EXCLUDED = 16  # each is compared with every column
@@ -32,20 +32,11 @@ class Top(NamedTuple):
     probability: Tensor
 
 
-def is_top_faster(x: Tensor, num_rows: int, weight: Tensor) -> bool:
-    """Whether `gather_top` was measured faster than storing the product and sampling from it.
-
-    It was for up to 128 rows of bf16 and fp16 on cards of compute capability 9.0; see `launch`.
-    """
-    return (
-        _kernel is not None
-        and not _is_interpreted()
-        and x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and choose_top_config(num_rows) is not None
-        and _is_describable(weight)
-    )
+def has_top(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gather_top` has a kernel for these; else it stores the product."""
+    if _kernels is None or not can_take(x) or not _is_describable(weight):
+        return False
+    return not x.is_cuda or x.dtype != torch.float32
 
 
 def gather_top(
@@ -86,44 +77,28 @@ def gather_top(
     _check(op, "weight", weight, x, (-1, x.shape[1]))
     if len(weight) == 0:
         raise ValueError(f"{op}: weight must have at least one row, got {list(weight.shape)}")
-    if rows is not None and (
-        rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device
-    ):
-        raise ValueError(
-            f"{op}: rows must be int64 [R] on {x.device}, "
-            f"got {rows.dtype} {list(rows.shape)} on {rows.device}"
-        )
+    num_rows = _num_rows(op, x, rows)
     if len(excluded) > MAX_EXCLUDED or any(not 0 <= c < len(weight) for c in excluded):
         raise ValueError(
             f"{op}: excluded must be at most {MAX_EXCLUDED} columns in [0, {len(weight)}), "
             f"got {list(excluded)}"
         )
-    num_rows = len(x) if rows is None else len(rows)
-    if num_rows == 0 or not _has_kernel(x, weight):
+    if num_rows == 0 or not has_top(x, weight):
         return Top(*reference.gather_top(x, rows, weight, excluded))
     maximum, sum_exp, probability = torch.empty(3, num_rows, dtype=torch.float32, device=x.device)
     column = torch.empty(num_rows, dtype=torch.int64, device=x.device)
     top = Top(maximum, column, sum_exp, probability)
-    assert _kernel is not None
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        _kernel.launch_top(
+    assert _kernels is not None
+    with guard(x):
+        _kernels.launch_top(
             x,
             None if rows is None else rows.contiguous(),
             weight,
             tuple(excluded),
             top,
-            config or choose_top_config(num_rows) or choose_top_config(128),
+            config or choose_top_config(num_rows),
         )
     return top
-
-
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    if _kernel is None or not _is_describable(weight):
-        return False
-    if _is_interpreted():
-        # The interpreter's dot product takes the bit patterns of bf16 for integers.
-        return x.dtype != torch.bfloat16
-    return x.is_cuda and x.dtype != torch.float32
 
 
 def _is_describable(weight: Tensor) -> bool:

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from gather_gemm import Epilogue, fused_linear, is_fused_linear_faster
-from gather_gemm._native import hopper_multiprocessors, native
-from gather_gemm.launch import choose_tiling
+from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm_add_llada.cuda_kernels.fused_ops import (
+    Epilogue,
+    Tiling,
+    fused_linear,
+    has_fused_linear,
+)
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -177,8 +181,9 @@ class PlainProjection(Projection):
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
         weight, bias = self._weight[columns], self._bias
         bias = None if bias is None else bias[columns]
-        if is_fused_linear_faster(x, weight):
-            fused_linear(x, weight, out, bias=bias, early=_AT_REST)
+        tiling = _tiling(x, weight)
+        if tiling is not None:
+            fused_linear(x, weight, out, tiling=tiling, bias=bias, early=_AT_REST)
         elif bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
@@ -187,8 +192,10 @@ class PlainProjection(Projection):
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         """One kernel does it all where that was measured faster; it rounds where the two do."""
         weight = self._weight
-        if self._bias is None and is_fused_linear_faster(x, weight, Epilogue.SILU_MUL):
-            fused_linear(x, weight, out, epilogue=Epilogue.SILU_MUL, early=_AT_REST)
+        tiling = None if self._bias is not None else _tiling(x, weight, gated=True)
+        if tiling is not None:
+            epilogue = Epilogue.SILU_MUL
+            fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=_AT_REST)
             return
         gate_up = scratch.take("gate and up", (len(x), len(weight)), x.dtype)
         self.project(x, gate_up, scratch)
@@ -207,8 +214,9 @@ class PlainProjection(Projection):
             super().add_to(x, h, scratch, features)
             return
         weight = self._weight[:, features]
-        if features == _ALL and is_fused_linear_faster(h, weight, Epilogue.RESIDUAL):
-            fused_linear(h, weight, x, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
+        tiling = _tiling(h, weight) if features == _ALL else None
+        if tiling is not None:
+            fused_linear(h, weight, x, tiling=tiling, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
         else:
             x.addmm_(h, weight.t())
 
@@ -268,18 +276,28 @@ def _summed(matrix: Matrix) -> dict[str, int]:
     return {"summed over ranks": matrix.row_bytes} if matrix.is_summed else {}
 
 
+def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
+    """How `fused_linear` multiplies these; None where PyTorch's product is to be used."""
+    if not has_fused_linear(x, weight):
+        return None
+    multiprocessors = dispatch.multiprocessors(x.device)
+    return dispatch.linear_tiling(
+        len(x), *weight.shape, gated=gated, multiprocessors=multiprocessors
+    )
+
+
 def _most_stored_rows(matrix: Matrix) -> int | None:
     """Rows beyond which one kernel always serves `gated`; None where that is not known.
 
     It serves where its tiles fill the card, as those of many rows do. Whether they do is looked up
     row by row as far as partly filled ones may still matter.
     """
-    is_served = native is not None and matrix.dtype == torch.bfloat16 and not matrix.has_bias
+    is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
     if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:
         return None
-    multiprocessors = hopper_multiprocessors(matrix.device.index)
+    multiprocessors = dispatch.multiprocessors(matrix.device)
     for rows in range(_SCANNED_ROWS, 0, -1):
         shape = (rows, matrix.columns, matrix.depth)
-        if choose_tiling(*shape, gated=True, multiprocessors=multiprocessors) is None:
+        if dispatch.linear_tiling(*shape, gated=True, multiprocessors=multiprocessors) is None:
             return rows if rows <= _SCANNED_ROWS // 2 else None
     return 0
