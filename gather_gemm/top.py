@@ -12,7 +12,7 @@ from ._ops import _check, _kernels, _num_rows
 from ._triton import can_take, guard
 from .launch import TopConfig, choose_top_config
 
-MAX_EXCLUDED = 16  # each is compared with every column
+MAX_COLUMNS = 4  # special ones, which the kernel takes one by one
 
 
 class Top(NamedTuple):
@@ -44,7 +44,9 @@ def gather_top(
     rows: Tensor | None,
     weight: Tensor,
     *,
-    excluded: Sequence[int] = (),
+    columns: Sequence[int] = (),
+    forbidden: int | Tensor = 0,
+    excluded: int | Tensor = 0,
     config: TopConfig | None = None,
 ) -> Top:
     """Best column of each gathered row of ``x @ weight.T``, and what its probability needs.
@@ -62,7 +64,10 @@ def gather_top(
             all rows as they are.
         weight: [N, D] of the same dtype; rows may be strided, D is contiguous. The kernel wants
             rows on whole 16 bytes.
-        excluded: at most 16 columns that are left out of the sum, and still may be the best.
+        columns: at most 4 columns, which the masks below speak of.
+        forbidden: a number, or int32 [R]; bit i set: ``columns[i]`` reads as -inf.
+        excluded: likewise; bit i set: ``columns[i]`` is left out of the sum, and still may be the
+            best column.
         config: tile of the kernel; by default the one measured best for the number of rows.
 
     Returns:
@@ -72,19 +77,14 @@ def gather_top(
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
     """
-    op = "gather_top"
-    _check(op, "x", x, x, (-1, -1))
-    _check(op, "weight", weight, x, (-1, x.shape[1]))
-    if len(weight) == 0:
-        raise ValueError(f"{op}: weight must have at least one row, got {list(weight.shape)}")
-    num_rows = _num_rows(op, x, rows)
-    if len(excluded) > MAX_EXCLUDED or any(not 0 <= c < len(weight) for c in excluded):
-        raise ValueError(
-            f"{op}: excluded must be at most {MAX_EXCLUDED} columns in [0, {len(weight)}), "
-            f"got {list(excluded)}"
-        )
+    num_rows = _check_top(x, rows, weight, columns, forbidden, excluded)
     if num_rows == 0 or not has_top(x, weight):
-        return Top(*reference.gather_top(x, rows, weight, excluded))
+        return Top(*reference.gather_top(x, rows, weight, columns, forbidden, excluded))
+    if isinstance(forbidden, Tensor) or isinstance(excluded, Tensor):
+        forbidden, excluded = (
+            mask if isinstance(mask, Tensor) else _filled(num_rows, mask, x.device)
+            for mask in (forbidden, excluded)
+        )
     maximum, sum_exp, probability = torch.empty(3, num_rows, dtype=torch.float32, device=x.device)
     column = torch.empty(num_rows, dtype=torch.int64, device=x.device)
     top = Top(maximum, column, sum_exp, probability)
@@ -94,11 +94,49 @@ def gather_top(
             x,
             None if rows is None else rows.contiguous(),
             weight,
-            tuple(excluded),
+            (*columns, *[-1] * (MAX_COLUMNS - len(columns))),
+            forbidden,
+            excluded,
             top,
             config or choose_top_config(num_rows),
         )
     return top
+
+
+def _check_top(
+    x: Tensor,
+    rows: Tensor | None,
+    weight: Tensor,
+    columns: Sequence[int],
+    forbidden: int | Tensor,
+    excluded: int | Tensor,
+) -> int:
+    """R, of arguments that are as `gather_top` wants them."""
+    op = "gather_top"
+    _check(op, "x", x, x, (-1, -1))
+    _check(op, "weight", weight, x, (-1, x.shape[1]))
+    if len(weight) == 0:
+        raise ValueError(f"{op}: weight must have at least one row, got {list(weight.shape)}")
+    if len(columns) > MAX_COLUMNS or any(not 0 <= c < len(weight) for c in columns):
+        raise ValueError(
+            f"{op}: columns must be at most {MAX_COLUMNS} columns in [0, {len(weight)}), "
+            f"got {list(columns)}"
+        )
+    num_rows = _num_rows(op, x, rows)
+    for name, mask in (("forbidden", forbidden), ("excluded", excluded)):
+        if not isinstance(mask, Tensor):
+            continue
+        is_like = mask.dtype == torch.int32 and mask.device == x.device
+        if mask.shape != (num_rows,) or not is_like or not mask.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be a number or int32 [{num_rows}] contiguous on {x.device}, "
+                f"got {mask.dtype} {list(mask.shape)} on {mask.device}"
+            )
+    return num_rows
+
+
+def _filled(num_rows: int, mask: int, device: torch.device) -> Tensor:
+    return torch.full((num_rows,), mask, dtype=torch.int32, device=device)
 
 
 def _is_describable(weight: Tensor) -> bool:

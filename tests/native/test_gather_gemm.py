@@ -57,6 +57,7 @@ def test_kernel_under_the_interpreter():
     program = f"""
 import torch
 from gather_gemm import _ops, _triton, gather_gemm, gather_top
+from tests.native.test_gather_gemm import masks_of
 from gather_gemm.launch import TopConfig
 assert _triton._IS_INTERPRETED
 del _ops.reference.gather_gemm  # the kernel must not need it
@@ -83,9 +84,11 @@ for dtype in (torch.float32, torch.float16):
         weight = torch.randint(-2, 3, (num_columns, depth), generator=generator).to(dtype) / 16
         rows = torch.randint(0, 90, (num_rows,), generator=generator)
         for config in tiles:
-            for given, excluded in ((rows, ()), (None, (3, 39))):
-                found = gather_top(x, given, weight, excluded=excluded, config=config)
-                wanted = reference(x, given, weight, excluded)
+            for given, kind in ((rows, "none"), (None, "of all rows"), (rows, "by row")):
+                count = 90 if given is None else num_rows
+                masks = masks_of(kind, generator, count, num_columns, "cpu")
+                found = gather_top(x, given, weight, **masks, config=config)
+                wanted = reference(x, given, weight, **masks)
                 assert torch.equal(found.maximum, wanted[0])
                 assert torch.equal(found.column, wanted[1])
                 torch.testing.assert_close(found.sum_exp, wanted[2], rtol=1e-5, atol=0)
@@ -137,23 +140,37 @@ def test_arguments_are_checked(changes, message):
         gather_gemm(**(arguments | changes))
 
 
-def softmax_of(logits, excluded):
+def softmax_of(logits, columns=(), forbidden=0, excluded=0):
     """Maximum, lowest column, sum of exp and probability of the best column, in float64."""
-    logits = logits.double()
+    hidden = torch.zeros(2, *logits.shape, dtype=torch.bool, device=logits.device)
+    for number, mask in enumerate((forbidden, excluded)):
+        for row in range(len(logits)):
+            bits = int(mask if isinstance(mask, int) else mask[row])
+            for index, column in enumerate(columns):
+                hidden[number, row, column] |= bool(bits >> index & 1)
+    logits = logits.double().masked_fill(hidden[0], -torch.inf)
     maximum = logits.amax(dim=-1)
     column = (logits == maximum[:, None]).int().argmax(dim=-1)
-    kept = logits.clone()
-    kept[:, list(excluded)] = -torch.inf
+    kept = logits.masked_fill(hidden[1], -torch.inf)
     sums = (kept - maximum.masked_fill(maximum == -torch.inf, 0)[:, None]).exp().sum(dim=-1)
-    chosen = (1 / sums).masked_fill(maximum == -torch.inf, 0)
-    for excluded_column in excluded:
-        chosen = chosen.masked_fill(column == excluded_column, 0)
-    return maximum, column, sums, chosen
+    is_zero = hidden[1].gather(1, column[:, None])[:, 0] | (maximum == -torch.inf)
+    return maximum, column, sums, (1 / sums).masked_fill(is_zero, 0)
 
 
 def integers(generator, *shape):
     """Small whole numbers: their products are exact, so logits have ties and none is rounded."""
     return torch.randint(-2, 3, shape, generator=generator)
+
+
+def masks_of(kind, generator, num_rows, num_columns, device):
+    """Special columns, the last one and two of one tile among them: of no row, all, or some."""
+    if kind == "none":
+        return {}
+    columns = (num_columns - 1, 3, 39)
+    if kind == "of all rows":
+        return {"columns": columns, "forbidden": 0b101, "excluded": 0b010}
+    bits = torch.randint(0, 8, (2, num_rows), generator=generator).to(torch.int32).to(device)
+    return {"columns": columns, "forbidden": bits[0], "excluded": bits[1]}
 
 
 # Rows: one, at and past the edges of the tiles. Columns and depth: no multiples of any tile.
@@ -163,15 +180,17 @@ TOP_SHAPES = [(1, 40, 64), (16, 256, 128), (17, 131, 72), (33, 300, 200), (70, 2
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(ERROR))
 @pytest.mark.parametrize(("num_rows", "num_columns", "depth"), [*TOP_SHAPES, (150, 1000, 264)])
-@pytest.mark.parametrize("excluded", [(), (3, 39)])
-def test_top_against_float64(generator, device, dtype, num_rows, num_columns, depth, excluded):
+@pytest.mark.parametrize("kind", ["none", "of all rows", "by row"])
+def test_top_against_float64(generator, device, dtype, num_rows, num_columns, depth, kind):
     x = integers(generator, 160, depth + 8).to(device, dtype)[:, :depth]
     weight = integers(generator, num_columns, depth).to(device, dtype) / 16
     rows = torch.randint(0, 160, (num_rows,), generator=generator).to(device)
     logits = (x.double() @ weight.double().t()).to(dtype)
     for given in (rows, None):
-        top = gather_top(x, given, weight, excluded=excluded)
-        wanted = softmax_of(logits if given is None else logits[rows], excluded)
+        count = 160 if given is None else num_rows
+        masks = masks_of(kind, generator, count, num_columns, device)
+        top = gather_top(x, given, weight, **masks)
+        wanted = softmax_of(logits if given is None else logits[rows], **masks)
         assert torch.equal(top.maximum.double(), wanted[0])
         assert torch.equal(top.column, wanted[1])
         torch.testing.assert_close(top.sum_exp.double(), wanted[2], rtol=1e-5, atol=0)
@@ -183,10 +202,16 @@ def test_top_of_rows_that_say_nothing(device):
     x = torch.ones(4, 64, device=device, dtype=torch.bfloat16)
     x[1] = torch.nan
     weight = torch.full((300, 64), -torch.inf, device=device, dtype=torch.bfloat16)
-    top = gather_top(x, None, weight)
+    top = gather_top(x, None, weight, columns=(0, 299), excluded=2)
     assert top.column[0] == 0 and top.sum_exp[0] == 0 and top.probability[0] == 0
     assert top.sum_exp[1].isnan() and top.probability[1].isnan() and 0 <= top.column[1] < 300
     assert gather_top(x[:0], None, weight).column.shape == (0,)
+    ones = torch.ones(5, 64, device=device, dtype=torch.bfloat16)
+    all_forbidden = gather_top(x, None, ones[:4], columns=(0, 1, 2, 3), forbidden=15)
+    assert all_forbidden.column[0] == 0 and all_forbidden.probability[0] == 0
+    best_excluded = gather_top(x, None, ones, columns=(0,), excluded=1)
+    assert best_excluded.column[0] == 0 and best_excluded.probability[0] == 0
+    assert best_excluded.sum_exp[0] == 4
 
 
 @pytest.mark.gpu
@@ -207,8 +232,10 @@ def test_rows_of_a_top_do_not_depend_on_each_other(generator):
         ({"weight": torch.zeros(5, 7)}, r"weight must be \['any', 8\]"),
         ({"weight": torch.zeros(0, 8)}, "at least one row"),
         ({"rows": torch.zeros(3)}, r"rows must be int64 \[R\]"),
-        ({"excluded": [5]}, r"excluded must be at most 16 columns in \[0, 5\)"),
-        ({"excluded": [0] * 17}, "excluded must be at most 16 columns"),
+        ({"columns": [5]}, r"columns must be at most 4 columns in \[0, 5\)"),
+        ({"columns": [0] * 5}, "columns must be at most 4 columns"),
+        ({"forbidden": torch.zeros(4)}, r"forbidden must be a number or int32 \[4\]"),
+        ({"excluded": torch.zeros(3, dtype=torch.int32)}, r"excluded must be .* int32 \[4\]"),
     ],
 )
 def test_arguments_of_top_are_checked(changes, message):
