@@ -91,7 +91,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 read,
                 [partial(gather_top, x, None, weight)],
                 [partial(sample, x)],
-                dispatch.samples_in_product(num_rows, device),
+                dispatch.samples_in_head(num_rows, device),
             )
         if "gather" in ops:
             yield Case(
@@ -102,7 +102,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 read + out.nbytes,
                 [partial(gather_gemm, x, None, weight, out)],
                 [partial(torch.mm, x, weight.t(), out=out)],
-                dispatch.multiplies_head(num_rows, device),
+                dispatch.multiplies_head(num_rows, VOCABULARY, device),
             )
 
 

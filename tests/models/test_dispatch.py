@@ -57,6 +57,16 @@ def test_without_the_card_there_is_no_kernel() -> None:
         assert dispatch.linear_tiling(*shape, gated=gated, multiprocessors=0) is None
 
 
+def test_the_head_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert not dispatch.multiplies_head(1, 126464, cpu) and not dispatch.samples_in_head(1, cpu)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: device == gpu)
+    rows = (0, 1, 64, 65, 128, 129)
+    assert [num for num in rows if dispatch.multiplies_head(num, 126464, gpu)] == [1, 64]
+    assert not dispatch.multiplies_head(1, 24576, gpu)
+    assert [num for num in rows if dispatch.samples_in_head(num, gpu)] == [1, 64, 65, 128]
+
+
 def test_experts_by_their_rows() -> None:
     assert [rows for rows in (8, 9, 64, 65) if dispatch.routes_compiled(rows)] == [9, 64]
     assert [rows for rows in (0, 256, 257) if dispatch.routes_scored(rows)] == [0, 256]

@@ -230,6 +230,14 @@ class DiffusionModel(nn.Module, SupportsQuant):
         """The output head; not to be asked for before the weights are loaded."""
         return ops.projection_of(self.lm_head)
 
+    @property
+    def head_matrix(self) -> Tensor | None:
+        """[V, D] where the logits are its product with normed hidden states; None where more is
+        done, or where this rank has not all columns."""
+        if self.num_columns < self.vocab_size or self.config.logits_scale != 1.0:
+            return None
+        return self.head.matrix(slice(0, self.num_columns))
+
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of this rank's columns.
 

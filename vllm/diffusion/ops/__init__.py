@@ -26,8 +26,10 @@ from vllm.diffusion.ops.sampling import (
     candidates,
     gather_columns,
     most_likely,
+    most_likely_in_head,
     negative_entropy,
     philox_uniform,
+    samples_in_head,
     token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
@@ -53,6 +55,7 @@ __all__ = [
     "kind_of",
     "kinds_of",
     "most_likely",
+    "most_likely_in_head",
     "negative_entropy",
     "norm_rotary",
     "philox_uniform",
@@ -60,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "route_rows",
+    "samples_in_head",
     "silu_mul",
     "store_keys_values",
     "to_device",

@@ -37,7 +37,8 @@ _LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on
 _LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
 _STEP_DEPTH = 64
 
-_HEAD_ROWS = 64  # Triton's product with the output matrix, beyond which cuBLAS's is the faster one
+_HEAD_COLUMNS = 65_536  # of what counts as an output matrix
+_HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faster one
 _TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and sampling from them
 
 _ROUTER_ROWS = range(9, 65)  # the compiled router; fewer rows are as fast with Triton's
@@ -95,12 +96,13 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def multiplies_head(num_rows: int, device: torch.device) -> bool:
-    """Whether Triton's product of sample rows and the output matrix is not slower than cuBLAS's."""
-    return 0 < num_rows <= _HEAD_ROWS and is_hopper(device)
+def multiplies_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
+    """Whether Triton's product of sample rows and an output matrix is not slower than cuBLAS's."""
+    is_head = num_columns >= _HEAD_COLUMNS
+    return is_head and 0 < num_rows <= _HEAD_ROWS and is_hopper(device)
 
 
-def samples_in_product(num_rows: int, device: torch.device) -> bool:
+def samples_in_head(num_rows: int, device: torch.device) -> bool:
     """Whether sampling in the product is faster than storing the logits and reading them."""
     return 0 < num_rows <= _TOP_ROWS and is_hopper(device)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
+from gather_gemm import gather_gemm
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -104,6 +105,10 @@ class Projection(ABC):
         # Of a row-parallel layer, whose products are summed, only rank 0 adds the bias.
         self._bias: Tensor | None = None if is_row_parallel and layer.tp_rank > 0 else layer.bias
 
+    def matrix(self, columns: slice) -> Tensor | None:
+        """Rows of the weight, where the product is just with these; None where it is not."""
+        return None
+
     @classmethod
     @abstractmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
@@ -169,6 +174,9 @@ class PlainProjection(Projection):
         self._weight: Tensor = layer.weight
         self._adds_in_place = self._weight.is_cuda and self._bias is None and not self._is_summed
 
+    def matrix(self, columns: slice) -> Tensor | None:
+        return self._weight[columns] if self._bias is None else None
+
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
@@ -184,10 +192,12 @@ class PlainProjection(Projection):
         tiling = _tiling(x, weight)
         if tiling is not None:
             fused_linear(x, weight, out, tiling=tiling, bias=bias, early=_AT_REST)
-        elif bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
+        elif bias is not None:
             torch.addmm(bias, x, weight.t(), out=out)
+        elif x.element_size() == 2 and dispatch.multiplies_head(len(x), len(weight), x.device):
+            gather_gemm(x, None, weight, out)
+        else:
+            torch.mm(x, weight.t(), out=out)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         """One kernel does it all where that was measured faster; it rounds where the two do."""
