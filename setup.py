@@ -5,14 +5,14 @@ At the root, for every room, or inside one room's folder, for that room alone::
 
     python setup.py build_ext --inplace
 
-The extension module is left beside the ``__init__.py`` that imports it. Objects are kept under
-``build/native`` at the root (never in a room, whose folder may stand on ``PYTHONPATH``) and are
-reused while their source, the room's headers and the compile command are unchanged.
+This file decides what is compiled and how; ninja decides what is out of date, and runs nvcc. The
+extension module is left beside the ``__init__.py`` that imports it, everything else under
+``build/native`` at the root (never in a room, whose folder may stand on ``PYTHONPATH``).
 
 Environment:
 
-* ``BUILD_<ROOM>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``,
-  ``BUILD_GATHER_GEMM``) leaves a room out.
+* ``BUILD_<ROOM>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``)
+  leaves a room out.
 * ``NATIVE_CUDA_ARCHS`` (default ``80 90a 100``) lists the targets; those that the toolkit does not
   know are left out.
 * ``CUDA_HOME`` names the toolkit; otherwise ``nvcc`` is looked up on ``PATH`` and in
@@ -22,12 +22,11 @@ Environment:
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,8 @@ except ImportError:
     sys.exit("setuptools not found: python -m pip install -r requirements/build.txt")
 
 ROOT = Path(__file__).resolve().parent
-OBJECTS = ROOT / "build" / "native"
+# One for each interpreter: objects of the bindings depend on Python's headers.
+FOLDER = ROOT / "build" / "native" / str(sysconfig.get_config_var("SOABI"))
 DEFAULT_ARCHS = "80 90a 100"
 
 
@@ -48,54 +48,32 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Room:
-    """One native room: where it lies, its packages, and the extension (if any) compiled for it."""
+    """One native room: where it lies, and the extension that is compiled for it."""
 
     name: str  # its switch is BUILD_<NAME>
     folder: str  # holds the room's setup.py, relative to the root
-    packages: tuple[str, ...]  # Python packages that the room consists of
-    extension: str | None = None  # dotted name of the compiled module
-
-    @property
-    def root_package(self) -> str:
-        return self.packages[-1]
+    package: str  # that this folder is
+    extension: str  # dotted name of the compiled module
 
     @property
     def is_enabled(self) -> bool:
         return os.environ.get(f"BUILD_{self.name.upper()}", "1") != "0"
 
-    @property
-    def source_folder(self) -> Path:
-        """The folder of the package that the extension belongs to."""
-        assert self.extension is not None
-        return ROOT.joinpath(*self.extension.split(".")[:-1])
-
     def sources(self) -> list[Path]:
-        """Sources of the extension: every .cu and .cpp of its package's folder."""
-        return sorted(
-            path for path in self.source_folder.iterdir() if path.suffix in (".cu", ".cpp")
-        )
-
-    def headers(self) -> list[Path]:
-        return sorted(
-            path for path in self.source_folder.iterdir() if path.suffix in (".h", ".cuh")
-        )
+        """Every .cu and .cpp of the folder of the package that the extension belongs to."""
+        folder = ROOT.joinpath(*self.extension.split(".")[:-1])
+        return sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cpp"))
 
 
 ROOMS = (
-    Room("flash_sample", "flash_sample", ("flash_sample",), "flash_sample._flash_sample"),
+    Room("flash_sample", "flash_sample", "flash_sample", "flash_sample._flash_sample"),
     Room(
         "vllm_add_llada",
         "vllm_add_llada/cuda_kernels",
-        (
-            "vllm_add_llada",
-            "vllm_add_llada.cuda_kernels.fused_ops",
-            "vllm_add_llada.cuda_kernels",
-        ),
+        "vllm_add_llada.cuda_kernels",
         "vllm_add_llada.cuda_kernels.fused_ops._fused_ops",
     ),
-    Room("vmm_allocator", "vmm_allocator", ("vmm_allocator",), "vmm_allocator._vmm_allocator"),
-    # Its Triton kernels are compiled at first use.
-    Room("gather_gemm", "gather_gemm", ("gather_gemm",), "gather_gemm._gather_gemm"),
+    Room("vmm_allocator", "vmm_allocator", "vmm_allocator", "vmm_allocator._vmm_allocator"),
 )
 
 
@@ -134,7 +112,10 @@ def include_flags(room: Room) -> list[str]:
 
 def arch_flags(nvcc: str) -> list[str]:
     """Machine code for each target that the toolkit knows; PTX of the first for all other cards."""
-    known = set(re.findall(r"compute_(\d+)", run([nvcc, "--list-gpu-arch"])))
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        raise BuildError(f"{nvcc} --list-gpu-arch: {listed.stderr.strip()}")
+    known = set(re.findall(r"compute_(\d+)", listed.stdout))
     wanted = os.environ.get("NATIVE_CUDA_ARCHS", DEFAULT_ARCHS).replace(",", " ").replace(";", " ")
     archs = [arch for arch in wanted.split() if arch.rstrip("af") in known]
     if not archs:
@@ -145,106 +126,110 @@ def arch_flags(nvcc: str) -> list[str]:
     return flags
 
 
-def run(command: Sequence[str]) -> str:
-    """Run a tool and return its standard output; a failure shows the tool's own words."""
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise BuildError(f"{' '.join(command)}\n{result.stdout}{result.stderr}".rstrip())
-    if result.stderr:
-        sys.stderr.write(result.stderr)
-    return result.stdout
+def find_ninja(room: Room) -> str:
+    """Path of ninja: beside this interpreter, then ``PATH``."""
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which("ninja", path=beside) or shutil.which("ninja")
+    if found is None:
+        raise BuildError(
+            f"{room.name}: ninja not found: python -m pip install -r requirements/build.txt"
+        )
+    return found
 
 
-def is_stale(output: Path, command: Sequence[str], inputs: Iterable[Path]) -> bool:
-    """Whether ``output`` must be made: missing, older than an input, or made by another command."""
-    record = output.with_name(output.name + ".command")
-    if not output.exists() or not record.exists() or record.read_text() != "\n".join(command):
-        return True
-    made = output.stat().st_mtime_ns
-    return any(path.stat().st_mtime_ns > made for path in inputs)
+RULES = """
+rule compile
+  command = $nvcc $flags -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = $in
+rule link
+  command = $nvcc -shared -cudart=static $in -ldl -o $out
+  description = $out
+# A new file in the old one's place: a running process may have that mapped.
+rule place
+  command = cp $in $out.partial && mv $out.partial $out
+  description = $out
+"""
 
 
-def make(output: Path, command: Sequence[str], inputs: Iterable[Path]) -> None:
-    """Run ``command``, which writes ``output``, unless that is up to date."""
-    if not is_stale(output, command, inputs):
-        return
-    sys.stdout.write(f"{output.name} <- {' '.join(path.name for path in inputs)}\n")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    run(command)
-    output.with_name(output.name + ".command").write_text("\n".join(command))
+def escaped(path: Path) -> str:
+    """A path as build statements take it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def build_extension(room: Room, output: Path) -> None:
-    """Compile the room's sources in parallel and link them, with static cudart, into ``output``."""
-    nvcc = find_nvcc(room)
+def quoted(words: list[str]) -> str:
+    """Words of a command as a variable of ninja's holds them."""
+    return shlex.join(words).replace("$", "$$")
+
+
+def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
+    """How the room's sources become ``output``; flags by the ending of a source's name."""
+    lines, objects = [], []
+    for source in room.sources():
+        made = FOLDER / room.name / f"{source.name}.o"
+        objects.append(escaped(made))
+        lines.append(f"build {objects[-1]}: compile {escaped(source)}")
+        lines.append(f"  flags = {flags_of[source.suffix]}")
+    linked = escaped(FOLDER / room.name / output.name)
+    lines.append(f"build {linked}: link {' '.join(objects)}")
+    return [*lines, f"build {escaped(output)}: place {linked}"]
+
+
+def build(outputs: dict[Room, Path]) -> None:
+    """Write ``build.ninja`` for these rooms and run it."""
+    first = next(iter(outputs))
+    nvcc, ninja = find_nvcc(first), find_ninja(first)
     flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
-    device_flags = [*flags, *arch_flags(nvcc)]
-    host_flags = [*flags, *include_flags(room)]
-    # One folder for each interpreter: objects of the bindings depend on Python's headers.
-    folder = OBJECTS / room.name / str(sysconfig.get_config_var("SOABI"))
-    headers = room.headers()
-
-    def compile_source(source: Path) -> Path:
-        target = folder / f"{source.name}.o"
-        chosen = device_flags if source.suffix == ".cu" else host_flags
-        make(target, [nvcc, *chosen, "-c", str(source), "-o", str(target)], [source, *headers])
-        return target
-
-    max_jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-    with ThreadPoolExecutor(max_jobs) as pool:
-        objects = list(pool.map(compile_source, room.sources()))
-    # Linked beside the objects, so that the record of the command stays out of the room.
-    linked = folder / output.name
-    names = [str(path) for path in objects]
-    make(linked, [nvcc, "-shared", "-cudart=static", *names, "-ldl", "-o", str(linked)], objects)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if not output.exists() or output.stat().st_mtime_ns < linked.stat().st_mtime_ns:
-        partial = output.with_name(output.name + ".partial")
-        shutil.copyfile(linked, partial)
-        partial.replace(output)  # never overwrite a module that a running process has mapped
+    flags_of = {
+        ".cu": quoted([*flags, *arch_flags(nvcc)]),
+        ".cpp": quoted([*flags, *include_flags(first)]),
+    }
+    lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}", RULES]
+    for room, output in outputs.items():
+        lines += statements(room, output, flags_of)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    file = FOLDER / "build.ninja"
+    file.write_text("\n".join(lines) + "\n")
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    sys.stdout.flush()
+    if subprocess.run([ninja, "-f", str(file), "-j", jobs], check=False).returncode != 0:
+        raise BuildError(f"{file}: the build failed, see the compiler's words above")
 
 
 class BuildNative(build_ext):
-    """``build_ext`` that hands each extension to nvcc; what is missing stops it with one line."""
-
-    rooms: tuple[Room, ...] = ()
+    """``build_ext`` that hands all extensions to ninja; what is missing stops it with one line."""
 
     def run(self) -> None:
         """Build every extension of the chosen rooms straight into its place."""
-        by_extension = {room.extension: room for room in self.rooms}
-        for extension in self.extensions:
-            output = Path(self.get_ext_fullpath(extension.name)).resolve()
-            try:
-                build_extension(by_extension[extension.name], output)
-            except BuildError as error:
-                sys.exit(str(error))
+        room_of = {room.extension: room for room in ROOMS}
+        outputs = {
+            room_of[extension.name]: Path(self.get_ext_fullpath(extension.name)).resolve()
+            for extension in self.extensions
+        }
+        try:
+            if outputs:
+                build(outputs)
+        except BuildError as error:
+            sys.exit(str(error))
 
 
 def main(room_name: str | None) -> None:
     """Run setuptools for all rooms from the root (None), or for one room from inside its folder."""
-    if room_name is None:
-        rooms = ROOMS
-        package_dir = {"": "."}
-        os.chdir(ROOT)
-    else:
-        rooms = tuple(room for room in ROOMS if room.name == room_name)
-        package_dir = {rooms[0].root_package: "."}
-        os.chdir(ROOT / rooms[0].folder)
-    rooms = tuple(room for room in rooms if room.is_enabled)
+    rooms = [room for room in ROOMS if room_name in (None, room.name)]
+    package_dir = {"": "."} if room_name is None else {rooms[0].package: "."}
+    os.chdir(ROOT if room_name is None else ROOT / rooms[0].folder)
     setup(
         name="mosaic-native",
         version="0.1.0",
-        packages=[package for room in rooms for package in room.packages]
-        if room_name is None
-        else [],
+        packages=[],
         package_dir=package_dir,
-        package_data={"": ["*.pyi", "py.typed"]},
         ext_modules=[
             Extension(room.extension, [str(source) for source in room.sources()])
             for room in rooms
-            if room.extension is not None
+            if room.is_enabled
         ],
-        cmdclass={"build_ext": type("build_ext", (BuildNative,), {"rooms": rooms})},
+        cmdclass={"build_ext": BuildNative},
     )
 
 

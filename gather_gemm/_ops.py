@@ -1,44 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public operations: check the arguments, then launch a kernel or run the reference."""
 
-import warnings
-from contextlib import nullcontext
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from . import reference
-from .launch import choose_config, is_kernel_faster
+from ._triton import can_take, guard, load_kernels
+from .launch import choose_config
 
-_kernel: ModuleType | None
-try:
-    from . import kernel as _kernel
-except ModuleNotFoundError:  # no Triton
-    _kernel = None
-except (ImportError, RuntimeError) as error:
-    warnings.warn(f"gather_gemm: Triton does not load: {error}", stacklevel=2)
-    _kernel = None
-
+_kernels = load_kernels("kernel")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_built() -> bool:
     """Whether Triton is there; without it CUDA tensors run the reference."""
-    return _kernel is not None
+    return _kernels is not None
 
 
-def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Product of gathered rows and a transposed weight, without storing the gathered rows.
+def gather_gemm(
+    x: Tensor, rows: Tensor | None, weight: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Product of some rows and a transposed weight, without storing the gathered rows.
 
-    Sums in fp32. On CUDA the Triton kernel where Triton is installed and the kernel was measured
-    faster, and on CPU under Triton's interpreter (``TRITON_INTERPRET=1``, fp32 and fp16); else the
-    reference.
+    Sums in fp32. On CUDA the Triton kernel where Triton is installed, and on CPU under Triton's
+    interpreter (``TRITON_INTERPRET=1``, fp32 and fp16); else the reference.
 
     Args:
         x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
         rows: int64 [R], each in [0, T); in any order, repeats allowed. Not checked: looking at
-            values on a GPU would make the host wait for it.
+            values on a GPU would make the host wait for it. None takes all rows as they are.
         weight: [N, D] of the same dtype; rows may be strided, D is contiguous.
         out: [R, N] of the same dtype; rows may be strided. Allocated when not given.
 
@@ -51,37 +41,31 @@ def gather_gemm(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor | None = No
     op = "gather_gemm"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "weight", weight, x, (-1, x.shape[1]))
-    if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:
-        raise ValueError(
-            f"{op}: rows must be int64 [R] on {x.device}, "
-            f"got {rows.dtype} {list(rows.shape)} on {rows.device}"
-        )
-    shape = (len(rows), len(weight))
+    num_rows = _num_rows(op, x, rows)
+    shape = (num_rows, len(weight))
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     _check(op, "out", out, x, shape)
     if 0 in shape:
         return out
-    is_slower = x.is_cuda and not is_kernel_faster(len(rows), x.element_size())
-    if _kernel is None or not _has_kernel(x) or is_slower:
+    if _kernels is None or not can_take(x):
         return reference.gather_gemm(x, rows, weight, out)
-    config = choose_config(len(rows), x.element_size())
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        _kernel.launch(x, rows.contiguous(), weight, out, config)
+    config = choose_config(num_rows, x.element_size())
+    with guard(x):
+        _kernels.launch(x, None if rows is None else rows.contiguous(), weight, out, config)
     return out
 
 
-def _has_kernel(x: Tensor) -> bool:
-    if _is_interpreted():
-        # The interpreter's dot product takes the bit patterns of bf16 for integers.
-        return x.dtype != torch.bfloat16
-    return x.is_cuda
-
-
-def _is_interpreted() -> bool:
-    """Whether the kernel was decorated under TRITON_INTERPRET=1."""
-    assert _kernel is not None
-    return type(_kernel.gather_gemm_kernel).__name__ == "InterpretedFunction"
+def _num_rows(op: str, x: Tensor, rows: Tensor | None) -> int:
+    """R, of `rows` that are checked as far as shapes go."""
+    if rows is None:
+        return len(x)
+    if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:
+        raise ValueError(
+            f"{op}: rows must be int64 [R] on {x.device}, "
+            f"got {rows.dtype} {list(rows.shape)} on {rows.device}"
+        )
+    return len(rows)
 
 
 def _check(op: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:

@@ -2,7 +2,8 @@
 """Products of consecutive groups of rows, each group with a matrix of its own.
 
 The rows of an expert are such a group. No group is padded to the size of another, an empty one
-costs nothing, and everything is launched from shapes alone.
+costs nothing, and everything is launched from shapes alone. On CUDA Triton kernels; without Triton
+the references run, which copy `ends` to the host.
 """
 
 from __future__ import annotations
@@ -10,54 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import grouped_native as native
 from . import grouped_reference as reference
 from ._ops import _check
 from ._triton import can_take, guard, load_kernels
-from .grouped_launch import prefers_stream, prefers_torch
 
 _kernels = load_kernels("grouped_kernel")
-
-
-def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
-    """The product of each group of rows with its own matrix, transposed.
-
-    Sums in fp32. On CUDA a Triton kernel or `torch._grouped_mm`, whichever was measured faster at
-    this number of rows; without Triton all but the latter's shapes run the reference, which
-    copies `ends` to the host.
-
-    Args:
-        x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; rows may be strided, D is
-            contiguous.
-        weight: [E, N, D] of the same dtype, a matrix for each group; D is contiguous.
-        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked:
-            looking at values on a GPU would make the host wait for it.
-        out: [S, N] of the same dtype. Allocated when not given.
-
-    Returns:
-        [S, N]: ``x[start:end] @ weight[e].T`` for each group e.
-
-    Raises:
-        ValueError: A shape, dtype, device or stride is not as above.
-    """
-    op = "grouped_gemm"
-    _check(op, "x", x, x, (-1, -1))
-    _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
-    _check_indices(op, "ends", ends, x, len(weight))
-    shape = (len(x), weight.shape[1])
-    if out is not None:
-        _check(op, "out", out, x, shape)
-    if 0 in shape:
-        return x.new_empty(shape) if out is None else out
-    if has_grouped_mm(x, weight) and prefers_torch(len(x), len(weight)):
-        product: Tensor = torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-        return product if out is None else out.copy_(product)
-    if _kernels is None or not can_take(x):
-        return reference.grouped_gemm(x, weight, ends, out)
-    out = x.new_empty(shape) if out is None else out
-    with guard(x):
-        _kernels.launch_product(x, weight, ends, None, None, out)
-    return out
 
 
 def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: Tensor) -> Tensor:
@@ -68,10 +26,11 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
-        slots: int32 [S]: row * k + any place below k, sorted by expert. Not checked, as `ends`.
+        slots: int32 [S]: row * k + any place below k, sorted by expert. Not checked:
+            looking at values on a GPU would make the host wait for it.
         num_chosen: k.
         weight: [E, 2I, D] of the same dtype, the gate's rows first; D is contiguous.
-        ends: int32 [E], as for `grouped_gemm`.
+        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
 
     Returns:
         [S, I], in the order of `slots`.
@@ -91,7 +50,7 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
         return out
     if _kernels is None or not can_take(x):
         rows = x.index_select(0, slots // num_chosen)
-        return reference.gated(grouped_gemm(rows, weight, ends))
+        return reference.gated(reference.grouped_gemm(rows, weight, ends))
     with guard(x):
         _kernels.launch_gated(x, slots, num_chosen, weight, ends, out)
     return out
@@ -106,12 +65,15 @@ def weighted_gemm(
     *,
     early: bool = False,
 ) -> Tensor:
-    """`grouped_gemm`, with each row of the result weighted and put into its slot.
+    """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
 
-    On CUDA a Triton kernel, or a compiled one where that takes the tensors and was measured faster.
+    Sums in fp32.
 
     Args:
-        x: [S, D], weight: [E, N, D], ends: int32 [E], as for `grouped_gemm`.
+        x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; rows may be strided, D is
+            contiguous.
+        weight: [E, N, D] of the same dtype, a matrix for each group; D is contiguous.
+        ends: int32 [E], as for `gated_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
@@ -138,23 +100,11 @@ def weighted_gemm(
     out = x.new_empty(*weights.shape, weight.shape[1])
     if out.numel() == 0:
         return out
-    if prefers_stream(len(x), len(weight)) and native.takes(x, weight):
-        native.launch_weighted(x, weight, ends, slots, weights, out.view(len(x), -1), early)
-        return out
     if _kernels is None or not can_take(x):
-        return reference.weighted_terms(grouped_gemm(x, weight, ends), slots, weights)
+        return reference.weighted_terms(reference.grouped_gemm(x, weight, ends), slots, weights)
     with guard(x):
-        _kernels.launch_product(x, weight, ends, slots, weights, out.view(len(x), -1), early)
+        _kernels.launch_weighted(x, weight, ends, slots, weights, out.view(len(x), -1), early)
     return out
-
-
-def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own grouped product takes these: bf16 on CUDA, rows on whole 16 bytes."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
-        return False
-    strides = (x.stride(0), weight.stride(0), weight.stride(1), weight.shape[1])
-    starts = (x.data_ptr(), weight.data_ptr())
-    return all(stride % 8 == 0 for stride in strides) and all(at % 16 == 0 for at in starts)
 
 
 def _check_indices(op: str, argument: str, indices: Tensor, like: Tensor, length: int) -> None:

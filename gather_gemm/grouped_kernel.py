@@ -170,7 +170,7 @@ def gated_kernel(
 
 
 @triton.jit
-def product_kernel(
+def weighted_kernel(
     x,  # [S, D]
     weight,  # [E * N, D]
     weight_rows,  # the same, by pointer
@@ -189,7 +189,6 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
-    SCATTERS: tl.constexpr,
     AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -208,9 +207,7 @@ def product_kernel(
     begin(OVERLAPS and EARLY)
     row_ids = first_row + tl.arange(0, ROWS)
     row_mask = row_ids < end_row
-    out_rows = row_ids
-    if SCATTERS:
-        out_rows = tl.load(slots + row_ids, mask=row_mask, other=0)
+    out_rows = tl.load(slots + row_ids, mask=row_mask, other=0)
     depth_ids = tl.arange(0, DEPTH)
     x_tile = x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None]
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
@@ -233,10 +230,8 @@ def product_kernel(
         )
         total = tl.dot(left, right, total, input_precision="ieee")
     dtype = out.dtype.element_ty
-    product = total.to(dtype)
-    if SCATTERS:
-        scale = tl.load(scales + out_rows, mask=row_mask, other=0.0).to(tl.float32)
-        product = (product.to(tl.float32) * scale[None, :]).to(dtype)
+    scale = tl.load(scales + out_rows, mask=row_mask, other=0.0).to(tl.float32)
+    product = (total.to(dtype).to(tl.float32) * scale[None, :]).to(dtype)
     columns = first_column + tl.arange(0, COLUMNS)
     tl.store(
         out + out_rows.to(tl.int64)[:, None] * out_stride + columns[None, :],
@@ -287,26 +282,26 @@ def launch_gated(
     )
 
 
-def launch_product(
+def launch_weighted(
     x: Tensor,
     weight: Tensor,
     ends: Tensor,
-    slots: Tensor | None,
-    weights: Tensor | None,
+    slots: Tensor,
+    weights: Tensor,
     out: Tensor,
     early: bool = False,
     config: GroupedConfig | None = None,
 ) -> None:
     """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
 
-    With `slots` and `weights`, row i is weighted and becomes row ``slots[i]`` of `out`. If `early`,
-    `ends` and `weight` are read before the kernel before this one has ended.
+    Row i is weighted and becomes row ``slots[i]`` of `out`. If `early`, `ends` and `weight` are
+    read before the kernel before this one has ended.
     """
     num_groups, num_columns, depth = weight.shape
     config = config or choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
     rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
     uses_tma = _has_tma(rows)
-    product_kernel[_grid(len(x), num_columns, num_groups, config)](
+    weighted_kernel[_grid(len(x), num_columns, num_groups, config)](
         x,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
         rows,
@@ -325,7 +320,6 @@ def launch_product(
         COLUMNS=config.columns,
         DEPTH=config.depth,
         USE_TMA=uses_tma,
-        SCATTERS=slots is not None,
         AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
         OVERLAPS=overlaps(x.device),
         EARLY=early and overlaps(x.device),

@@ -49,14 +49,6 @@ _PRODUCT = (
 # fp32 products run on the ordinary units, from registers: small tiles.
 _WIDE = GroupedConfig(16, 64, 32, num_warps=4, num_stages=2)
 
-# Of more rows a group than the first and up to the second, the compiled product is the faster
-# weighted one. Of 16, 32 and 64 rows that are alike, and touch 25, 31 and 33 of 64 groups: 28, 34
-# and 40 us, Triton's 33, 39 and 47. Where nearly all groups are touched both are as fast, and with
-# more rows Triton's is faster.
-STREAM_ROWS = (1, 8)
-# From as many rows a group on, torch's kernel is the faster plain product.
-TORCH_ROWS = 192
-
 
 def choose_gated(
     num_rows: int, num_groups: int, element_bytes: int, shared_bytes: int
@@ -70,17 +62,6 @@ def choose_product(
 ) -> GroupedConfig:
     """Tile of the plain product, likewise."""
     return _choose(_PRODUCT, 1, num_rows, num_groups, element_bytes, shared_bytes)
-
-
-def prefers_stream(num_rows: int, num_groups: int) -> bool:
-    """Whether the compiled weighted product is the faster one where it takes the tensors."""
-    least, most = STREAM_ROWS
-    return least * num_groups < num_rows <= most * num_groups
-
-
-def prefers_torch(num_rows: int, num_groups: int) -> bool:
-    """Whether torch's grouped product is the faster one where it takes the tensors."""
-    return num_rows >= TORCH_ROWS * num_groups
 
 
 def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:

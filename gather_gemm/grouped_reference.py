@@ -36,10 +36,9 @@ def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
-    """Each group of rows times its own matrix, transposed; see `gather_gemm.grouped_gemm`."""
-    if out is None:
-        out = torch.empty((len(x), weight.shape[1]), dtype=x.dtype, device=x.device)
+def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The product [S, N] of each group of rows with its own matrix, transposed."""
+    out = x.new_empty(len(x), weight.shape[1])
     bounds = itertools.pairwise([0, *ends.tolist()])
     for matrix, (start, end) in zip(weight, bounds, strict=True):
         if end > start:

@@ -13,7 +13,7 @@ from .launch import LaunchConfig, TopConfig
 @triton.jit
 def gather_gemm_kernel(
     x,  # [T, D]
-    rows,  # [R] int64
+    rows,  # [R] int64, or None when not GATHERED
     weight,  # [N, D]
     out,  # [R, N]
     num_rows,
@@ -22,6 +22,7 @@ def gather_gemm_kernel(
     x_stride,
     weight_stride,
     out_stride,
+    GATHERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -34,8 +35,10 @@ def gather_gemm_kernel(
     row_mask = row_ids < num_rows
     column_mask = column_ids < num_columns
     # 64-bit offsets: x and out of long sequences pass 2^31 elements.
-    gathered = tl.load(rows + row_ids, mask=row_mask, other=0).to(tl.int64)
-    x_rows = x + gathered[:, None] * x_stride
+    x_ids = row_ids.to(tl.int64)
+    if GATHERED:
+        x_ids = tl.load(rows + row_ids, mask=row_mask, other=0).to(tl.int64)
+    x_rows = x + x_ids[:, None] * x_stride
     weight_rows = weight + column_ids.to(tl.int64)[None, :] * weight_stride
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for start in range(0, depth, BLOCK_DEPTH):
@@ -58,7 +61,9 @@ def gather_gemm_kernel(
     )
 
 
-def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchConfig) -> None:
+def launch(
+    x: Tensor, rows: Tensor | None, weight: Tensor, out: Tensor, config: LaunchConfig
+) -> None:
     """Enqueue ``out = x[rows] @ weight.T`` on the current stream; the arguments are checked."""
     num_rows, num_columns = out.shape
     grid = (
@@ -76,6 +81,7 @@ def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchC
         x.stride(0),
         weight.stride(0),
         out.stride(0),
+        GATHERED=rows is not None,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         BLOCK_DEPTH=config.block_depth,
@@ -86,22 +92,45 @@ def launch(x: Tensor, rows: Tensor, weight: Tensor, out: Tensor, config: LaunchC
     )
 
 
-# Row counts come and go: no kernel of its own for 1, or for multiples of 16.
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _hide(logits, column_ids, bits, c0, c1, c2, c3):
+    """-inf in those columns c of logits [ROWS, COLUMNS] whose bit is set: of a row, or of all."""
+    logits = tl.where((column_ids == c0)[None, :] & ((bits & 1) != 0), -float("inf"), logits)
+    logits = tl.where((column_ids == c1)[None, :] & ((bits & 2) != 0), -float("inf"), logits)
+    logits = tl.where((column_ids == c2)[None, :] & ((bits & 4) != 0), -float("inf"), logits)
+    return tl.where((column_ids == c3)[None, :] & ((bits & 8) != 0), -float("inf"), logits)
+
+
+@triton.jit
+def _is_within(column, first, COLUMNS: tl.constexpr):
+    return (column >= first) & (column < first + COLUMNS)
+
+
+# What changes from step to step has no kernel of its own for 1, or for multiples of 16.
+_NUMBERS = ["num_rows", "forbidden", "excluded", "c0", "c1", "c2", "c3"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def top_tiles_kernel(
     x,  # [T, D]
-    rows,  # [R] int64, or anything when not GATHERED
+    rows,  # [R] int64, or None when not GATHERED
     weight,  # descriptor of [N, D]
     maximum,  # [R, tiles] fp32
     column,  # [R, tiles] int32
     sum_exp,  # [R, tiles] fp32
+    forbidden,  # [R] int32 where BY_ROW, else a number: bit i is for column ci, which reads as -inf
+    excluded,  # likewise; the column is not in the sum
+    c0,
+    c1,
+    c2,
+    c3,
     num_rows,
     num_columns,
     depth,
     x_stride,
     num_tiles,
     GATHERED: tl.constexpr,
-    EXCLUDED: tl.constexpr,
+    BY_ROW: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -139,11 +168,21 @@ def top_tiles_kernel(
     logits = total.to(weight.dtype).to(tl.float32)
     column_ids = first_column + tl.arange(0, BLOCK_COLUMNS)
     logits = tl.where((column_ids < num_columns)[None, :], logits, -float("inf"))
+    # Few tiles have one of the special columns.
+    is_special = _is_within(c0, first_column, BLOCK_COLUMNS)
+    is_special |= _is_within(c1, first_column, BLOCK_COLUMNS)
+    is_special |= _is_within(c2, first_column, BLOCK_COLUMNS)
+    is_special |= _is_within(c3, first_column, BLOCK_COLUMNS)
+    if BY_ROW:
+        forbidden = tl.load(forbidden + row_ids, mask=row_mask, other=0)[:, None]
+        excluded = tl.load(excluded + row_ids, mask=row_mask, other=0)[:, None]
+    if is_special:
+        logits = _hide(logits, column_ids, forbidden, c0, c1, c2, c3)
     best = tl.max(logits, axis=1)
     is_best = logits == best[:, None]
     lowest = tl.min(tl.where(is_best, column_ids[None, :], num_columns - 1), axis=1)
-    for excluded in tl.static_range(len(EXCLUDED)):
-        logits = tl.where((column_ids == EXCLUDED[excluded])[None, :], -float("inf"), logits)
+    if is_special:
+        logits = _hide(logits, column_ids, excluded, c0, c1, c2, c3)
     shift = tl.where(best == -float("inf"), 0.0, best)
     sums = tl.sum(tl.exp(logits - shift[:, None]), axis=1)
     at = row_ids.to(tl.int64) * num_tiles + tile
@@ -152,7 +191,7 @@ def top_tiles_kernel(
     tl.store(sum_exp + at, sums, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS[2:])
 def merge_tiles_kernel(
     tile_maximum,  # [R, tiles] fp32
     tile_column,  # [R, tiles] int32
@@ -161,9 +200,14 @@ def merge_tiles_kernel(
     column,  # [R] int64
     sum_exp,  # [R] fp32
     probability,  # [R] fp32
+    excluded,  # as above
+    c0,
+    c1,
+    c2,
+    c3,
     num_tiles,
     num_columns,
-    EXCLUDED: tl.constexpr,
+    BY_ROW: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -181,9 +225,13 @@ def merge_tiles_kernel(
     tl.store(column + row, lowest.to(tl.int64))
     total = tl.sum(sums * tl.exp(maxima - shift), axis=0)
     tl.store(sum_exp + row, total)
+    if BY_ROW:
+        excluded = tl.load(excluded + row)
     is_zero = best == -float("inf")
-    for excluded in tl.static_range(len(EXCLUDED)):
-        is_zero = is_zero | (lowest == EXCLUDED[excluded])
+    is_zero |= (lowest == c0) & ((excluded & 1) != 0)
+    is_zero |= (lowest == c1) & ((excluded & 2) != 0)
+    is_zero |= (lowest == c2) & ((excluded & 4) != 0)
+    is_zero |= (lowest == c3) & ((excluded & 8) != 0)
     tl.store(probability + row, tl.where(is_zero & (total == total), 0.0, 1.0 / total))
 
 
@@ -191,29 +239,38 @@ def launch_top(
     x: Tensor,
     rows: Tensor | None,
     weight: Tensor,
-    excluded: tuple[int, ...],
+    columns: tuple[int, int, int, int],
+    forbidden: int | Tensor,
+    excluded: int | Tensor,
     top: tuple[Tensor, Tensor, Tensor, Tensor],
     config: TopConfig,
 ) -> None:
-    """Enqueue `gather_top` into `top` on the current stream; the arguments are checked."""
+    """Enqueue `gather_top` into `top` on the current stream; the arguments are checked.
+
+    Both masks are numbers, or both int32 [R].
+    """
+    by_row = isinstance(excluded, Tensor)
     num_rows, num_columns = len(top[0]), len(weight)
     num_tiles = triton.cdiv(num_columns, config.block_columns)
     partials = torch.empty((3, num_rows, num_tiles), dtype=torch.float32, device=x.device)
-    columns = partials[1].view(torch.int32)
+    tile_columns = partials[1].view(torch.int32)
     top_tiles_kernel[(triton.cdiv(num_rows, config.block_rows) * num_tiles,)](
         x,
         rows,
         TensorDescriptor.from_tensor(weight, [config.block_columns, config.block_depth]),
         partials[0],
-        columns,
+        tile_columns,
         partials[2],
+        forbidden,
+        excluded,
+        *columns,
         num_rows,
         num_columns,
         x.shape[1],
         x.stride(0),
         num_tiles,
         GATHERED=rows is not None,
-        EXCLUDED=excluded,
+        BY_ROW=by_row,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         BLOCK_DEPTH=config.block_depth,
@@ -224,12 +281,14 @@ def launch_top(
     )
     merge_tiles_kernel[(num_rows,)](
         partials[0],
-        columns,
+        tile_columns,
         partials[2],
         *top,
+        excluded,
+        *columns,
         num_tiles,
         num_columns,
-        EXCLUDED=excluded,
+        BY_ROW=by_row,
         BLOCK_TILES=triton.next_power_of_2(num_tiles),
         num_warps=4,
     )

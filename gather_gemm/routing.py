@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from . import grouped_reference as reference
-from . import routing_native
 from ._ops import _check
 from ._triton import can_take, guard, load_kernels
 
 _kernels = load_kernels("routing_kernel")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_EXPERTS = 1024  # a block of the kernel holds whole rows
-# Up to as many rows the product with the router is bound by latency, and our kernel is the shorter.
-MAX_SCORED_ROWS = 256
 
 
 class Routing(NamedTuple):
@@ -63,9 +60,8 @@ def route(logits: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routin
 def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routing:
     """`route` by the logits ``x @ gate.T``, rounded to the dtype.
 
-    Sums in fp32. On CUDA few rows go through a kernel that multiplies by parts of the depth, whose
-    sum is taken by the kernel that chooses, or through one compiled kernel where that was measured
-    faster; more rows, and fp32, through PyTorch's product.
+    Sums in fp32. On CUDA a kernel multiplies by parts of the depth, which suits few rows, and the
+    kernel that chooses takes the sum of the parts; fp32 goes through PyTorch's product.
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
@@ -84,17 +80,14 @@ def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = N
     if _kernels is None or not can_take(x) or not _is_scored(x):
         return route(torch.mm(x, gate.t()), num_chosen, bias)
     routing = _allocate(x, len(gate), num_chosen)
-    if routing_native.takes(x, gate):
-        routing_native.launch_route(x, gate, num_chosen, bias, *routing)
-        return routing
     with guard(x):
         _kernels.launch_route(_kernels.launch_score(x, gate), num_chosen, bias, *routing)
     return routing
 
 
 def _is_scored(x: Tensor) -> bool:
-    """Whether our kernel computes the logits of these rows."""
-    return x.element_size() == 2 and 0 < len(x) <= MAX_SCORED_ROWS and x.shape[1] > 0
+    """Whether there is a kernel for the logits of these rows."""
+    return x.element_size() == 2 and x.numel() > 0
 
 
 def _allocate(rows: Tensor, num_experts: int, num_chosen: int) -> Routing:

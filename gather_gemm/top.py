@@ -2,17 +2,17 @@
 """The product of gathered rows and the output matrix, sampled tile by tile and never stored."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
-from ._ops import _check, _is_interpreted, _kernel
+from ._ops import _check, _kernels, _num_rows
+from ._triton import can_take, guard
 from .launch import TopConfig, choose_top_config
 
-MAX_EXCLUDED = 16  # each is compared with every column
+MAX_COLUMNS = 4  # special ones, which the kernel takes one by one
 
 
 class Top(NamedTuple):
@@ -32,20 +32,11 @@ class Top(NamedTuple):
     probability: Tensor
 
 
-def is_top_faster(x: Tensor, num_rows: int, weight: Tensor) -> bool:
-    """Whether `gather_top` was measured faster than storing the product and sampling from it.
-
-    It was for up to 128 rows of bf16 and fp16 on cards of compute capability 9.0; see `launch`.
-    """
-    return (
-        _kernel is not None
-        and not _is_interpreted()
-        and x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and choose_top_config(num_rows) is not None
-        and _is_describable(weight)
-    )
+def has_top(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gather_top` has a kernel for these; else it stores the product."""
+    if _kernels is None or not can_take(x) or not _is_describable(weight):
+        return False
+    return not x.is_cuda or x.dtype != torch.float32
 
 
 def gather_top(
@@ -53,7 +44,9 @@ def gather_top(
     rows: Tensor | None,
     weight: Tensor,
     *,
-    excluded: Sequence[int] = (),
+    columns: Sequence[int] = (),
+    forbidden: int | Tensor = 0,
+    excluded: int | Tensor = 0,
     config: TopConfig | None = None,
 ) -> Top:
     """Best column of each gathered row of ``x @ weight.T``, and what its probability needs.
@@ -71,7 +64,10 @@ def gather_top(
             all rows as they are.
         weight: [N, D] of the same dtype; rows may be strided, D is contiguous. The kernel wants
             rows on whole 16 bytes.
-        excluded: at most 16 columns that are left out of the sum, and still may be the best.
+        columns: at most 4 columns, which the masks below speak of.
+        forbidden: a number, or int32 [R]; bit i set: ``columns[i]`` reads as -inf.
+        excluded: likewise; bit i set: ``columns[i]`` is left out of the sum, and still may be the
+            best column.
         config: tile of the kernel; by default the one measured best for the number of rows.
 
     Returns:
@@ -81,49 +77,66 @@ def gather_top(
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
     """
+    num_rows = _check_top(x, rows, weight, columns, forbidden, excluded)
+    if num_rows == 0 or not has_top(x, weight):
+        return Top(*reference.gather_top(x, rows, weight, columns, forbidden, excluded))
+    if isinstance(forbidden, Tensor) or isinstance(excluded, Tensor):
+        forbidden, excluded = (
+            mask if isinstance(mask, Tensor) else _filled(num_rows, mask, x.device)
+            for mask in (forbidden, excluded)
+        )
+    maximum, sum_exp, probability = torch.empty(3, num_rows, dtype=torch.float32, device=x.device)
+    column = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    top = Top(maximum, column, sum_exp, probability)
+    assert _kernels is not None
+    with guard(x):
+        _kernels.launch_top(
+            x,
+            None if rows is None else rows.contiguous(),
+            weight,
+            (*columns, *[-1] * (MAX_COLUMNS - len(columns))),
+            forbidden,
+            excluded,
+            top,
+            config or choose_top_config(num_rows),
+        )
+    return top
+
+
+def _check_top(
+    x: Tensor,
+    rows: Tensor | None,
+    weight: Tensor,
+    columns: Sequence[int],
+    forbidden: int | Tensor,
+    excluded: int | Tensor,
+) -> int:
+    """R, of arguments that are as `gather_top` wants them."""
     op = "gather_top"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "weight", weight, x, (-1, x.shape[1]))
     if len(weight) == 0:
         raise ValueError(f"{op}: weight must have at least one row, got {list(weight.shape)}")
-    if rows is not None and (
-        rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device
-    ):
+    if len(columns) > MAX_COLUMNS or any(not 0 <= c < len(weight) for c in columns):
         raise ValueError(
-            f"{op}: rows must be int64 [R] on {x.device}, "
-            f"got {rows.dtype} {list(rows.shape)} on {rows.device}"
+            f"{op}: columns must be at most {MAX_COLUMNS} columns in [0, {len(weight)}), "
+            f"got {list(columns)}"
         )
-    if len(excluded) > MAX_EXCLUDED or any(not 0 <= c < len(weight) for c in excluded):
-        raise ValueError(
-            f"{op}: excluded must be at most {MAX_EXCLUDED} columns in [0, {len(weight)}), "
-            f"got {list(excluded)}"
-        )
-    num_rows = len(x) if rows is None else len(rows)
-    if num_rows == 0 or not _has_kernel(x, weight):
-        return Top(*reference.gather_top(x, rows, weight, excluded))
-    maximum, sum_exp, probability = torch.empty(3, num_rows, dtype=torch.float32, device=x.device)
-    column = torch.empty(num_rows, dtype=torch.int64, device=x.device)
-    top = Top(maximum, column, sum_exp, probability)
-    assert _kernel is not None
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        _kernel.launch_top(
-            x,
-            None if rows is None else rows.contiguous(),
-            weight,
-            tuple(excluded),
-            top,
-            config or choose_top_config(num_rows) or choose_top_config(128),
-        )
-    return top
+    num_rows = _num_rows(op, x, rows)
+    for name, mask in (("forbidden", forbidden), ("excluded", excluded)):
+        if not isinstance(mask, Tensor):
+            continue
+        is_like = mask.dtype == torch.int32 and mask.device == x.device
+        if mask.shape != (num_rows,) or not is_like or not mask.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be a number or int32 [{num_rows}] contiguous on {x.device}, "
+                f"got {mask.dtype} {list(mask.shape)} on {mask.device}"
+            )
+    return num_rows
 
 
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    if _kernel is None or not _is_describable(weight):
-        return False
-    if _is_interpreted():
-        # The interpreter's dot product takes the bit patterns of bf16 for integers.
-        return x.dtype != torch.bfloat16
-    return x.is_cuda and x.dtype != torch.float32
+def _filled(num_rows: int, mask: int, device: torch.device) -> Tensor:
+    return torch.full((num_rows,), mask, dtype=torch.int32, device=device)
 
 
 def _is_describable(weight: Tensor) -> bool:

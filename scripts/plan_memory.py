@@ -76,6 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
     """The model's sizes on each of so many GPUs."""
+    import torch
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm.diffusion.engine.sizes import model_shape
@@ -83,7 +84,7 @@ def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
     args = EngineArgs(model=model, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     config = args.create_engine_config()
     config.parallel_config.tensor_parallel_size = num_ranks
-    return model_shape(config, device_type="cuda")
+    return model_shape(config, torch.device("cuda"))
 
 
 def print_terms(shape: ModelShape, plan: Plan) -> None:

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and bandwidth of fused_ops, beside the same in separate PyTorch operations.
 
-    benchmarks/kernels/bench_fused_ops.py [--ops rms_norm commit] [--rows 32 4096] [--json FILE]
+    benchmarks/kernels/bench_fused_ops.py [--ops rms_norm silu_mul] [--rows 32 4096] [--json FILE]
 
 bf16, shapes of LLaDA-8B (rotary in fp32), Dream-7B (grouped heads, rotary in bf16) and LLaDA-MoE
 (norm of each head). Queries, keys and values are views of one fused product. Each operation runs
 from a CUDA graph over up to 64 inputs (together beyond the cache, from 256 rows or so), in turns
-with its PyTorch reference; that of `commit` reads sizes on the host and is called without a graph.
+with its PyTorch reference.
 
     us            one call of ours
     TB/s          bytes that must be read and written at least, over that time
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("op", "shape", "us", "TB/s", "% of copy", "torch us", "ratio")
 ROWS = (32, 256, 1024, 4096, 16384)
-MASK = 0
 MIN_CALLS = 32
 
 
@@ -56,7 +55,6 @@ class Case:
     make: Callable[[], tuple[object, ...]]
     ours: Callable[..., object]
     torch: Callable[..., object]
-    can_capture_torch: bool = True
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -70,20 +68,8 @@ def norm_cases(rows: int) -> Iterator[Case]:
         def make(width: int = width, weight: Tensor = weight) -> tuple[object, ...]:
             return random(rows, width), weight, 1e-5, random(rows, width)
 
-        def make_sum(width: int = width, weight: Tensor = weight) -> tuple[object, ...]:
-            x, residual, out = (random(rows, width) for _ in range(3))
-            return x, residual, weight, 1e-5, out
-
-        shape, size = f"{rows} x {width}", 2 * rows * width
-        yield Case("rms_norm", shape, 2 * size, make, fused_ops.rms_norm, reference.rms_norm)
-        yield Case(
-            "add_rms_norm",
-            shape,
-            4 * size,
-            make_sum,
-            fused_ops.add_rms_norm,
-            reference.add_rms_norm,
-        )
+        shape, size = f"{rows} x {width}", 4 * rows * width
+        yield Case("rms_norm", shape, size, make, fused_ops.rms_norm, reference.rms_norm)
 
 
 def table_cases(rows: int) -> Iterator[Case]:
@@ -175,47 +161,6 @@ def store_cases(rows: int) -> Iterator[Case]:
         )
 
 
-def commit_cases() -> Iterator[Case]:
-    for num_requests, candidates, length in (
-        (1, 32, 256),
-        (32, 32, 256),
-        (32, 256, 4096),
-        (1, 4096, 4096),
-        (1, 100_000, 200_000),
-    ):
-        for name, quota in (("quota", candidates // 4), ("threshold", -1)):
-            make = partial(make_step, num_requests, candidates, length, quota)
-            # Candidate: token, score, row and canvas position; the canvas is read for the count.
-            size = num_requests * (candidates * 33 + 8 * length)
-            shape = f"{num_requests} x {candidates} of {length}, {name}"
-            yield Case("commit", shape, size, make, fused_ops.commit, reference.commit, False)
-
-
-def make_step(num_requests: int, candidates: int, length: int, quota: int) -> tuple[object, ...]:
-    num_candidates = num_requests * candidates
-    starts = torch.arange(num_requests, dtype=torch.int32, device="cuda") * length
-    rows = torch.stack([torch.randperm(length, device="cuda") for _ in range(num_requests)])
-    rows = (rows[:, :candidates] + starts[:, None]).flatten()
-    canvas = torch.randint(1, 2**17, (num_requests * length,), device="cuda")
-    canvas[rows] = MASK
-    ends = torch.arange(num_requests + 1, dtype=torch.int32, device="cuda") * candidates
-    tokens = torch.randint(1, 2**17, (num_candidates,), device="cuda")
-    scores = torch.rand(num_candidates, dtype=torch.float64, device="cuda")
-    quotas = torch.full((num_requests,), quota, dtype=torch.int32, device="cuda")
-    out = fused_ops.Committed(
-        torch.empty(num_candidates, dtype=torch.bool, device="cuda"),
-        *torch.empty(2, num_requests, dtype=torch.int32, device="cuda").unbind(),
-    )
-    return (
-        canvas,
-        torch.stack((starts, starts + length), dim=1),
-        fused_ops.Proposals(tokens, scores, rows, ends),
-        fused_ops.Selection(quotas, torch.full_like(quotas, 0.9, dtype=torch.float64)),
-        MASK,
-        out,
-    )
-
-
 def measure(case: Case) -> list[object]:
     """The row of the table."""
     inputs = rotating(case.make, num_bytes=case.num_bytes)
@@ -223,10 +168,7 @@ def measure(case: Case) -> list[object]:
     inputs = inputs * -(-MIN_CALLS // len(inputs))
     ours = [partial(case.ours, *arguments) for arguments in inputs]
     plain = [partial(case.torch, *arguments) for arguments in inputs]
-    if case.can_capture_torch:
-        times = compare({"ours": ours, "torch": plain})
-    else:
-        times = compare({"ours": ours}) | compare({"torch": plain[:4]}, use_graphs=False, repeats=5)
+    times = compare({"ours": ours, "torch": plain})
     speed = case.num_bytes / times["ours"].seconds
     us, torch_us = times["ours"].median_us, times["torch"].median_us
     return [
@@ -243,7 +185,6 @@ def measure(case: Case) -> list[object]:
 def cases(rows: list[int]) -> Iterator[Case]:
     for kind in (norm_cases, table_cases, rotary_cases, silu_cases, store_cases):
         yield from itertools.chain.from_iterable(kind(number) for number in rows)
-    yield from commit_cases()
 
 
 def main() -> None:
@@ -268,7 +209,7 @@ def main() -> None:
         print("{:18} {:44} {:9.2f} {:6.2f} {:10.1f} {:10.1f} {:6.1f}".format(*row), flush=True)
     if arguments.json is not None:
         content = {
-            "title": "fused_ops: row-wise operations and commit",
+            "title": "fused_ops: row-wise operations",
             "copy_bandwidth": copy_bandwidth(),
             "columns": COLUMNS,
             "rows": table,

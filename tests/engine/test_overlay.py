@@ -145,7 +145,7 @@ def test_no_module_of_upstream_is_shadowed() -> None:
 def test_our_models_get_our_classes(tmp_path: Path, trust_remote_code: bool) -> None:
     """Also where the checkpoint names remote code that would be trusted."""
     from vllm.diffusion.config import SCHEDULER, VALIDATOR, WORKER
-    from vllm.diffusion.models.configs import CONFIG_CLASSES
+    from vllm.diffusion.models.llada import LLaDAConfig
 
     folder = make_checkpoint(
         tmp_path,
@@ -158,7 +158,7 @@ def test_our_models_get_our_classes(tmp_path: Path, trust_remote_code: bool) -> 
     (folder / "configuration_llada.py").write_text(bomb)
     (folder / "modeling_llada.py").write_text(bomb)
     config = engine_config(folder, trust_remote_code=trust_remote_code)
-    assert type(config.model_config.hf_config) is CONFIG_CLASSES["llada"]
+    assert type(config.model_config.hf_config) is LLaDAConfig
     assert config.parallel_config.worker_cls == WORKER
     assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert config.model_config.logits_processors == [VALIDATOR]

@@ -14,7 +14,8 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from tests.checkpoints import llada_config
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
-from vllm.diffusion.models.configs import CONFIG_CLASSES, LLaDAConfig
+from vllm.diffusion.models.config import config_classes
+from vllm.diffusion.models.llada import LLaDAConfig
 
 # The sizes and options of the public GSAI-ML/LLaDA-8B-Instruct.
 RELEASED = llada_config(
@@ -183,6 +184,6 @@ def test_unknown_architectures_are_refused(architecture: str) -> None:
 def test_every_registered_architecture_has_a_configuration_class() -> None:
     for architecture, family in BY_ARCHITECTURE.items():
         for model_type in family.model_types:
-            assert CONFIG_CLASSES[model_type].model_type == model_type
+            assert config_classes()[model_type].model_type == model_type
         if family.name == "llada":
             assert make(architectures=[architecture]).architectures == [architecture]

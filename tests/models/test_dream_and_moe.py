@@ -18,7 +18,7 @@ from tests.reference.dream_model import DreamReference
 from tests.reference.layers import rms_norm
 from tests.reference.llada_moe_model import LLaDAMoEReference
 from vllm.diffusion.errors import ServerConfigError
-from vllm.diffusion.models import llada_moe
+from vllm.diffusion.models import mixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,7 +195,7 @@ def test_quantised_experts_are_refused(case_path: PathOf) -> None:
 
 def test_expert_widths_must_divide_among_the_ranks() -> None:
     with (
-        mock.patch.object(llada_moe, "get_tensor_model_parallel_world_size", return_value=3),
+        mock.patch.object(mixture, "get_tensor_model_parallel_world_size", return_value=3),
         pytest.raises(ServerConfigError, match=r"given 3; wanted a divisor of .* 32"),
     ):
-        llada_moe.ExpertMatrices(4, 2, (32, 64), sharded_dim=0)
+        mixture.ExpertMatrices(4, 2, (32, 64), sharded_dim=0)

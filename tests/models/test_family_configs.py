@@ -13,16 +13,13 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from tests.checkpoints import dream_config, llada_config, moe_config
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE, DREAM, LLADA, LLADA_MOE
-from vllm.diffusion.models.configs import (
-    CONFIG_CLASSES,
-    DLLMConfig,
-    DreamConfig,
-    LLaDAConfig,
-    LLaDAMoEConfig,
-)
+from vllm.diffusion.models.config import config_classes
+from vllm.diffusion.models.dream import DreamConfig
+from vllm.diffusion.models.llada import LLaDAConfig
+from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
 
 if TYPE_CHECKING:
-    from vllm.diffusion.models.configs import DiffusionConfig
+    from vllm.diffusion.models.config import DiffusionConfig
 
 DREAM_7B = dream_config(
     vocab_size=152064,
@@ -160,7 +157,8 @@ def test_copies_and_round_trips(family: str) -> None:
         ("dream", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e6}, {}),
         ("dream", "num_key_value_heads", 3, {}),
         ("dream", "num_attention_heads", 33, {}),
-        ("dream", "head_dim", 64, {}),
+        ("dream", "head_dim", 63, {}),
+        ("dream", "head_dim", "64", {}),
         ("dream", "mask_token_id", 152064, {}),
         ("dream", "mask_token_id", None, {}),
         ("dream", "hidden_size", "3584", {}),
@@ -206,7 +204,7 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
     assert make("dream", sliding_window=4096).sliding_window is None
 
 
-@pytest.mark.parametrize("asked", sorted(CONFIG_CLASSES))
+@pytest.mark.parametrize("asked", sorted(config_classes()))
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
@@ -221,12 +219,13 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
 def test_the_architecture_decides(
     asked: str, values: dict[str, Any], wanted: type[DiffusionConfig]
 ) -> None:
-    assert type(CONFIG_CLASSES[asked].from_dict(dict(values))) is wanted
+    assert type(config_classes()[asked].from_dict(dict(values))) is wanted
 
 
 def test_without_an_architecture_the_model_type_decides() -> None:
     values = {key: value for key, value in MOE_7B.items() if key != "architectures"}
-    assert type(CONFIG_CLASSES["dllm"].from_dict(values)) is DLLMConfig
+    config = config_classes()["dllm"].from_dict(values)
+    assert isinstance(config, LLaDAMoEConfig) and type(config).model_type == "dllm"
 
 
 def test_architectures_of_the_families() -> None:

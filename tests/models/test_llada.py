@@ -13,12 +13,12 @@ from tests.checkpoints import CASES, MASK_ID, VOCAB_SIZE, make_checkpoint
 from tests.models.conftest import OUR_CASES
 from tests.models.support import assert_same_logits, logits, staged_logits
 from tests.reference.llada_model import LLaDAReference
+from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.models.llada import LLaDAConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from vllm.diffusion.models.base import DiffusionModel
 
     PathOf = Callable[[str], Path]
     ModelOf = Callable[[str], DiffusionModel]
@@ -145,6 +145,5 @@ def test_alias_and_remote_code_keys_get_our_class(
     }
     (path / "config.json").write_text(json.dumps(config))
     model = load_model(path, trust_remote_code=True)
-    assert type(model).__name__ == "LLaDAModelLM"
-    assert type(model).__module__ == "vllm.diffusion.models.llada"
-    assert model.config.model_type == "llada"
+    assert type(model) is DiffusionModel
+    assert type(model.config) is LLaDAConfig

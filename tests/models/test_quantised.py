@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from vllm.model_executor.models.utils import WeightsMapper
+
 KEPT_PLAIN = "model.transformer.blocks.0.q_proj"  # with its fused neighbours
 
 
@@ -93,6 +95,9 @@ class Int8Config(QuantizationConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> Int8Config:
         return cls(config["ignored"])
 
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        self.ignored = hf_to_vllm_mapper.apply_list(self.ignored)
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not isinstance(layer, LinearBase):
             return None
@@ -147,8 +152,9 @@ def test_quantised_layers_run_by_their_own_method(
 ) -> None:
     folder, reference = quantised
     model = load_model(folder)
-    assert not ops.is_plain(model.layers[1].qkv_proj)
-    assert ops.is_plain(model.layers[0].qkv_proj)  # listed by the names of the checkpoint
+    assert isinstance(model.layers[1].attention.qkv_proj, ops.QuantisedProjection)
+    # listed by the names of the checkpoint
+    assert isinstance(model.layers[0].attention.qkv_proj, ops.PlainProjection)
     ids = torch.arange(3, 250, 13)
     wanted = reference.logits(ids[None])[0]
     assert_same_logits(logits(model, ids), wanted)

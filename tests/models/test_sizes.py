@@ -37,13 +37,12 @@ def test_sizes_from_the_configuration_are_those_of_the_model(
     assert shape.element_bytes == model.dtype.itemsize
     tables = model.rotary(torch.arange(3))
     assert 3 * shape.rotary_bytes == tables.cos.nbytes + tables.sin.nbytes
-    assert shape.is_plain
     assert shape.can_group_heads == model.layers[0].attention.can_group_heads
     assert_same_widths(shape, [layer.mlp_stage for layer in model.layers])
 
 
 def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
-    dense = [stage.down_proj.input_size for stage in stages if hasattr(stage, "down_proj")]
+    dense = [stage.width for stage in stages if hasattr(stage, "width")]
     assert shape.mlp_width == max(dense, default=0)
     mixtures = [stage for stage in stages if hasattr(stage, "w2")]
     if not mixtures:

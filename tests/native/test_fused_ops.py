@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_ops: the references against separate operations, the kernels against the references."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn.functional import silu
 
-from gather_gemm import Epilogue, fused_linear
 from vllm_add_llada.cuda_kernels import fused_ops
-from vllm_add_llada.cuda_kernels.fused_ops import reference
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear, reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -71,21 +68,6 @@ def test_rms_norm_of_strided_heads_in_place(generator, device, dtype):
         assert out is heads
         torch.testing.assert_close(heads, wanted, rtol=NORM_RTOL[dtype], atol=1e-7)
         storage.copy_(before)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_add_rms_norm(generator, device, dtype, width):
-    x = random(generator, 9, width + 8, dtype=dtype, device=device)[:, :width]
-    residual = random(generator, 9, width, dtype=dtype, device=device)
-    weight = random(generator, width, dtype=dtype, device=device)
-    total = residual + x
-    wanted = exact_norm(total, weight, 1e-5)
-    out = fused_ops.add_rms_norm(x, residual, weight, 1e-5, out=x)
-    assert out is x
-    assert torch.equal(residual, total)
-    torch.testing.assert_close(out, wanted, rtol=NORM_RTOL[dtype], atol=1e-7)
 
 
 def frequencies(rotary_dim, device="cpu", theta=500_000):
@@ -283,146 +265,6 @@ def test_store_keys_values(generator, device, dtype, slot_dtype, num_heads, head
 MASK = 99
 
 
-def make_step(generator, sizes, canvas_length, device="cpu", row_dtype=torch.int64):
-    """Canvases side by side with gaps, and candidates for masked positions of each.
-
-    Scores repeat often and hold NaN, infinities and both zeros.
-    """
-    stride = canvas_length + 3
-    canvas = torch.randint(0, MASK, (len(sizes) * stride,), generator=generator)
-    ranges, rows = [], []
-    for request, size in enumerate(sizes):
-        start = request * stride + 1
-        places = torch.randperm(canvas_length, generator=generator)
-        masked = places[: min(canvas_length, size + size // 4)] + start
-        canvas[masked] = MASK
-        rows.append(masked[:size].sort()[0])
-        ranges.append((start, start + canvas_length))
-    rows = torch.cat(rows)
-    scores = torch.randint(-6, 7, rows.shape, generator=generator).double() / 4
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1 / 3], dtype=scores.dtype)
-    replaced = torch.rand(rows.shape, generator=generator) < 0.3
-    which = torch.randint(0, len(special), rows.shape, generator=generator)
-    scores[replaced] = special[which[replaced]]
-    tokens = torch.randint(0, MASK + 1, rows.shape, generator=generator)  # also the mask itself
-    ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
-    proposals = fused_ops.Proposals(tokens, scores, rows.to(row_dtype), ends)
-    return (
-        canvas.to(device),
-        torch.tensor(ranges, dtype=torch.int32).to(device),
-        fused_ops.Proposals(*(tensor.to(device) for tensor in proposals)),
-    )
-
-
-def by_the_rules(canvas, ranges, proposals, quotas, thresholds):
-    """Chosen candidates, the canvas, and what is left of it, in plain Python."""
-    canvas, chosen, num_masked, prefix = canvas.tolist(), [], [], []
-    segments = itertools.pairwise(proposals.ends.tolist())
-    for request, (first, last) in enumerate(segments):
-        scores = proposals.scores[first:last].tolist()
-
-        def rank(index, scores=scores):
-            score = scores[index]
-            largest = torch.finfo(torch.float64).max
-            is_number = score == score
-            return is_number, min(max(score, -largest), largest) if is_number else 0, -index
-
-        order = sorted(range(len(scores)), key=rank, reverse=True)
-        quota, threshold = quotas[request], thresholds[request]
-        if quota >= 0:
-            mine = set(order[:quota])
-        elif quota == fused_ops.AT_LEAST_THRESHOLD:
-            mine = {i for i, score in enumerate(scores) if score >= threshold} | {*order[:1]}
-        else:
-            mine = {i for i, score in enumerate(scores) if score > threshold} | {*order[:1]}
-        for index in range(len(scores)):
-            chosen.append(index in mine)
-            if index in mine:
-                canvas[int(proposals.rows[first + index])] = int(proposals.tokens[first + index])
-        start, end = ranges[request].tolist()
-        masked = [token == MASK for token in canvas[start:end]]
-        num_masked.append(sum(masked))
-        prefix.append(masked.index(True) if any(masked) else len(masked))
-    return canvas, chosen, num_masked, prefix
-
-
-def assert_commits(canvas, ranges, proposals, quotas, thresholds):
-    wanted = by_the_rules(canvas.cpu(), ranges, proposals, quotas, thresholds)
-    selection = fused_ops.Selection(
-        torch.tensor(quotas, dtype=torch.int32, device=canvas.device),
-        torch.tensor(thresholds, dtype=torch.float64, device=canvas.device),
-    )
-    committed = fused_ops.commit(canvas, ranges, proposals, selection, MASK)
-    found = (canvas, committed.chosen, committed.num_masked, committed.prefix)
-    for result, expected in zip(found, wanted, strict=True):
-        assert result.tolist() == expected
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("row_dtype", [torch.int32, torch.int64])
-def test_commit_of_many_requests(generator, device, row_dtype):
-    """Quotas of zero, some, all and more; thresholds of both kinds; requests without candidates."""
-    sizes = [32, 0, 1, 7, 32, 256, 257, 0, 300, 32, 40, 31]
-    quotas = [8, 3, 1, 0, 32, 100, 101, -1, 400, -1, -2, -1]
-    thresholds = [0.0] * 9 + [0.5, 0.5, 2.0]  # the last is reached by infinity at most
-    canvas, ranges, proposals = make_step(generator, sizes, 400, device, row_dtype)
-    assert_commits(canvas, ranges, proposals, quotas, thresholds)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("quota", [0, 1, 255, 2_000, 4_999, 5_000, 6_000, -1, -2])
-def test_commit_of_a_long_request(generator, device, quota):
-    """Far more candidates than threads, with ties that are cut at the quota."""
-    canvas, ranges, proposals = make_step(generator, [5_000], 7_000, device)
-    assert_commits(canvas, ranges, proposals, [quota], [0.25])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("value", [0.75, torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("size", [64, 2_000])
-def test_commit_of_equal_scores_takes_the_first(generator, device, value, size):
-    canvas, ranges, proposals = make_step(generator, [size, size], 3_000, device)
-    proposals.scores.fill_(value)
-    assert_commits(canvas, ranges, proposals, [size // 3, -1], [0.0, 1.0])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_commit_follows_the_order_of_the_decoding_rules(generator, device):
-    decoding = pytest.importorskip("vllm.diffusion.decoding")
-    for size in (200, 900):
-        canvas, ranges, proposals = make_step(generator, [size], 1_000, device)
-        quota = torch.tensor([size // 2], dtype=torch.int32, device=device)
-        threshold = torch.zeros(1, dtype=torch.float64, device=device)
-        selection = fused_ops.Selection(quota, threshold)
-        chosen = fused_ops.commit(canvas, ranges, proposals, selection, MASK).chosen
-        first = decoding.most_certain_first(proposals.scores.cpu())[: size // 2]
-        assert chosen.nonzero().flatten().tolist() == first.sort()[0].tolist()
-
-
-@pytest.mark.gpu
-def test_commit_of_a_hundred_thousand_candidates(generator):
-    sizes = [100_000, 5, 3_000]
-    step = make_step(generator, sizes, 120_000, "cuda")
-    on_host = [step[0].cpu(), step[1].cpu(), fused_ops.Proposals(*(t.cpu() for t in step[2]))]
-    quota = torch.tensor([60_001, 2, -1], dtype=torch.int32)
-    threshold = torch.full((3,), 0.3, dtype=torch.float64)
-    found = fused_ops.commit(*step, fused_ops.Selection(quota.cuda(), threshold.cuda()), MASK)
-    wanted = fused_ops.commit(*on_host, fused_ops.Selection(quota, threshold), MASK)
-    assert torch.equal(step[0].cpu(), on_host[0])
-    for result, expected in zip(found, wanted, strict=True):
-        assert torch.equal(result.cpu(), expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_commit_without_requests(device):
-    canvas, ranges, proposals = make_step(torch.Generator(), [4], 8, device)
-    none = fused_ops.Proposals(*(tensor[:0] for tensor in proposals[:3]), proposals.ends[:1])
-    quota = torch.empty(0, dtype=torch.int32, device=device)
-    selection = fused_ops.Selection(quota, quota.double())
-    committed = fused_ops.commit(canvas, ranges[:0], none, selection, MASK)
-    assert all(part.numel() == 0 for part in committed)
-
-
 @pytest.mark.gpu
 def test_a_captured_step_follows_its_inputs(generator):
     """All operations in one CUDA graph, in which each waits for the one before."""
@@ -434,7 +276,8 @@ def test_a_captured_step_follows_its_inputs(generator):
     slots = torch.arange(47, -1, -1, device="cuda")
 
     def step():
-        out = fused_ops.add_rms_norm(x, residual, weight, 1e-6)
+        residual.add_(x)
+        out = fused_ops.rms_norm(residual, weight, 1e-6)
         heads = out.view(48, 32, 128)
         q, k, v = heads.split((16, 8, 8), dim=1)
         fused_ops.norm_rotary(q, k, weight[:128], weight[128:256], 1e-6, cos, sin)
@@ -467,6 +310,8 @@ def test_overlapping_kernels_wait_for_each_other(generator):
     some result differs from that of the same calls with the device at rest between them.
     """
     num_rows, width, num_layers = 48, 4096, 6
+    to_qkv, back = Tiling(96, split=2), Tiling(64, split=2)
+    options = {"epilogue": Epilogue.RESIDUAL, "early": True}
     weights = random(generator, 6144 + 4096, width, dtype=torch.bfloat16, device="cuda") / 64
     qkv_weight, back_weight = weights.split((6144, 4096))
     gain = random(generator, width, dtype=torch.bfloat16, device="cuda")
@@ -490,7 +335,7 @@ def test_overlapping_kernels_wait_for_each_other(generator):
         run(fused_ops.rotary_tables, positions, inverse, *tables)
         for layer in range(num_layers):
             run(fused_ops.rms_norm, x, gain, 1e-6, out=normed)
-            run(fused_linear, normed, qkv_weight, fused, early=True)
+            run(fused_linear, normed, qkv_weight, fused, tiling=to_qkv, early=True)
             q, k, v = fused.view(num_rows, 48, 128).split((32, 8, 8), dim=1)
             if layer % 2:
                 run(fused_ops.norm_rotary, q, k, gain[:128], gain[128:256], 1e-6, *tables)
@@ -498,11 +343,11 @@ def test_overlapping_kernels_wait_for_each_other(generator):
                 run(fused_ops.apply_rotary, q, k, *tables)
             run(fused_ops.store_keys_values, k, v, *caches[layer], slots)
             rows = caches[layer].view(2, num_rows, 1024)
-            run(fused_ops.add_rms_norm, rows[0], rows[1], gain[:1024], 1e-6, out=rows[0])
+            run(fused_ops.rms_norm, rows[0], gain[:1024], 1e-6, out=rows[0])
             run(fused_ops.silu_mul, fused, gated)
             run(normed[:, 1024:].copy_, gated)
             run(fused_ops.rms_norm, normed, gain, 1e-6, out=after)
-            run(fused_linear, after, back_weight, x, epilogue=Epilogue.RESIDUAL, early=True)
+            run(fused_linear, after, back_weight, x, tiling=back, **options)
 
     def fill():
         source.copy_(random(generator, num_rows, width, dtype=torch.bfloat16))
@@ -532,7 +377,6 @@ def test_no_rows(device):
     x = torch.empty(0, 16, device=device)
     weight = torch.ones(16, device=device)
     assert fused_ops.rms_norm(x, weight, 1e-6).shape == (0, 16)
-    assert fused_ops.add_rms_norm(x, x.clone(), weight, 1e-6).shape == (0, 16)
     assert fused_ops.silu_mul(x).shape == (0, 8)
     heads = torch.empty(0, 2, 16, device=device)
     no_positions = torch.empty(0, dtype=torch.int64, device=device)
@@ -546,13 +390,12 @@ def test_no_rows(device):
 @pytest.mark.gpu
 def test_kernels_run_on_a_gpu(generator, monkeypatch):
     assert fused_ops.is_built()
-    names = ("rms_norm", "add_rms_norm", "apply_rotary", "norm_rotary", "silu_mul")
-    for name in (*names, "rotary_tables", "store_keys_values", "commit"):
+    names = ("rms_norm", "apply_rotary", "norm_rotary", "silu_mul")
+    for name in (*names, "rotary_tables", "store_keys_values"):
         monkeypatch.delattr(reference, name)  # the kernels must not need them
     x = random(generator, 5, 64, device="cuda")
     weight, heads = torch.ones(64, device="cuda"), x.view(5, 2, 32)
     fused_ops.rms_norm(x, weight, 1e-6)
-    fused_ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     fused_ops.silu_mul(x)
     fused_ops.apply_rotary(heads, heads.clone(), x[:, :32], x[:, 32:])
     tables = x[:, :32], x[:, 32:]
@@ -560,17 +403,6 @@ def test_kernels_run_on_a_gpu(generator, monkeypatch):
     slots = torch.arange(5, device="cuda")
     fused_ops.rotary_tables(slots, weight[:16], *tables)
     fused_ops.store_keys_values(heads, heads, heads.clone(), heads.clone(), slots)
-    canvas, ranges, proposals = make_step(generator, [4], 8, "cuda")
-    selection = fused_ops.Selection(ranges[:, 0].contiguous(), proposals.scores[:1])
-    fused_ops.commit(canvas, ranges, proposals, selection, MASK)
-
-
-@pytest.mark.gpu
-def test_the_kernels_know_the_same_thresholds():
-    from vllm_add_llada.cuda_kernels.fused_ops import _fused_ops
-
-    assert _fused_ops.AT_LEAST_THRESHOLD == fused_ops.AT_LEAST_THRESHOLD
-    assert _fused_ops.ABOVE_THRESHOLD == fused_ops.ABOVE_THRESHOLD
 
 
 X, WEIGHT, HEADS, TABLE = (
@@ -580,8 +412,6 @@ X, WEIGHT, HEADS, TABLE = (
     torch.zeros(4, 8),
 )
 SLOTS = torch.zeros(4, dtype=torch.int32)
-STEP = make_step(torch.Generator(), [4, 2], 8)
-SELECTION = fused_ops.Selection(torch.zeros(2, dtype=torch.int32), torch.zeros(2).double())
 
 
 @pytest.mark.parametrize(
@@ -593,11 +423,6 @@ SELECTION = fused_ops.Selection(torch.zeros(2, dtype=torch.int32), torch.zeros(2
         (lambda: fused_ops.rms_norm(X, WEIGHT.half(), 1e-6), "got torch.float16"),
         (lambda: fused_ops.rms_norm(X.t(), WEIGHT[:4], 1e-6), "dimension of x must be contiguous"),
         (lambda: fused_ops.rms_norm(X, WEIGHT, 1e-6, out=X[:2]), r"out must be .*\[4, 8\]"),
-        (lambda: fused_ops.add_rms_norm(X, X[:2], WEIGHT, 1e-6), "residual must be"),
-        (
-            lambda: fused_ops.add_rms_norm(X.clone(), X, WEIGHT, 1e-6, out=X),
-            "out must not be residual",
-        ),
         (
             lambda: fused_ops.rotary_tables(SLOTS.float(), WEIGHT[:4], TABLE, TABLE),
             r"rotary_tables: positions must be int32 or int64 \[any\]",
@@ -639,36 +464,6 @@ SELECTION = fused_ops.Selection(torch.zeros(2, dtype=torch.int32), torch.zeros(2
         (
             lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS, HEADS, SLOTS.float()),
             r"slots must be int32 or int64 \[4\]",
-        ),
-        (
-            lambda: fused_ops.commit(STEP[0].int(), *STEP[1:], SELECTION, MASK),
-            r"canvas must be int64 \[any\]",
-        ),
-        (
-            lambda: fused_ops.commit(STEP[0], STEP[1][:, :1], STEP[2], SELECTION, MASK),
-            r"ranges must be int32 \[any, 2\]",
-        ),
-        (
-            lambda: fused_ops.commit(
-                *STEP[:2], STEP[2]._replace(scores=STEP[2].scores.float()), SELECTION, MASK
-            ),
-            r"scores must be float64 \[6\]",
-        ),
-        (
-            lambda: fused_ops.commit(
-                *STEP[:2], STEP[2]._replace(ends=STEP[2].ends[:2]), SELECTION, MASK
-            ),
-            r"ends must be int32 \[3\]",
-        ),
-        (
-            lambda: fused_ops.commit(*STEP, SELECTION._replace(quota=SLOTS), MASK),
-            r"quota must be int32 \[2\] .*got torch.int32 \[4\]",
-        ),
-        (
-            lambda: fused_ops.commit(
-                *STEP[:2], STEP[2]._replace(rows=torch.zeros(12).long()[::2]), SELECTION, MASK
-            ),
-            "rows must be contiguous",
         ),
         (lambda: fused_ops.silu_mul(torch.zeros(2, 3)), r"gate_up must be \[R, 2M\]"),
         (lambda: fused_ops.silu_mul(X, out=torch.zeros(4, 5)), r"out must be .*\[4, 4\]"),

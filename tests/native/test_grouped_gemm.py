@@ -13,9 +13,6 @@ from torch.nn import functional
 from gather_gemm import (
     add_terms,
     gated_gemm,
-    grouped_gemm,
-    grouped_launch,
-    grouped_native,
     is_built,
     route_rows,
     weighted_gemm,
@@ -24,8 +21,6 @@ from gather_gemm.grouped_launch import (
     choose_gated,
     choose_product,
     max_tiles,
-    prefers_stream,
-    prefers_torch,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +29,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Norm of the error over the norm of the result: fp32 sums, then a few roundings to the dtype.
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-# Rows of each group: one row, none at all, empty groups at both ends and between, a large one.
-GROUPS = [[1], [0, 0], [0, 3, 0, 1, 17, 0], [200, 1, 0, 64]]
 # Slots of each expert for rows of 2 experts: one row, empty experts, all rows with two experts.
 SLOTS = [[1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 70]]
 
@@ -63,32 +56,6 @@ def weighted_wanted(x, weight, sizes, slots, weights):
     terms = torch.empty(len(x), weight.shape[1], dtype=torch.float64, device=x.device)
     terms[slots.long()] = grouped_wanted(x, weight, sizes)
     return terms.view(*weights.shape, -1) * weights.double()[:, :, None]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(ERROR))
-@pytest.mark.parametrize("sizes", GROUPS)
-@pytest.mark.parametrize(("num_columns", "depth"), [(64, 32), (7, 5)])  # 5: no multiple of 16 bytes
-def test_groups_against_float64(generator, device, dtype, sizes, num_columns, depth):
-    x = torch.randn(sum(sizes), depth, generator=generator).to(dtype).to(device)
-    weight = torch.randn(len(sizes), num_columns, depth, generator=generator).to(dtype).to(device)
-    wanted = grouped_wanted(x, weight, sizes)
-    out = torch.full((sum(sizes), num_columns), torch.nan, dtype=dtype, device=device)
-    ends = ends_of(sizes, device)
-    assert grouped_gemm(x, weight, ends, out=out) is out
-    assert relative_error(out, wanted) <= ERROR[dtype]
-    assert torch.equal(grouped_gemm(x, weight, ends), out)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_of_strided_rows(generator, device, dtype):
-    """Slices of wider matrices, as a chunk of a fused product is."""
-    x = torch.randn(9, 48, generator=generator).to(dtype).to(device)[:, 16:]
-    weight = torch.randn(2, 16, 40, generator=generator).to(dtype).to(device)[:, :, :32]
-    given = grouped_gemm(x, weight, ends_of([4, 5], device))
-    copies = grouped_gemm(x.contiguous(), weight.contiguous(), ends_of([4, 5], device))
-    torch.testing.assert_close(given, copies)
 
 
 # 7 and 5: neither fills a tile, nor whole 16 bytes; 64 and 136: more than a tile, in whole bytes.
@@ -137,8 +104,6 @@ def test_every_tile_against_float64(generator, num_slots, is_even):
     terms = weighted_gemm(inner, w2, ends, slots, weights)
     wanted = weighted_wanted(inner, w2, sizes, slots, weights)
     assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
-    product = grouped_gemm(inner, w2, ends)
-    assert relative_error(product, grouped_wanted(inner, w2, sizes)) <= ERROR[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -225,78 +190,11 @@ def test_layers_in_a_graph_read_their_own_routing(generator, num_rows):
         assert torch.equal(x, wanted)
 
 
-# Rows of each of 7 groups: one row, empty groups beside each other, all in one, more than a tile.
-STREAMED = [
-    [0, 0, 1, 0, 0, 0, 0],
-    [1, 8, 9, 16, 17, 32, 33],
-    [0, 0, 0, 0, 0, 0, 256],
-    [200, 0, 64, 65, 0, 130, 5],
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", STREAMED, ids=str)
-@pytest.mark.parametrize("early", [False, True])
-# less than a tile of columns and fewer steps than stages; more tiles than multiprocessors
-@pytest.mark.parametrize(("num_columns", "depth"), [(24, 64), (96, 192), (2048, 1024), (4104, 64)])
-def test_streams_against_float64(generator, sizes, early, num_columns, depth):
-    """The compiled product whatever the launch choice, of rows that lie apart in memory."""
-    num_slots, num_groups = sum(sizes), len(sizes)
-    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
-    x = torch.randn(num_slots, depth + 8, generator=generator).bfloat16().cuda()[:, 8:]
-    shape = (num_groups, num_columns, depth + 16)
-    weight = torch.randn(shape, generator=generator).bfloat16().cuda()[:, :, :depth]
-    weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
-    ends = ends_of(sizes, "cuda")
-    assert grouped_native.takes(x, weight)
-    terms = torch.full((num_slots, num_columns), torch.nan, dtype=torch.bfloat16, device="cuda")
-    grouped_native.launch_weighted(x, weight, ends, slots, weights, terms, early)
-    wanted = weighted_wanted(x, weight, sizes, slots, weights).view_as(terms)
-    assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
-
-
-@pytest.mark.gpu
-def test_streams_are_rounded_as_the_reference_rounds(generator):
-    """bf16 with exact sums, so that only the rounding shows."""
-    from gather_gemm import grouped_reference as reference
-
-    sizes, device = [3, 0, 14, 40, 1], "cuda"
-    x = torch.randint(-4, 5, (58, 128), generator=generator).bfloat16().to(device)
-    weight = (torch.randint(-4, 5, (5, 64, 128), generator=generator) / 8).bfloat16().to(device)
-    slots = torch.randperm(58, generator=generator).to(torch.int32).to(device)
-    weights = torch.rand(29, 2, generator=generator).bfloat16().to(device)
-    ends = ends_of(sizes, device)
-    terms = torch.empty(58, 64, dtype=torch.bfloat16, device=device)
-    grouped_native.launch_weighted(x, weight, ends, slots, weights, terms, early=False)
-    wanted = reference.weighted_terms(reference.grouped_gemm(x, weight, ends), slots, weights)
-    assert torch.equal(terms.view_as(wanted), wanted)
-
-
-@pytest.mark.gpu
-def test_a_graph_of_the_stream_holds_for_any_routing(generator):
-    num_slots, num_columns, depth = 320, 256, 1024
-    x = torch.randn(num_slots, depth, generator=generator).bfloat16().cuda()
-    weight = torch.randn(8, num_columns, depth, generator=generator).bfloat16().cuda()
-    weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
-    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
-    ends = ends_of([40] * 8, "cuda")
-    terms = torch.empty(num_slots, num_columns, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grouped_native.launch_weighted(x, weight, ends, slots, weights, terms, early=True)
-    for sizes in ([320] + [0] * 7, [0] * 7 + [320], [1] * 7 + [313], [40] * 8):
-        ends.copy_(ends_of(sizes))
-        terms.fill_(torch.nan)
-        graph.replay()
-        wanted = weighted_wanted(x, weight, sizes, slots, weights).view_as(terms)
-        assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
-
-
 INTERPRETED = """
 import torch
-from gather_gemm import gated_gemm, grouped, grouped_gemm, weighted_gemm
+from gather_gemm import gated_gemm, grouped, weighted_gemm
 from tests.native.test_grouped_gemm import (
-    ends_of, gated_wanted, grouped_wanted, relative_error, weighted_wanted
+    ends_of, gated_wanted, relative_error, weighted_wanted
 )
 from gather_gemm import _triton
 assert _triton._IS_INTERPRETED
@@ -318,11 +216,6 @@ for dtype, limit in ((torch.float32, 2e-6), (torch.float16, 1e-3)):
             terms = weighted_gemm(inner, w2, ends, slots, weights)
             wanted = weighted_wanted(inner, w2, sizes, slots, weights)
             assert relative_error(terms, wanted) < limit, case
-            out = torch.full((num_slots, depth + 3), torch.nan, dtype=dtype)
-            grouped_gemm(inner, w2, ends, out=out[:, :depth])
-            wanted = grouped_wanted(inner, w2, sizes)
-            assert relative_error(out[:, :depth], wanted) < limit, case
-            assert out[:, depth:].isnan().all()
 """
 
 
@@ -377,36 +270,6 @@ def test_the_launch_has_a_tile_for_any_split(generator, num_rows, tile_rows):
     assert worst <= max_tiles(num_rows, num_groups, tile_rows) <= worst + num_groups
 
 
-def test_the_stream_serves_groups_of_few_rows():
-    assert [num_rows for num_rows in (64, 65, 512, 513) if prefers_stream(num_rows, 64)] == [
-        65,
-        512,
-    ]
-
-
-def test_torch_serves_large_groups_only():
-    assert not prefers_torch(64 * 8, 64)
-    assert prefers_torch(64 * grouped_launch.TORCH_ROWS, 64)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": torch.zeros(4)}, "grouped_gemm: x must be"),
-        ({"x": torch.zeros(8, 4).t()}, "columns of x must be contiguous"),
-        ({"weight": torch.zeros(5, 8)}, r"weight must be \['any', 'any', 8\]"),
-        ({"weight": torch.zeros(2, 5, 8).half()}, "got torch.float16"),
-        ({"ends": torch.zeros(2)}, r"ends must be int32 \[2\]"),
-        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends must be int32 \[2\]"),
-        ({"out": torch.zeros(4, 6)}, r"out must be \[4, 5\]"),
-    ],
-)
-def test_arguments_of_groups_are_checked(changes, message):
-    arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(2, 5, 8), "ends": ends_of([1, 3])}
-    with pytest.raises(ValueError, match=message):
-        grouped_gemm(**(arguments | changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -432,6 +295,10 @@ def test_arguments_of_gated_products_are_checked(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"x": torch.zeros(8, 4).t()}, "columns of x must be contiguous"),
+        ({"weight": torch.zeros(5, 8)}, r"weight must be \['any', 'any', 8\]"),
+        ({"weight": torch.zeros(2, 5, 8).half()}, "got torch.float16"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends must be int32 \[2\]"),
         ({"weights": torch.zeros(3, 2)}, r"weights must be \[R, k\] contiguous with R \* k = 4"),
         ({"weights": torch.zeros(2, 2).t()}, "contiguous"),
         ({"weights": torch.zeros(2, 2).half()}, "got torch.float16"),

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -184,9 +183,7 @@ def run_setup(folder, **environment):
     )
 
 
-@pytest.mark.parametrize(
-    "folder", [".", "flash_sample", "vllm_add_llada/cuda_kernels", "gather_gemm"]
-)
+@pytest.mark.parametrize("folder", [".", *ON_PATH])
 def test_missing_compiler_is_one_line(folder, tmp_path):
     pytest.importorskip("setuptools")
     result = run_setup(folder, CUDA_HOME=str(tmp_path))
@@ -198,23 +195,122 @@ def test_missing_compiler_is_one_line(folder, tmp_path):
 
 def test_rooms_can_be_left_out(tmp_path):
     pytest.importorskip("setuptools")
-    switches = {f"BUILD_{room.upper()}": "0" for room in ROOMS}
+    switches = {f"BUILD_{room.upper()}": "0" for room in EXTENSIONS}
     assert run_setup(".", CUDA_HOME=str(tmp_path), **switches).returncode == 0
     one_left = run_setup(".", CUDA_HOME=str(tmp_path), **(switches | {"BUILD_VMM_ALLOCATOR": "1"}))
     assert one_left.returncode != 0
     assert one_left.stderr.strip().splitlines()[-1].startswith("vmm_allocator: nvcc not found")
 
 
-def test_stale_outputs_are_made_again(tmp_path):
+# In place of nvcc: notes what it is asked for, and "compiles" by copying.
+COMPILER = """
+import os, pathlib, re, sys
+words = sys.argv[1:]
+if words == ["--list-gpu-arch"]:
+    sys.exit(print("compute_90"))
+output = words[words.index("-o") + 1]
+inputs = [word for word in words if word.endswith((".cpp", ".o")) and word != output]
+log = open(os.environ["LOG"], "a")
+if "-shared" in words:
+    print("link", file=log)
+    pathlib.Path(output).write_text("".join(pathlib.Path(path).read_text() for path in inputs))
+    sys.exit()
+source = pathlib.Path(inputs[0])
+print(source.name, file=log)
+text = source.read_text()
+if "an error" in text:
+    sys.exit(f"{source}:1: an error")
+pathlib.Path(output).write_text(text)
+files = [source] + [source.parent / name for name in re.findall('#include "(.*)"', text)]
+made, *needed = [str(path).replace(" ", "\\\\ ") for path in (output, *files)]
+pathlib.Path(words[words.index("-MF") + 1]).write_text(f"{made}: {' '.join(needed)}")
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with a room of two sources and a header; `build()` gives what was compiled."""
     pytest.importorskip("setuptools")
-    setup = runpy.run_path(str(ROOT / "setup.py"), run_name="setup_under_test")
-    source, output = tmp_path / "source", tmp_path / "output"
-    source.write_text("1")
-    command = ["cp", str(source), str(output)]
-    assert setup["is_stale"](output, command, [source])
-    setup["make"](output, command, [source])
-    assert output.read_text() == "1"
-    assert not setup["is_stale"](output, command, [source])
-    assert setup["is_stale"](output, [*command, "-p"], [source])
-    os.utime(source, ns=(0, output.stat().st_mtime_ns + 1))
-    assert setup["is_stale"](output, command, [source])
+    pytest.importorskip("pybind11")
+    if not (Path(sys.executable).with_name("ninja").exists() or shutil.which("ninja")):
+        pytest.skip("ninja is not installed")
+    root = tmp_path / "a checkout"
+    room = root / "vmm_allocator"
+    room.mkdir(parents=True)
+    (room / "arena.h").write_text("// 1\n")
+    (room / "arena.cpp").write_text('#include "arena.h"\n')
+    (room / "driver.cpp").write_text("// a source without a header\n")
+    for name in ("setup.py", "vmm_allocator/setup.py"):
+        shutil.copy(ROOT / name, root / name)
+    compiler = tmp_path / "cuda" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text(f"#!{sys.executable}\n{COMPILER}")
+    compiler.chmod(0o755)
+    log = tmp_path / "log"
+    environment = os.environ | {
+        "CUDA_HOME": str(tmp_path / "cuda"),
+        "LOG": str(log),
+        "BUILD_FLASH_SAMPLE": "0",
+        "BUILD_VLLM_ADD_LLADA": "0",
+    }
+
+    def build(folder=".", **changes):
+        log.write_text("")
+        result = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+            cwd=root / folder,
+            env=environment | changes,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return result, sorted(log.read_text().split())
+
+    return root, build
+
+
+def module_of(root):
+    (module,) = (root / "vmm_allocator").glob("*.so")
+    return module
+
+
+@pytest.mark.parametrize("folder", [".", "vmm_allocator"])
+def test_only_what_is_out_of_date_is_made_again(checkout, folder):
+    root, build = checkout
+    result, made = build(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert made == ["arena.cpp", "driver.cpp", "link"]
+    assert build(folder)[1] == []
+    (root / "vmm_allocator" / "arena.h").write_text("// 2\n")
+    assert build(folder)[1] == ["arena.cpp", "link"]  # the header's dependents alone
+    assert build(folder, NATIVE_CUDA_ARCHS="90")[1] == []  # of device code only
+    (root / "vmm_allocator" / "driver.cpp").write_text("// changed\n")
+    assert build(folder)[1] == ["driver.cpp", "link"]
+    assert "// changed" in module_of(root).read_text()
+    module_of(root).unlink()
+    assert build(folder)[1] == [] and module_of(root).exists()
+    left = {path.name for path in (root / "vmm_allocator").iterdir()} - {"__pycache__"}
+    assert left == {"arena.h", "arena.cpp", "driver.cpp", "setup.py", module_of(root).name}
+
+
+def test_a_module_in_use_is_not_overwritten(checkout):
+    root, build = checkout
+    build()
+    module = module_of(root)
+    with module.open() as used:
+        before = used.read()
+        (root / "vmm_allocator" / "driver.cpp").write_text("// changed\n")
+        build()
+        used.seek(0)
+        assert used.read() == before != module.read_text()
+
+
+def test_a_failed_build_shows_the_compilers_words(checkout):
+    root, build = checkout
+    source = root / "vmm_allocator" / "driver.cpp"
+    source.write_text("an error\n")
+    result, _ = build()
+    assert result.returncode != 0
+    assert f"{source}:1: an error" in result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if "failed" in line]
+    assert "the compiler's words" in line and "Traceback" not in result.stderr

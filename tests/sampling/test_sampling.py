@@ -56,6 +56,7 @@ class HeadModel:
         self.weight = weight
         self.vocab_start = vocab_start
         self.vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+        self.head_matrix: Tensor | None = None
         self.most_rows = 0
 
     def final_norm(self, x: Tensor) -> Tensor:

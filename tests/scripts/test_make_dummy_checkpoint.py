@@ -35,7 +35,7 @@ def test_parameters_are_as_many_as_published(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configuration_is_accepted_at_full_size(family: str) -> None:
-    from vllm.diffusion.models.configs import DiffusionConfig
+    from vllm.diffusion.models.config import DiffusionConfig
 
     config = DiffusionConfig.from_dict(configuration(family))
     assert config.head_dim == 128

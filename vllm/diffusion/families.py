@@ -16,20 +16,22 @@ class Family:
         name: short name, as users write it.
         architectures: values of `architectures` in config.json that load as this family.
         model_types: values of `model_type` in config.json that the family's releases carry.
-        model_class: "module:Class" of the vLLM model.
+        config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
         visibility: who sees whom in the family's attention.
+        model_class: "module:Class" of the vLLM model.
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn.
     """
 
     name: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
-    model_class: str
+    config_class: str
     default_algorithm: str
     logit_shift: int = 0
     visibility: Visibility = FULL
+    model_class: str = "vllm.diffusion.models.base:DiffusionModel"
     end_of_turn_tokens: tuple[str, ...] = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 
 
@@ -37,7 +39,7 @@ LLADA = Family(
     name="llada",
     architectures=("LLaDAModelLM", "LLaDAForDiffusionLM"),
     model_types=("llada",),
-    model_class="vllm.diffusion.models.llada:LLaDAModelLM",
+    config_class="vllm.diffusion.models.llada:LLaDAConfig",
     default_algorithm="semi_ar",
 )
 
@@ -45,7 +47,7 @@ DREAM = Family(
     name="dream",
     architectures=("DreamModel", "DreamForDiffusionLM"),
     model_types=("Dream",),
-    model_class="vllm.diffusion.models.dream:DreamModelLM",
+    config_class="vllm.diffusion.models.dream:DreamConfig",
     default_algorithm="dream",
     logit_shift=1,
     end_of_turn_tokens=("<|im_end|>",),
@@ -55,7 +57,7 @@ LLADA_MOE = Family(
     name="llada-moe",
     architectures=("LLaDAMoEModelLM", "LLaDAMoEForDiffusionLM"),
     model_types=("lladamoe", "dllm", "llada"),
-    model_class="vllm.diffusion.models.llada_moe:LLaDAMoEModelLM",
+    config_class="vllm.diffusion.models.llada_moe:LLaDAMoEConfig",
     default_algorithm="semi_ar",
     end_of_turn_tokens=("<|role_end|>",),
 )

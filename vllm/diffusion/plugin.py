@@ -23,7 +23,7 @@ def register() -> None:
     import vllm.envs
     from vllm.diffusion import envs, watchdog
     from vllm.diffusion.models import tokenizers
-    from vllm.diffusion.models.configs import CONFIG_CLASSES
+    from vllm.diffusion.models.config import config_classes
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
@@ -43,8 +43,7 @@ def register() -> None:
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
     tokenizers.register()
-    for model_type, config_class in CONFIG_CLASSES.items():
-        _CONFIG_REGISTRY[model_type] = config_class
+    _CONFIG_REGISTRY.update(config_classes())
     for family in FAMILIES:
         for architecture in family.architectures:
             ModelRegistry.register_model(architecture, family.model_class)

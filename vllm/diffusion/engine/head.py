@@ -21,6 +21,11 @@ class PooledHead:
         self._model = model
         self._buffers = buffers
 
+    @property
+    def head_matrix(self) -> Tensor | None:
+        """The output matrix, see `DiffusionModel.head_matrix`."""
+        return self._model.head_matrix
+
     def final_norm(self, x: Tensor) -> Tensor:
         """The last norm of x [R, D]."""
         return self._model.final_norm(x, out=self._buffers.take("normed", tuple(x.shape), x.dtype))

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.diffusion import envs
+import torch
+
+from vllm.diffusion import envs, ops
 from vllm.diffusion.config import row_budget
-from vllm.diffusion.families import BY_ARCHITECTURE, LLADA, LLADA_MOE
-from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner
+from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.diffusion.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
+    from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
 
 FP32_BYTES = 4
 
 
-def make_planner(vllm_config: VllmConfig, budget_bytes: int) -> Planner:
-    """The planner of an engine whose steps and caches may take `budget_bytes` on each rank."""
+def make_planner(
+    vllm_config: VllmConfig, budget_bytes: int, device: torch.device | None = None
+) -> Planner:
+    """The planner of an engine whose steps and caches may take `budget_bytes` on each rank.
+
+    Without the device itself, which only its worker may ask, long chunks count for a little more
+    than they take; what fits at all is the same.
+    """
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
     return Planner(
-        model_shape(vllm_config),
+        model_shape(vllm_config, device),
         budget_bytes,
         row_budget(vllm_config),
         uses_host=envs.use_host_residual(),
@@ -46,6 +53,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     )
 
 
+<<<<<<< HEAD
 def _window(params: DiffusionParams, length: int) -> int | None:
     """Positions of a forward that uses kept keys and values, at most; see `BlockwiseRule`.
 
@@ -56,59 +64,63 @@ def _window(params: DiffusionParams, length: int) -> int | None:
 
 
 def model_shape(vllm_config: VllmConfig, device_type: str | None = None) -> ModelShape:
+=======
+def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> ModelShape:
+>>>>>>> native
     """The sizes of the configured model on each tensor-parallel rank.
 
     Args:
         vllm_config: of the engine.
-        device_type: "cpu" or "cuda", where that is not the configured one.
+        device: where it runs; None for the configured kind of device.
     """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    config = model.hf_config
-    family = next(BY_ARCHITECTURE[a] for a in config.architectures if a in BY_ARCHITECTURE)
-    is_plain = vllm_config.quant_config is None
-    num_columns = getattr(config, "embedding_size", None) or config.vocab_size
-    element_bytes: int = model.dtype.itemsize
-    has_bias, norms_all_heads, table_bytes = False, False, element_bytes
-    rotary_dim: int = config.head_dim
-    if family is LLADA:
-        llada: LLaDAConfig = config
-        has_bias, norms_all_heads = llada.include_bias, llada.attention_layer_norm
-        table_bytes = FP32_BYTES if llada.rope_full_precision else element_bytes
-    else:
-        llama_named: DreamConfig | LLaDAMoEConfig = config
-        rotary_dim = llama_named.rotary_dim
-    device_type = device_type or vllm_config.device_config.device_type
-    is_alone_on_gpu = device_type == "cuda" and num_ranks == 1
+    config: DiffusionConfig = model.hf_config
+    width, mlp_width = config.hidden_size, config.dense_width // num_ranks
+    num_heads = config.num_attention_heads // num_ranks
+    num_kv_heads = max(1, config.num_key_value_heads // num_ranks)
+    out = ops.Matrix(
+        columns=width,
+        depth=width,
+        dtype=model.dtype,
+        has_bias=config.has_bias,
+        device=device or torch.device(vllm_config.device_config.device_type),
+        is_summed=num_ranks > 1,
+    )
+    qkv = out._replace(columns=(num_heads + 2 * num_kv_heads) * config.head_dim)
+    gate_up = out._replace(columns=2 * mlp_width)
+    kinds = ops.kinds_of(vllm_config.quant_config)
+    table_bytes = FP32_BYTES if config.rotates_in_fp32 else model.dtype.itemsize
     return ModelShape(
         num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads // num_ranks,
-        num_kv_heads=max(1, config.num_key_value_heads // num_ranks),
+        hidden_size=width,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=config.head_dim,
-        mlp_width=_dense_width(config) // num_ranks,
-        num_columns=-(-num_columns // num_ranks),
-        element_bytes=element_bytes,
-        rotary_bytes=2 * rotary_dim * table_bytes,
-        experts=_experts(config, num_ranks) if family is LLADA_MOE else None,
-        is_plain=is_plain,
-        can_group_heads=is_plain and not norms_all_heads,
-        adds_in_place=is_alone_on_gpu and is_plain and not has_bias,
+        mlp_width=mlp_width,
+        num_columns=-(-config.num_embeddings // num_ranks),
+        element_bytes=model.dtype.itemsize,
+        rotary_bytes=2 * config.rotary_dim * table_bytes,
+        products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
+        experts=_experts(config, num_ranks),
+        can_group_heads=all(kind.can_slice for kind in kinds) and not config.norms_all_heads,
         num_ranks=num_ranks,
     )
 
 
-def _dense_width(config: LLaDAConfig | DreamConfig | LLaDAMoEConfig) -> int:
-    """Width of the MLPs that are no experts; 0 where all are."""
-    has_experts = getattr(config, "has_experts", None)
-    if has_experts is None:
-        return int(config.intermediate_size)
-    if all(has_experts(layer) for layer in range(config.num_hidden_layers)):
-        return 0
-    return int(config.dense_intermediate_size)
+def _products(
+    kind: type[ops.Projection], qkv: ops.Matrix, gate_up: ops.Matrix, out: ops.Matrix
+) -> Products:
+    gated = kind.workspace(ops.Use.GATED, gate_up)
+    return Products(
+        project=kind.workspace(ops.Use.PROJECT, qkv).row_bytes,
+        gated=gated.row_bytes,
+        add_to=kind.workspace(ops.Use.ADD_TO, out).row_bytes,
+        most_gated_rows=gated.most_rows,
+    )
 
 
-def _experts(config: LLaDAMoEConfig, num_ranks: int) -> Experts | None:
-    if not any(config.has_experts(layer) for layer in range(config.num_hidden_layers)):
+def _experts(config: DiffusionConfig, num_ranks: int) -> Experts | None:
+    if not any(map(config.has_experts, range(config.num_hidden_layers))):
         return None
     return Experts(
         count=config.num_experts,

@@ -85,7 +85,7 @@ class DiffusionWorker(WorkerBase):
         )
         self.model_runner = DiffusionModelRunner(
             model,
-            make_planner(self.vllm_config, planning_budget(budget)),
+            make_planner(self.vllm_config, planning_budget(budget), device),
             pool,
             device,
             is_reporting=self.is_driver_worker,

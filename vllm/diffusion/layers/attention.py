@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.spans import KeySource
-    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,20 @@ class SelfAttention:
     """
 
     norm: RMSNorm
-    qkv_proj: QKVParallelLinear
-    out_proj: RowParallelLinear
+    qkv_proj: ops.Projection
+    out_proj: ops.Projection
+    num_heads: int  # of this rank, as the next
+    num_kv_heads: int
+    head_dim: int
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     clip: float | None = None
 
     @property
     def can_group_heads(self) -> bool:
-        """Whether the stages exist for groups of heads: plain matrices, no norm of all heads."""
-        is_plain = ops.is_plain(self.qkv_proj) and ops.is_plain(self.out_proj)
-        return is_plain and not isinstance(self.k_norm, AllHeadsRMSNorm)
+        """Whether the stages exist for groups of heads: sliced weights, no norm of all heads."""
+        can_slice = self.qkv_proj.can_slice and self.out_proj.can_slice
+        return can_slice and not isinstance(self.k_norm, AllHeadsRMSNorm)
 
     def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers) -> None:
         """Write this layer's projections of the rows of a chunk, queries and keys rotated.
@@ -75,9 +77,8 @@ class SelfAttention:
         Args:
             product: as `keys_values` writes it.
         """
-        head_dim = self.qkv_proj.head_size
-        heads = product.view(product.shape[0], -1, head_dim)
-        num_kv_heads = self.qkv_proj.num_kv_heads
+        heads = product.view(product.shape[0], -1, self.head_dim)
+        num_kv_heads = self.num_kv_heads
         num_heads = heads.shape[1] - 2 * num_kv_heads
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         return (q if num_heads else None), k, v
@@ -153,12 +154,12 @@ class SelfAttention:
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
-        columns, head_dim = group.part(self._query_width), self.qkv_proj.head_size
+        columns = group.part(self._query_width)
         shape = (x.shape[0], columns.stop - columns.start)
         out = buffers.take("queries", shape, x.dtype)
         with buffers.scope("attend"):
             self._project(self._normed(x, buffers), columns, out, buffers)
-        q = out.view(x.shape[0], -1, head_dim)
+        q = out.view(x.shape[0], -1, self.head_dim)
         self._rotate(q, None, rotary)
         return q
 
@@ -189,12 +190,9 @@ class SelfAttention:
         buffers: Buffers,
     ) -> None:
         """x += Wo attention, of one group of heads."""
-        product = None
-        if not ops.adds_in_place(x, self.out_proj):
-            product = buffers.take("projected", x.shape, x.dtype)
         heads = _attend_all(q, sources, buffers).flatten(1)
         features = slice(None) if group.count == 1 else group.part(self._query_width)
-        ops.add_linear(x, heads, self.out_proj, product, features=features)
+        self.out_proj.add_to(x, heads, buffers, features)
 
     def _normed(self, x: Tensor, buffers: Buffers) -> Tensor:
         normed: Tensor = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
@@ -202,22 +200,19 @@ class SelfAttention:
 
     def _project(self, normed: Tensor, columns: slice, out: Tensor, buffers: Buffers) -> None:
         """Columns of the fused product of the normed rows, clipped where the model does so."""
-        if not ops.is_plain(self.qkv_proj):
-            row_bytes = (self._query_width + 2 * self._key_width) * normed.element_size()
-            buffers.expect("unsliced projection", len(normed) * row_bytes)
-        ops.linear(normed, self.qkv_proj, out=out, columns=columns)
+        self.qkv_proj.project(normed, out, buffers, columns)
         if self.clip is not None:
             out.clamp_(-self.clip, self.clip)
 
     @property
     def _query_width(self) -> int:
         """Columns of the queries in the fused product on this rank."""
-        return int(self.qkv_proj.num_heads * self.qkv_proj.head_size)
+        return self.num_heads * self.head_dim
 
     @property
     def _key_width(self) -> int:
         """Columns of the keys, and as many of the values."""
-        return int(self.qkv_proj.num_kv_heads * self.qkv_proj.head_size)
+        return self.num_kv_heads * self.head_dim
 
 
 def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Tensor:

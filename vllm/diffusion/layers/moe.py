@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.layers.norm import RMSNorm
-    from vllm.model_executor.layers.linear import ReplicatedLinear
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,11 @@ class ExpertsMLP:
     """
 
     norm: RMSNorm
-    gate: ReplicatedLinear
-    w1: nn.Parameter
-    w2: nn.Parameter
+    gate: Tensor
+    w1: Tensor
+    w2: Tensor
     num_chosen: int
-    bias: nn.Parameter | None = None
+    bias: Tensor | None = None
 
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x += sum over the chosen experts of weight * expert(norm(x)); x [R, D], in place."""
@@ -38,11 +37,7 @@ class ExpertsMLP:
         with buffers.scope("feed-forward"):
             normed = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
             routing = self._route(normed, buffers)
-            rows, row_bytes = x.shape[0] * self.num_chosen, x.shape[1] * x.element_size()
-            inner_bytes = self.w2.shape[2] * x.element_size()
-            buffers.expect("activated of experts", rows * inner_bytes)
-            buffers.expect("terms of experts", rows * row_bytes)
-            ops.add_experts(x, normed, routing, self.w1, self.w2)
+            ops.add_experts(x, normed, routing, self.w1, self.w2, buffers)
 
     def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
         """The experts of every row."""
@@ -50,4 +45,4 @@ class ExpertsMLP:
         scores_bytes = len(self.w1) * (element_bytes + 1)  # and choices, int8
         chosen_bytes = self.num_chosen * (element_bytes + 4)  # weights, int32 slots
         buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
-        return ops.route_rows(normed, ops.plain_weight(self.gate), self.num_chosen, self.bias)
+        return ops.route_rows(normed, self.gate, self.num_chosen, self.bias)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from vllm.diffusion import ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -44,6 +43,6 @@ def keep_plain(layer: LayerT) -> LayerT:
 
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
     """Write the embeddings of ids [T] to out [T, D], summed over the ranks, and return out."""
-    if table.tp_size == 1 and ops.is_plain(table):
-        return torch.index_select(ops.plain_weight(table), 0, ids, out=out)
+    if table.tp_size == 1 and isinstance(table.quant_method, UnquantizedEmbeddingMethod):
+        return torch.index_select(table.weight, 0, ids, out=out)
     return out.copy_(table(ids))

@@ -8,7 +8,7 @@ from vllm.diffusion.memory.activation_pool import (
     activation_pool,
 )
 from vllm.diffusion.memory.caches import CachePool, CacheRange
-from vllm.diffusion.memory.footprint import Experts, ModelShape, StepShape
+from vllm.diffusion.memory.footprint import Experts, ModelShape, Products, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
@@ -30,6 +30,7 @@ __all__ = [
     "Plan",
     "Planner",
     "PoolExhaustedError",
+    "Products",
     "Rows",
     "StepShape",
     "Usage",

@@ -23,6 +23,9 @@ RESULT_BYTES = 3 * 8  # what sampling finds for a row, float64
 ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
 NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
 
+Terms = dict[str, int]  # bytes, by what they are for
+Phases = tuple[Terms, ...]  # of a stage, one after the other: what has ended is given back
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -31,6 +34,22 @@ class Experts:
     count: int
     chosen: int
     width: int
+
+
+class Products(NamedTuple):
+    """What the products of a layer take besides their results, where weights are of one kind.
+
+    Attributes:
+        project: bytes a row of the fused product of queries, keys and values, by name.
+        gated: of gate and up, and silu(gate) * up.
+        add_to: of the products that are added to the residual stream.
+        most_gated_rows: chunks of more rows take nothing of `gated`; None for no end.
+    """
+
+    project: Terms
+    gated: Terms
+    add_to: Terms
+    most_gated_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,9 +65,8 @@ class ModelShape:
         num_columns: C.
         element_bytes: e.
         rotary_bytes: of the cosines and sines of one position.
-        is_plain: projections are unquantised matrices, which can be sliced.
-        can_group_heads: they are, and no norm spans all heads.
-        adds_in_place: the output projection of attention adds to the residual stream itself.
+        products: of every kind of weight that a layer may have.
+        can_group_heads: they can be sliced, and no norm spans all heads.
         num_ranks: tensor-parallel ranks, whose products are summed.
     """
 
@@ -61,11 +79,16 @@ class ModelShape:
     num_columns: int
     element_bytes: int
     rotary_bytes: int
+    products: tuple[Products, ...]
     experts: Experts | None = None
-    is_plain: bool = True
     can_group_heads: bool = True
-    adds_in_place: bool = True
     num_ranks: int = 1
+
+    @property
+    def most_gated_rows(self) -> int | None:
+        """Chunks of more rows store no gate and up; None where any may."""
+        most = [products.most_gated_rows for products in self.products]
+        return None if None in most else max(filter(None, most), default=0)
 
     @property
     def row_bytes(self) -> int:
@@ -100,7 +123,7 @@ class ModelShape:
 TEMPORARIES = frozenset(
     {
         *("attention", "statistics", "collected attention", "summed over ranks"),
-        *("unsliced projection", "routing", "activated of experts", "terms of experts"),
+        *("quantised product", "routing", "activated of experts", "terms of experts"),
     }
 )
 
@@ -136,10 +159,6 @@ class Layout(NamedTuple):
     host_residual: bool = False
 
 
-Terms = dict[str, int]  # bytes, by what they are for
-Phases = tuple[Terms, ...]  # of a stage, one after the other: what has ended is given back
-
-
 class Footprint:
     """Bytes of the stages of one model.
 
@@ -167,8 +186,8 @@ class Footprint:
 
     def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""
-        terms = self._projecting()
-        return (terms | self._visiting(layout) | self._rotary(layout),)
+        terms = self._visiting(layout) | self._rotary(layout)
+        return tuple(terms | phase for phase in self._projecting())
 
     def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
         """Queries, then attention and its projection.
@@ -190,25 +209,26 @@ class Footprint:
         }
         if is_packed:
             attending["collected attention"] = shape.query_bytes // groups
-        if not shape.adds_in_place:
-            attending["projected"] = shape.row_bytes
-        attending |= self._summed()
+        phases = tuple(attending | products.add_to for products in shape.products)
         if has_queries:
-            return (attending,)
+            return phases
         queries = {"queries": shape.query_bytes // groups}
-        return queries | self._projecting(), queries | attending
+        return tuple(queries | phase for phase in (*self._projecting(), *phases))
 
-    def _projecting(self) -> Terms:
-        shape = self.shape
-        terms = {"normed": shape.row_bytes}
-        if not shape.is_plain:
-            terms["unsliced projection"] = shape.query_bytes + shape.key_value_bytes
-        return terms
+    def _projecting(self) -> Phases:
+        normed = {"normed": self.shape.row_bytes}
+        return tuple(normed | products.project for products in self.shape.products)
 
-    def feed_forward(self, layout: Layout) -> Phases:
-        """Each kind of MLP of the model; the output projection takes the place of the norm."""
-        terms = {"normed": self.shape.row_bytes} | self._summed() | self._visiting(layout)
-        return tuple(terms | mlp for mlp in self._mlps())
+    def feed_forward(self, layout: Layout, *, is_long: bool = False) -> Phases:
+        """Each kind of MLP of the model.
+
+        Args:
+            layout: of the step.
+            is_long: in chunks of more than `ModelShape.most_gated_rows` rows.
+        """
+        visiting = self._visiting(layout)
+        dense = (self._mlp(products, is_long) for products in self.shape.products)
+        return tuple(visiting | phase for phases in (*dense, self._experts()) for phase in phases)
 
     def read(self, layout: Layout, *, is_packed: bool) -> Phases:
         """Rows that are read after the last layer: the rest of that layer, then their logits.
@@ -231,10 +251,6 @@ class Footprint:
         """Bytes that a row that is read takes for the rest of the step."""
         return {"read inputs": READ_INPUT_BYTES, "results": RESULT_BYTES}
 
-    def _summed(self) -> Terms:
-        """What the ranks' products are summed in."""
-        return {"summed over ranks": self.shape.row_bytes} if self.shape.num_ranks > 1 else {}
-
     def _rotary(self, layout: Layout) -> Terms:
         if layout.keep_queries:
             return {}
@@ -246,22 +262,29 @@ class Footprint:
             return {}
         return {"visiting rows": num_streams * NUM_STREAM_BUFFERS * self.shape.row_bytes}
 
-    def _mlps(self) -> Phases:
-        element, width, experts = self.shape.element_bytes, self.shape.mlp_width, self.shape.experts
-        kinds: list[Terms] = []
-        if width or experts is None:
-            kinds.append({"gate and up": 2 * width * element, "activated": width * element})
-        if experts is not None:
-            rows, inner = experts.chosen, experts.width
-            kinds.append(
-                {
-                    # weights in the model dtype, slots int32, choices int8
-                    "routing": experts.count * (element + 1) + rows * (element + 4),
-                    "activated of experts": rows * inner * element,
-                    "terms of experts": rows * self.shape.row_bytes,
-                }
-            )
-        return tuple(kinds)
+    def _mlp(self, products: Products, is_long: bool) -> Phases:
+        shape = self.shape
+        if not shape.mlp_width:
+            return ()
+        activated = {"activated": shape.mlp_width * shape.element_bytes}
+        gating = {"normed": shape.row_bytes} | ({} if is_long else products.gated)
+        return activated | gating, activated | products.add_to
+
+    def _experts(self) -> Phases:
+        experts, element = self.shape.experts, self.shape.element_bytes
+        if experts is None:
+            return ()
+        rows, row_bytes = experts.chosen, self.shape.row_bytes
+        terms = {
+            "normed": row_bytes,
+            # weights in the model dtype, slots int32, choices int8
+            "routing": experts.count * (element + 1) + rows * (element + 4),
+            "activated of experts": rows * experts.width * element,
+            "terms of experts": rows * row_bytes,
+        }
+        if self.shape.num_ranks > 1:
+            terms["summed over ranks"] = 2 * row_bytes  # the terms, then the ranks' sums
+        return (terms,)
 
 
 def is_streamed(layout: Layout) -> bool:

@@ -451,10 +451,14 @@ class _Bytes(NamedTuple):
     Attributes:
         buffers: of the pool; all that it takes, where the pool is not split.
         temporaries: that PyTorch allocates, where the pool is split.
+        few_buffers, few_rows: what it takes of the pool in a chunk of at most so many rows, where
+            that is more.
     """
 
     buffers: int
     temporaries: int
+    few_buffers: int = 0
+    few_rows: int = 0
 
     @classmethod
     def of(cls, phases: Phases, is_split: bool) -> _Bytes:
@@ -462,9 +466,23 @@ class _Bytes(NamedTuple):
             return cls(max(map(total, phases)), 0)
         return cls(max(map(buffered, phases)), max(map(temporary, phases)))
 
+    @classmethod
+    def of_feed_forward(cls, footprint: Footprint, layout: Layout, is_split: bool) -> _Bytes:
+        few = cls.of(footprint.feed_forward(layout), is_split)
+        few_rows = footprint.shape.most_gated_rows
+        if few_rows is None:
+            return few
+        many = cls.of(footprint.feed_forward(layout, is_long=True), is_split)
+        return many._replace(few_buffers=few.buffers, few_rows=few_rows)
+
+    def buffers_in(self, rows: int) -> int:
+        """Buffers of a chunk of so many rows, which the last of several may not have."""
+        return max(rows * self.buffers, min(rows, self.few_rows) * self.few_buffers)
+
     def rows_in(self, buffers: int, temporaries: int) -> int:
         """Rows that fit into so many bytes of each."""
-        rows = buffers // self.buffers
+        is_few = buffers < self.few_rows * self.few_buffers
+        rows = buffers // (self.few_buffers if is_few else self.buffers)
         return min(rows, temporaries // self.temporaries) if self.temporaries else rows
 
 
@@ -487,7 +505,7 @@ class _RowBytes(NamedTuple):
             total(footprint.read_results()),
             _Bytes.of(footprint.keys_values(layout), is_split),
             _Bytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
-            _Bytes.of(footprint.feed_forward(layout), is_split),
+            _Bytes.of_feed_forward(footprint, layout, is_split),
             _Bytes.of(footprint.read(layout, is_packed=is_packed), is_split),
         )
 
@@ -563,7 +581,7 @@ class _Draft:
         temporaries = min(max(temporaries, enough_rows * of_others), free - attending)
         buffers = free - temporaries
         if rows > WHOLE_STEP_ROWS:
-            enough = FULL_SPEED_ROWS * of_row.feed_forward.buffers
+            enough = of_row.feed_forward.buffers_in(FULL_SPEED_ROWS)
             buffers = min(buffers, max(attending, enough))
         fitting = of_row.feed_forward.rows_in(buffers, temporaries)
         feed_forward = _chunk_rows(rows, min(fitting, longest.feed_forward))
@@ -587,7 +605,7 @@ class _Draft:
         )
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
         keys_values, attend, feed_forward, read = (
-            stays + count * stage.buffers for count, stage in stages
+            stays + stage.buffers_in(count) for count, stage in stages
         )
         return keys_values, attend, feed_forward, read
 

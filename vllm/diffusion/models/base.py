@@ -1,31 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every diffusion language model offers to the engine.
+"""A diffusion language model: one transformer, as its configuration describes it.
 
-Letters: T rows of the packed batch, R rows of a chunk, D hidden size, H and KV query and key/value
-heads of this rank, hd head width, V logit columns.
+Llama's layers without a mask; what differs between families are facts of their configurations
+(`config.py`). Modules bear Llama's names whatever the checkpoint's are. Letters: T rows of the
+packed batch, R rows of a chunk, D hidden size, H and KV query and key/value heads of this rank, hd
+head width, V logit columns.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Protocol
+import functools
+from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import nn
 
+from vllm.diffusion import ops
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import can_be_captured
+from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.layers.norm import RMSNorm
+from vllm.diffusion.layers.parallel import embed_rows, keep_plain
+from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
+from vllm.diffusion.models.mixture import MixtureMLP, unstacked
+from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
+from vllm.diffusion.models.weights import Destination, load_checkpoint, module_names
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.utils import maybe_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch
     from torch import Tensor
 
-    from vllm.diffusion.families import Family
+    from vllm.config import VllmConfig
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.buffers import Buffers
-    from vllm.diffusion.layers.rotary import Rotary
+    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 
 class FeedForward(Protocol):
@@ -41,16 +57,31 @@ class DiffusionLayer(nn.Module):
     Every stage accepts any chunk of rows, also none. Under tensor parallelism `attend` and
     `feed_forward` end in one all-reduce each, so all ranks must use the same chunks. What a stage
     needs besides its results is taken from `buffers`; without them PyTorch allocates it.
-
-    A family's layer owns the weights under their checkpoint names and sets the two attributes.
-
-    Attributes:
-        attention: the keys-values and attend stages over these weights.
-        mlp_stage: the feed-forward stage over these weights.
     """
 
-    attention: SelfAttention
-    mlp_stage: FeedForward
+    def __init__(
+        self,
+        config: DiffusionConfig,
+        index: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = AttentionWeights(config, quant_config, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        kind = MixtureMLP if config.has_experts(index) else DenseMLP
+        self.mlp: MLPWeights = kind(config, quant_config, f"{prefix}.mlp")
+
+    @functools.cached_property
+    def attention(self) -> SelfAttention:
+        """The keys-values and attend stages; not to be asked for before the weights are loaded."""
+        return self.self_attn.stage(self.input_layernorm)
+
+    @functools.cached_property
+    def mlp_stage(self) -> FeedForward:
+        """The feed-forward stage; not to be asked for before the weights are loaded."""
+        return self.mlp.stage(self.post_attention_layernorm)
 
     def keys_values(
         self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers | None = None
@@ -80,9 +111,41 @@ class DiffusionLayer(nn.Module):
         """x [R, D] += feed-forward of its norm, in place."""
         self.mlp_stage.feed_forward(x, buffers or FreshBuffers(x.device))
 
+    def destinations(self, path: str) -> dict[str, Destination]:
+        """Each module of a checkpoint's layer `path`, by Llama's names, and where it goes."""
+        norms = ("input_layernorm", "post_attention_layernorm")
+        width = tuple(self.input_layernorm.weight.shape)
+        return {
+            **{f"{path}.{norm}": Destination(f"{path}.{norm}", width) for norm in norms},
+            **self.self_attn.destinations(f"{path}.self_attn"),
+            **self.mlp.destinations(f"{path}.mlp"),
+        }
 
-class DiffusionModel(nn.Module, ABC):
-    """A diffusion language model: stages for the engine, and upstream's model interface.
+
+class Transformer(nn.Module):
+    """Embedding, layers and last norm."""
+
+    def __init__(
+        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = keep_plain(
+            VocabParallelEmbedding(
+                config.num_embeddings,
+                config.hidden_size,
+                quant_config=quant_config,
+                prefix=f"{prefix}.embed_tokens",
+            )
+        )
+        self.layers = nn.ModuleList(
+            DiffusionLayer(config, index, quant_config, f"{prefix}.layers.{index}")
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DiffusionModel(nn.Module, SupportsQuant):
+    """A checkpoint as a vLLM model: stages for the engine, and upstream's model interface.
 
     Attributes:
         family: facts that hold for all checkpoints of the family.
@@ -91,51 +154,90 @@ class DiffusionModel(nn.Module, ABC):
         vocab_start, num_columns: the first logit column of this rank, and how many it has.
     """
 
-    family: ClassVar[Family]
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    vocab_start: int
-    num_columns: int
+    rotary_frequencies: Tensor
+    packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: DiffusionConfig = vllm_config.model_config.hf_config
+        quant_config = vllm_config.quant_config
+        if quant_config is not None:
+            # whose lists of modules have the checkpoint's names
+            quant_config.apply_vllm_mapper(module_names(config))
+        self.config, self.family = config, config.family
+        self.model = Transformer(config, quant_config, maybe_prefix(prefix, "model"))
+        self.lm_head = keep_plain(
+            ParallelLMHead(
+                config.num_embeddings,
+                config.hidden_size,
+                bias=config.has_bias and not config.tie_word_embeddings,
+                quant_config=quant_config,
+                prefix=maybe_prefix(prefix, "lm_head"),
+            )
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim)
+        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
+
+        qkv_proj, shard = self.layers[0].self_attn.qkv_proj, self.lm_head.shard_indices
+        self.hidden_size = config.hidden_size
+        self.num_heads: int = qkv_proj.num_heads
+        self.num_kv_heads: int = qkv_proj.num_kv_heads
+        self.head_dim = config.head_dim
+        self.vocab_size = config.num_embeddings
+        self.vocab_start: int = shard.org_vocab_start_index
+        self.num_columns: int = shard.num_org_elements
 
     @property
-    @abstractmethod
     def layers(self) -> Sequence[DiffusionLayer]:
         """The layers, first to last."""
+        return cast("Sequence[DiffusionLayer]", self.model.layers)
 
     @property
     def dtype(self) -> torch.dtype:
         """The model dtype: of the residual stream, the keys and values and the logits."""
-        parameter: Tensor = self.final_norm_weight
-        return parameter.dtype
+        return self.model.norm.weight.dtype
 
     def can_be_captured(self, device: torch.device) -> bool:
         """Whether a CUDA graph can hold the layers: attention needs nothing of the host."""
         return can_be_captured(self.dtype, self.head_dim, device)
 
-    @property
-    @abstractmethod
-    def final_norm_weight(self) -> Tensor:
-        """The gains [D] of the last norm."""
-
-    @abstractmethod
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         """Write the embeddings of ids [T] to out [T, D], and return out."""
+        embed_rows(self.model.embed_tokens, ids, out)
+        scale = self.config.embedding_scale
+        return out if scale == 1.0 else out.mul_(scale)
 
-    @abstractmethod
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
         """Rotary table rows of positions [T], in `buffers` where they are given.
 
         A position counts from its sequence's start.
         """
+        dtype = torch.float32 if self.config.rotates_in_fp32 else self.dtype
+        return rotary_rows(positions, self.rotary_frequencies, dtype=dtype, buffers=buffers)
 
-    @abstractmethod
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The last norm of x [R, D], into `out` where it is given."""
+        normed: Tensor = self.model.norm(x, out=out)
+        return normed
 
-    @abstractmethod
+    @functools.cached_property
+    def head(self) -> ops.Projection:
+        """The output head; not to be asked for before the weights are loaded."""
+        return ops.projection_of(self.lm_head)
+
+    @property
+    def head_matrix(self) -> Tensor | None:
+        """[V, D] where the logits are its product with normed hidden states; None where more is
+        done, or where this rank has not all columns."""
+        if self.num_columns < self.vocab_size or self.config.logits_scale != 1.0:
+            return None
+        return self.head.matrix(slice(0, self.num_columns))
+
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of this rank's columns.
 
@@ -147,19 +249,48 @@ class DiffusionModel(nn.Module, ABC):
             [R, columns of this rank], the model dtype; column j is token `vocab_start` + j.
             The padding of the head's matrix is not among them.
         """
+        if out is None:
+            out = hidden_states.new_empty(len(hidden_states), self.num_columns)
+        columns, scratch = slice(0, self.num_columns), FreshBuffers(hidden_states.device)
+        self.head.project(hidden_states, out, scratch, columns)
+        scale = self.config.logits_scale
+        return out if scale == 1.0 else out.mul_(scale)
 
-    @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint; returns the names of the parameters that were filled.
 
         Raises:
             CheckpointError: naming the tensors that are missing or not part of the model.
         """
+        config = self.config
+        head = config.CHECKPOINT_NAMES.get("lm_head", "lm_head")
+        destinations = self._destinations()
+        if any(map(config.has_experts, range(config.num_hidden_layers))):
+            weights = unstacked(weights, config)
+        if not config.tie_word_embeddings:
+            return load_checkpoint(self, weights, destinations)
+        del destinations[head]
+        return load_checkpoint(self, weights, destinations, ignored={head})
+
+    def _destinations(self) -> dict[str, Destination]:
+        """Each module of a checkpoint, by its names, and where its tensors go."""
+        config, names = self.config, self.config.CHECKPOINT_NAMES
+        vocabulary, width = (config.num_embeddings, config.hidden_size), (config.hidden_size,)
+        shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
+        destinations = {
+            names.get(name, name): Destination(name, shape) for name, shape in shapes.items()
+        }
+        for index, layer in enumerate(self.layers):
+            ours, theirs = f"model.layers.{index}", config.checkpoint_layer(index)
+            for path, destination in layer.destinations(ours).items():
+                name = path.removeprefix(f"{ours}.")
+                destinations[f"{theirs}.{names.get(name, name)}"] = destination
+        return destinations
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings [T, D] of ids [T], in a new tensor."""
         shape = (*input_ids.shape, self.hidden_size)
-        return self.embed(input_ids, self.final_norm_weight.new_empty(shape))
+        return self.embed(input_ids, self.model.norm.weight.new_empty(shape))
 
     def forward(
         self,

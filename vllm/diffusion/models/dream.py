@@ -8,33 +8,71 @@ they are computed as they are, and whoever reads them reads the row before (`Fam
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.families import DREAM, Family
-from vllm.diffusion.models.llama import (
-    AttentionWeights,
-    DenseMLP,
-    LlamaNamedLayer,
-    LlamaNamedModel,
+from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config_checks import (
+    check_id,
+    check_only,
+    check_positive,
+    head_width,
+    plain_rope_theta,
 )
 
-if TYPE_CHECKING:
-    from vllm.diffusion.models.configs import DreamConfig
-    from vllm.model_executor.layers.quantization import QuantizationConfig
 
+class DreamConfig(DiffusionConfig):
+    """config.json of Dream.
 
-class DreamModelLM(LlamaNamedModel):
-    """A Dream checkpoint as a vLLM model."""
+    A key that is absent takes the default of the public configuration class. After construction
+    `num_key_value_heads` and `head_dim` are integers, and `sliding_window` is null, as it is never in use.
 
-    family: ClassVar[Family] = DREAM
-    config: DreamConfig
+    Raises:
+        ModelConfigError: naming the key, its value and what would be accepted.
+    """
 
-    def make_layer(
-        self, index: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> LlamaNamedLayer:
-        config = self.config
-        attention = AttentionWeights(
-            config, quant_config, f"{prefix}.self_attn", bias=True, head_norm=False
-        )
-        mlp = DenseMLP(config.hidden_size, config.intermediate_size, quant_config, f"{prefix}.mlp")
-        return LlamaNamedLayer(config, attention, mlp)
+    model_type: ClassVar[str] = "Dream"
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "use_sliding_window": False,
+        "eos_token_id": 151643,
+        "pad_token_id": 151643,
+        "mask_token_id": 151666,
+    }
+
+    if TYPE_CHECKING:
+        max_position_embeddings: int
+        eos_token_id: int
+        pad_token_id: int
+        mask_token_id: int
+
+    def __init__(self, **values: Any) -> None:
+        theta = plain_rope_theta(values)
+        complete = {**self.DEFAULTS, **({} if theta is None else {"rope_theta": theta}), **values}
+        if complete["num_key_value_heads"] is None:
+            complete["num_key_value_heads"] = complete["num_attention_heads"]
+        check_only(complete, {"hidden_act": "silu", "use_sliding_window": False})
+        complete["sliding_window"] = None
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        for key in (*sizes, "num_attention_heads", "num_key_value_heads"):
+            check_positive(complete, key)
+        check_positive(complete, "max_position_embeddings")
+        for key in ("rope_theta", "rms_norm_eps"):
+            check_positive(complete, key, whole=False)
+        complete["head_dim"] = head_width(complete)
+        check_id(complete, "mask_token_id", "vocab_size")
+        super().__init__(**complete)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return True

@@ -1,264 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaDA (Nie et al. 2025, arXiv:2502.09992), and checkpoints of the same architecture.
 
-A Llama-like transformer without a causal mask: logits at a position predict the token at that
-position. Modules bear the names of the released checkpoints, so that the layer names of a
-quantised checkpoint's configuration hold as they are; only q, k, v and gate, up are fused.
+A Llama-like transformer without a causal mask, with names of its own in config.json and in the
+checkpoint. Logits at a position predict the token at that position.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from vllm.diffusion import ops
-from vllm.diffusion.families import LLADA, Family
-from vllm.diffusion.layers.attention import SelfAttention
-from vllm.diffusion.layers.mlp import GatedMLP
-from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
-from vllm.diffusion.layers.parallel import embed_rows, keep_plain
-from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
-from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
-from vllm.diffusion.models.weights import Destination, load_checkpoint
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
+from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config_checks import (
+    check_id,
+    check_only,
+    check_positive,
+    head_width,
+    refuse,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
-from vllm.model_executor.models.interfaces import SupportsQuant
-from vllm.model_executor.models.utils import maybe_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from vllm.config import VllmConfig
-    from vllm.diffusion.buffers import Buffers
-    from vllm.diffusion.models.configs import LLaDAConfig
-    from vllm.model_executor.layers.quantization import QuantizationConfig
-
-# Parts of the fused modules: checkpoint module -> (module, shard).
-_FUSED: dict[str, tuple[str, str | int]] = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "ff_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
+    from collections.abc import Mapping
 
 
-class LLaDABlock(DiffusionLayer):
-    """One layer: pre-norm attention, pre-norm gated MLP, each added to the residual stream."""
+class LLaDAConfig(DiffusionConfig):
+    """config.json of LLaDA.
 
-    def __init__(
-        self, config: LLaDAConfig, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
-        super().__init__()
-        width, eps, bias = config.d_model, config.rms_norm_eps, config.include_bias
-        self.attn_norm = RMSNorm(width, eps)
-        self.qkv_proj = keep_plain(
-            QKVParallelLinear(
-                hidden_size=width,
-                head_size=config.head_dim,
-                total_num_heads=config.n_heads,
-                total_num_kv_heads=config.n_kv_heads,
-                bias=bias or bool(config.include_qkv_bias),
-                quant_config=quant_config,
-                prefix=f"{prefix}.qkv_proj",
-            )
-        )
-        self.q_norm: AllHeadsRMSNorm | None = None
-        self.k_norm: AllHeadsRMSNorm | None = None
-        if config.attention_layer_norm:
-            self.q_norm = AllHeadsRMSNorm(config.n_heads, config.head_dim, eps)
-            self.k_norm = AllHeadsRMSNorm(config.n_kv_heads, config.head_dim, eps)
-        self.attn_out = keep_plain(
-            RowParallelLinear(
-                width, width, bias=bias, quant_config=quant_config, prefix=f"{prefix}.attn_out"
-            )
-        )
-        self.ff_norm = RMSNorm(width, eps)
-        self.gate_up_proj = keep_plain(
-            MergedColumnParallelLinear(
-                width,
-                [config.mlp_hidden_size] * 2,
-                bias=bias,
-                quant_config=quant_config,
-                prefix=f"{prefix}.gate_up_proj",
-            )
-        )
-        self.ff_out = keep_plain(
-            RowParallelLinear(
-                config.mlp_hidden_size,
-                width,
-                bias=bias,
-                quant_config=quant_config,
-                prefix=f"{prefix}.ff_out",
-            )
-        )
-        self.attention = SelfAttention(
-            self.attn_norm, self.qkv_proj, self.attn_out, self.q_norm, self.k_norm
-        )
-        self.mlp_stage = GatedMLP(self.ff_norm, self.gate_up_proj, self.ff_out)
+    The names of the public LLaDA configuration are primary. A name of `attribute_map` (the usual
+    Hugging Face names) is accepted in its place where the LLaDA name is absent, and always works
+    as an attribute. A key that is absent takes the default of the public configuration class,
+    except for the five keys of `REQUIRED`, whose defaults describe another architecture (GPT-2's)
+    and must therefore be written out.
 
+    After construction `embedding_size` (rows of the embedding and of the head), `n_kv_heads`,
+    `mlp_hidden_size` and `head_dim` are integers: null has been resolved.
 
-class LLaDATransformer(nn.Module):
-    """Embedding, layers, last norm and head, named as in the checkpoint.
-
-    With tied weights the head shares the embedding's matrix and has no bias.
+    Raises:
+        ModelConfigError: naming the key, its value and what would be accepted.
     """
 
-    def __init__(
-        self, config: LLaDAConfig, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
-        super().__init__()
-        self.wte = keep_plain(
-            VocabParallelEmbedding(
-                config.embedding_size,
-                config.d_model,
-                quant_config=quant_config,
-                prefix=f"{prefix}.wte",
-            )
-        )
-        self.blocks = nn.ModuleList(
-            LLaDABlock(config, quant_config, f"{prefix}.blocks.{index}")
-            for index in range(config.n_layers)
-        )
-        self.ln_f = RMSNorm(config.d_model, config.rms_norm_eps)
-        self.ff_out = keep_plain(
-            ParallelLMHead(
-                config.embedding_size,
-                config.d_model,
-                bias=config.include_bias and not config.weight_tying,
-                quant_config=quant_config,
-                prefix=f"{prefix}.ff_out",
-            )
-        )
-        if config.weight_tying:
-            self.ff_out = self.ff_out.tie_weights(self.wte)
-
-
-class LLaDAModelLM(DiffusionModel, SupportsQuant):
-    """A LLaDA checkpoint as a vLLM model."""
-
-    family: ClassVar[Family] = LLADA
-    rotary_frequencies: Tensor
-    packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["ff_proj", "up_proj"],
+    model_type: ClassVar[str] = "llada"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "num_hidden_layers": "n_layers",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "hidden_act": "activation_type",
+        "tie_word_embeddings": "weight_tying",
     }
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        config: LLaDAConfig = vllm_config.model_config.hf_config
-        self.config = config
-        transformer = LLaDATransformer(
-            config, vllm_config.quant_config, maybe_prefix(prefix, "model.transformer")
-        )
-        self.model = nn.ModuleDict({"transformer": transformer})
-        frequencies = inverse_frequencies(config.rope_theta, config.head_dim)
-        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
-
-        attention = self.layers[0].qkv_proj
-        shard = transformer.ff_out.shard_indices
-        self.hidden_size = config.d_model
-        self.num_heads = attention.num_heads
-        self.num_kv_heads = attention.num_kv_heads
-        self.head_dim = config.head_dim
-        self.vocab_size = config.embedding_size
-        self.vocab_start: int = shard.org_vocab_start_index
-        self.num_columns = shard.num_org_elements
-
-    @property
-    def layers(self) -> Sequence[LLaDABlock]:
-        return cast("Sequence[LLaDABlock]", self._transformer.blocks)
-
-    @property
-    def final_norm_weight(self) -> Tensor:
-        return self._transformer.ln_f.weight
-
-    @property
-    def _transformer(self) -> LLaDATransformer:
-        transformer = self.model["transformer"]
-        assert isinstance(transformer, LLaDATransformer)
-        return transformer
-
-    def embed(self, ids: Tensor, out: Tensor) -> Tensor:
-        embed_rows(self._transformer.wte, ids, out)
-        if self.config.input_emb_norm:
-            out.mul_(self.hidden_size**0.5)
-        return out
-
-    def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
-        return rotary_rows(
-            positions,
-            self.rotary_frequencies,
-            dtype=torch.float32 if self.config.rope_full_precision else self.dtype,
-            buffers=buffers,
-        )
-
-    def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        normed: Tensor = self._transformer.ln_f(x, out=out)
-        return normed
-
-    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
-        columns = slice(0, self.num_columns)
-        logits = ops.linear(hidden_states, self._transformer.ff_out, out=out, columns=columns)
-        if self.config.scale_logits:
-            logits.mul_(1.0 / self.hidden_size**0.5)
-        return logits
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        destinations = self._destinations()
-        head = "model.transformer.ff_out"
-        if not self.config.weight_tying:
-            return load_checkpoint(self, weights, destinations)
-        del destinations[head]
-        return load_checkpoint(self, weights, destinations, ignored={head})
-
-    def _destinations(self) -> dict[str, Destination]:
-        """Each module path of a checkpoint, and where its tensors go."""
-        root, config = "model.transformer", self.config
-        vocabulary, shapes = (config.embedding_size, config.d_model), _block_shapes(config)
-        destinations = {
-            f"{root}.wte": Destination(f"{root}.wte", vocabulary),
-            f"{root}.ln_f": Destination(f"{root}.ln_f", (config.d_model,)),
-            f"{root}.ff_out": Destination(f"{root}.ff_out", vocabulary),
-        }
-        for index in range(config.n_layers):
-            block = f"{root}.blocks.{index}"
-            source = block
-            if config.block_group_size > 1:
-                group, member = divmod(index, config.block_group_size)
-                source = f"{root}.block_groups.{group}.{member}"
-            for name, shape in shapes.items():
-                module, shard = _FUSED.get(name, (name, None))
-                destinations[f"{source}.{name}"] = Destination(f"{block}.{module}", shape, shard)
-        return destinations
-
-
-def _block_shapes(config: LLaDAConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of the weight of each module of a checkpoint's layer."""
-    width, inner = config.d_model, config.mlp_hidden_size
-    kv_width = config.n_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (width,),
-        "q_proj": (width, width),
-        "k_proj": (kv_width, width),
-        "v_proj": (kv_width, width),
-        "attn_out": (width, width),
-        "ff_norm": (width,),
-        "ff_proj": (inner, width),
-        "up_proj": (inner, width),
-        "ff_out": (width, inner),
+    CHECKPOINT_NAMES: ClassVar[dict[str, str]] = {
+        "model.embed_tokens": "model.transformer.wte",
+        "model.norm": "model.transformer.ln_f",
+        "lm_head": "model.transformer.ff_out",
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "q_proj",
+        "self_attn.k_proj": "k_proj",
+        "self_attn.v_proj": "v_proj",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "self_attn.o_proj": "attn_out",
+        "post_attention_layernorm": "ff_norm",
+        "mlp.gate_proj": "ff_proj",
+        "mlp.up_proj": "up_proj",
+        "mlp.down_proj": "ff_out",
     }
-    if config.attention_layer_norm:
-        shapes |= {"q_norm": (width,), "k_norm": (kv_width,)}
-    return shapes
+
+    REQUIRED: ClassVar[dict[str, str]] = {
+        "rope": "true",
+        "block_type": '"llama"',
+        "layer_norm_type": '"rms"',
+        "weight_tying": "true or false",
+        "activation_type": '"silu"',
+    }
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "d_model": 768,
+        "n_heads": 12,
+        "n_kv_heads": None,
+        "n_layers": 12,
+        "mlp_ratio": 4,
+        "mlp_hidden_size": None,
+        "alibi": False,
+        "rope_full_precision": True,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "max_sequence_length": 1024,
+        "multi_query_attention": None,
+        "attention_layer_norm": False,
+        "attention_layer_norm_with_affine": True,
+        "layer_norm_with_affine": True,
+        "bias_for_layer_norm": None,
+        "block_group_size": 1,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "scale_logits": False,
+        "vocab_size": 50257,
+        "embedding_size": 50304,
+        "eos_token_id": 50256,
+        "pad_token_id": 50256,
+        "mask_token_id": 50256,
+    }
+
+    if TYPE_CHECKING:
+        d_model: int
+        n_heads: int
+        n_kv_heads: int
+        n_layers: int
+        mlp_hidden_size: int
+        rope_full_precision: bool
+        max_sequence_length: int
+        attention_layer_norm: bool
+        block_group_size: int
+        include_bias: bool
+        include_qkv_bias: bool
+        input_emb_norm: bool
+        scale_logits: bool
+        weight_tying: bool
+        embedding_size: int
+        eos_token_id: int
+        pad_token_id: int
+        mask_token_id: int
+
+    def __init__(self, **values: Any) -> None:
+        given = _primary_names(values, self.attribute_map)
+        for key, wanted in self.REQUIRED.items():
+            if given.get(key) is None:
+                raise ModelConfigError(key, None, f"it must be given explicitly: {wanted}")
+        complete = _resolve_nulls({**self.DEFAULTS, **given})
+        _check_supported(complete)
+        _check_shapes(complete)
+        complete["head_dim"] = head_width(complete, "d_model", "n_heads", "n_kv_heads")
+        super().__init__(**complete)
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.embedding_size
+
+    @property
+    def rotates_in_fp32(self) -> bool:
+        return self.rope_full_precision
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.include_bias or bool(self.include_qkv_bias)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.include_bias
+
+    @property
+    def norms_all_heads(self) -> bool:
+        return self.attention_layer_norm
+
+    @property
+    def embedding_scale(self) -> float:
+        return float(self.d_model**0.5) if self.input_emb_norm else 1.0
+
+    @property
+    def logits_scale(self) -> float:
+        return 1.0 / float(self.d_model**0.5) if self.scale_logits else 1.0
+
+    def checkpoint_layer(self, layer: int) -> str:
+        if self.block_group_size == 1:
+            return f"model.transformer.blocks.{layer}"
+        group, member = divmod(layer, self.block_group_size)
+        return f"model.transformer.block_groups.{group}.{member}"
+
+
+def _primary_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Rename each alias to its primary name; where both are given, the primary one counts."""
+    primary = {key: value for key, value in values.items() if key not in aliases}
+    for alias, name in aliases.items():
+        if alias in values:
+            primary.setdefault(name, values[alias])
+    return primary
+
+
+def _resolve_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Fill the keys whose null means "follow another key"."""
+    for key in ("d_model", "n_heads", "n_layers", "vocab_size", "mlp_ratio"):
+        check_positive(values, key, whole=key != "mlp_ratio")
+    if values["mlp_hidden_size"] is None:
+        values["mlp_hidden_size"] = int(values["mlp_ratio"] * values["d_model"])
+    if values["embedding_size"] is None:
+        values["embedding_size"] = values["vocab_size"]
+    multi_query = values["multi_query_attention"]
+    if values["n_kv_heads"] is None:
+        values["n_kv_heads"] = 1 if multi_query else values["n_heads"]
+    elif multi_query is not None:
+        implied = 1 if multi_query else values["n_heads"]
+        if values["n_kv_heads"] != implied:
+            wanted = f"null, or {implied} as multi_query_attention {multi_query!r} implies"
+            refuse(values, "n_kv_heads", wanted)
+    return values
+
+
+def _check_supported(values: Mapping[str, Any]) -> None:
+    """Refuse every option of the public configuration class that the forward does not have."""
+    only: dict[str, bool | str] = {
+        "block_type": "llama",
+        "activation_type": "silu",
+        "layer_norm_type": "rms",
+        "rope": True,
+        "alibi": False,
+        "layer_norm_with_affine": True,
+    }
+    check_only(values, only)
+    if values["attention_layer_norm"] and not values["attention_layer_norm_with_affine"]:
+        refuse(values, "attention_layer_norm_with_affine", "only true is supported")
+    norm_bias = values["bias_for_layer_norm"]
+    if norm_bias or (norm_bias is None and values["include_bias"]):
+        # null follows include_bias
+        refuse(values, "bias_for_layer_norm", "only false is supported")
+    for key in ("rope_scaling", "clip_qkv"):
+        if values.get(key) is not None:
+            refuse(values, key, "only null is supported")
+
+
+def _check_shapes(values: Mapping[str, Any]) -> None:
+    """Refuse sizes and ids that contradict each other."""
+    whole = ("n_kv_heads", "mlp_hidden_size", "embedding_size", "block_group_size")
+    for key in (*whole, "max_sequence_length"):
+        check_positive(values, key)
+    for key in ("rope_theta", "rms_norm_eps"):
+        check_positive(values, key, whole=False)
+    if values["n_layers"] % values["block_group_size"]:
+        refuse(values, "block_group_size", f"a divisor of n_layers {values['n_layers']}")
+    if values["embedding_size"] < values["vocab_size"]:
+        refuse(values, "embedding_size", f"at least vocab_size {values['vocab_size']}, or null")
+    check_id(values, "mask_token_id", "embedding_size")

@@ -7,190 +7,165 @@ the place of most MLPs. Logits at a position predict the token at that position.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from vllm.diffusion.errors import CheckpointError, ServerConfigError
-from vllm.diffusion.families import LLADA_MOE, Family
-from vllm.diffusion.layers.moe import ExpertsMLP
-from vllm.diffusion.layers.parallel import keep_plain
-from vllm.diffusion.models.llama import (
-    MLP,
-    AttentionWeights,
-    DenseMLP,
-    LlamaNamedLayer,
-    LlamaNamedModel,
+from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config_checks import (
+    check_id,
+    check_only,
+    check_positive,
+    head_width,
+    plain_rope_theta,
+    refuse,
 )
-from vllm.diffusion.models.weights import Destination
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
-from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.utils import set_weight_attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import Tensor
-
-    from vllm.config import VllmConfig
-    from vllm.diffusion.layers.norm import RMSNorm
-    from vllm.diffusion.models.configs import LLaDAMoEConfig
-    from vllm.model_executor.layers.quantization import QuantizationConfig
-
-_PART = {"gate_proj": 0, "up_proj": 1}
+    from collections.abc import Mapping
 
 
-class ExpertMatrices(nn.Module):
-    """One matrix, or several stacked ones, of every expert; the experts' width is sharded.
+class LLaDAMoEConfig(DiffusionConfig):
+    """config.json of LLaDA-MoE.
 
-    Args:
-        num_experts: E.
-        num_parts: matrices stacked by rows.
-        shape: [out, in] of a matrix of the whole model.
-        sharded_dim: which of the two is the experts' width.
+    Sizes must be written out; options that are absent or null take the value of the released
+    models. `moe_layer_freq` says which layers have experts: a list of a 0 or 1 per layer, or a
+    number n for "every n-th layer, from the first on" (0: none, absent: all).
 
     Raises:
-        ServerConfigError: the tensor-parallel size does not divide the width.
+        ModelConfigError: naming the key, its value and what would be accepted.
     """
 
-    def __init__(
-        self, num_experts: int, num_parts: int, shape: tuple[int, int], sharded_dim: int
-    ) -> None:
-        super().__init__()
-        num_ranks = get_tensor_model_parallel_world_size()
-        width = shape[sharded_dim]
-        if width % num_ranks:
-            raise ServerConfigError(
-                f"tensor_parallel_size: given {num_ranks}; "
-                f"wanted a divisor of expert_intermediate_size {width}"
-            )
-        self.width = width // num_ranks
-        self.sharded_dim = sharded_dim
-        rows, columns = (
-            size // num_ranks if dim == sharded_dim else size for dim, size in enumerate(shape)
-        )
-        self.rows = rows
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, num_parts * rows, columns), requires_grad=False
-        )
-        set_weight_attrs(self.weight, {"weight_loader": self._load})
+    model_type: ClassVar[str] = "lladamoe"
 
-    def _load(self, param: nn.Parameter, matrix: Tensor, place: tuple[int, int]) -> None:
-        """Copy this rank's part of a matrix [out, in] to (expert, part)."""
-        expert, part = place
-        start = get_tensor_model_parallel_rank() * self.width
-        mine = matrix.narrow(self.sharded_dim, start, self.width)
-        param.data[expert, part * self.rows : (part + 1) * self.rows].copy_(mine)
+    SIZES: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "expert_intermediate_size",
+        "max_position_embeddings",
+    )
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "qk_layernorm": True,
+        "partial_rotary_factor": 1.0,
+        "dense_intermediate_size": None,
+        "shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "eos_token_id": 156892,
+        "pad_token_id": 156892,
+        "mask_token_id": 156895,
+    }
+
+    if TYPE_CHECKING:
+        dense_intermediate_size: int
+        max_position_embeddings: int
+        partial_rotary_factor: float
+        clip_qkv: float | None
+        qk_layernorm: bool
+        moe_router_enable_expert_bias: bool
+        moe_layer_freq: int | list[int]
+        eos_token_id: int
+        pad_token_id: int
+        mask_token_id: int
+
+    def __init__(self, **values: Any) -> None:
+        theta = plain_rope_theta(values)
+        given = {key: value for key, value in values.items() if value is not None}
+        complete = {**self.DEFAULTS, "rope_theta": theta, **given}
+        for key in self.SIZES:
+            check_positive(complete, key)
+        if complete["num_key_value_heads"] is None:
+            complete["num_key_value_heads"] = complete["num_attention_heads"]
+        _check_supported(complete)
+        complete["head_dim"] = _checked_head_dim(complete)
+        _check_experts(complete)
+        check_id(complete, "mask_token_id", "vocab_size")
+        super().__init__(**complete)
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def norms_each_head(self) -> bool:
+        return self.qk_layernorm
+
+    @property
+    def qkv_bound(self) -> float | None:
+        return self.clip_qkv
+
+    @property
+    def dense_width(self) -> int:
+        has_dense = not all(map(self.has_experts, range(self.num_hidden_layers)))
+        return self.dense_intermediate_size if has_dense else 0
+
+    @property
+    def has_expert_bias(self) -> bool:
+        return self.moe_router_enable_expert_bias
+
+    def has_experts(self, layer: int) -> bool:
+        return _has_experts(self.moe_layer_freq, layer)
 
 
-class MixtureMLP(MLP):
-    """Router and experts of one layer.
-
-    The experts' matrices are stacked, so that one grouped product multiplies by all of them.
-    """
-
-    def __init__(self, config: LLaDAMoEConfig, prefix: str) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.expert_intermediate_size
-        self.num_experts, self.num_chosen = config.num_experts, config.num_experts_per_tok
-        self.shape = (inner, width)
-        self.gate = keep_plain(
-            ReplicatedLinear(width, config.num_experts, bias=False, prefix=f"{prefix}.gate")
-        )
-        # fp32: the choice is made in fp32, and the bias matters in its small differences
-        self.expert_bias: nn.Parameter | None = None
-        if config.moe_router_enable_expert_bias:
-            bias = torch.empty(config.num_experts, dtype=torch.float32)
-            self.expert_bias = nn.Parameter(bias, requires_grad=False)
-        self.w1 = ExpertMatrices(config.num_experts, 2, (inner, width), sharded_dim=0)
-        self.w2 = ExpertMatrices(config.num_experts, 1, (width, inner), sharded_dim=1)
-
-    def stage(self, norm: RMSNorm) -> ExpertsMLP:
-        return ExpertsMLP(
-            norm, self.gate, self.w1.weight, self.w2.weight, self.num_chosen, self.expert_bias
-        )
-
-    def destinations(self, path: str) -> dict[str, Destination]:
-        inward, outward = self.shape, self.shape[::-1]
-        destinations = {f"{path}.gate": Destination(f"{path}.gate", (self.num_experts, inward[1]))}
-        if self.expert_bias is not None:
-            destinations[path] = Destination(path, (self.num_experts,))
-        for expert in range(self.num_experts):
-            source = f"{path}.experts.{expert}"
-            for name, part in _PART.items():
-                destinations[f"{source}.{name}"] = Destination(f"{path}.w1", inward, (expert, part))
-            destinations[f"{source}.down_proj"] = Destination(f"{path}.w2", outward, (expert, 0))
-        return destinations
+def _has_experts(freq: int | list[int], layer: int) -> bool:
+    if isinstance(freq, list):
+        return bool(freq[layer])
+    return freq > 0 and layer % freq == 0
 
 
-class LLaDAMoEModelLM(LlamaNamedModel):
-    """A LLaDA-MoE checkpoint as a vLLM model."""
+def _check_supported(values: Mapping[str, Any]) -> None:
+    """Refuse every option whose value asks for a forward that is not the released models'."""
+    check_only(
+        values,
+        {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "moe_router_score_function": "softmax",
+        },
+    )
+    for key in ("shared_expert_intermediate_size", "num_shared_experts"):
+        if values.get(key):
+            refuse(values, key, "only null or 0 is supported: the experts are all routed")
+    if values.get("quantization_config") is not None:
+        refuse(values, "quantization_config", "only null is supported: experts run unquantised")
+    if values.get("use_sliding_window"):
+        refuse(values, "use_sliding_window", "only false is supported")
 
-    family: ClassVar[Family] = LLADA_MOE
-    config: LLaDAMoEConfig
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        if vllm_config.quant_config is not None:
-            raise ServerConfigError(
-                f"quantization: given {vllm_config.quant_config.get_name()}; "
-                "wanted none for a model with experts, which run unquantised"
-            )
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+def _checked_head_dim(values: Mapping[str, Any]) -> int:
+    check_positive(values, "num_key_value_heads")
+    for key in ("rope_theta", "rms_norm_eps", "partial_rotary_factor"):
+        check_positive(values, key, whole=False)
+    if values["clip_qkv"] is not None:
+        check_positive(values, "clip_qkv", whole=False)
+    head_dim = head_width(values)
+    rotary_dim = int(head_dim * values["partial_rotary_factor"])
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        wanted = f"a share of the head width {head_dim} that is an even number of channels"
+        refuse(values, "partial_rotary_factor", wanted)
+    return head_dim
 
-    def make_layer(
-        self, index: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> LlamaNamedLayer:
-        config = self.config
-        attention = AttentionWeights(
-            config,
-            quant_config,
-            f"{prefix}.self_attn",
-            bias=False,
-            head_norm=config.qk_layernorm,
-        )
-        path = f"{prefix}.mlp"
-        mlp: MLP
-        if config.has_experts(index):
-            mlp = MixtureMLP(config, path)
-        else:
-            mlp = DenseMLP(config.hidden_size, config.dense_intermediate_size, quant_config, path)
-        return LlamaNamedLayer(config, attention, mlp, config.clip_qkv)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return super().load_weights(self._unfused(weights))
-
-    def _unfused(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Split the stacked experts of a fused checkpoint into views, one for each matrix.
-
-        Fused checkpoints hold `mlp.w1` [E, 2I, D], the gate's rows first, and `mlp.w2` [E, D, I].
-
-        Raises:
-            CheckpointError: a stacked tensor has another shape.
-        """
-        config = self.config
-        num_experts, inner = config.num_experts, config.expert_intermediate_size
-        shapes = {
-            "w1": (num_experts, 2 * inner, config.hidden_size),
-            "w2": (num_experts, config.hidden_size, inner),
-        }
-        for name, tensor in weights:
-            path, _, kind = name.rpartition(".")
-            if kind not in shapes or not path.endswith(".mlp"):
-                yield name, tensor
-                continue
-            if tuple(tensor.shape) != shapes[kind]:
-                raise CheckpointError(
-                    f"{name}: given shape {list(tensor.shape)}; "
-                    f"config.json wants {list(shapes[kind])}"
-                )
-            for expert, matrix in enumerate(tensor):
-                source = f"{path}.experts.{expert}"
-                if kind == "w2":
-                    yield f"{source}.down_proj.weight", matrix
-                    continue
-                for part, half in zip(_PART, matrix.split(inner), strict=True):
-                    yield f"{source}.{part}.weight", half
+def _check_experts(values: Mapping[str, Any]) -> None:
+    if values["num_experts_per_tok"] > values["num_experts"]:
+        refuse(values, "num_experts_per_tok", f"at most num_experts {values['num_experts']}")
+    freq, num_layers = values["moe_layer_freq"], values["num_hidden_layers"]
+    entries = freq if isinstance(freq, list) else [freq]
+    allowed = (0, 1) if isinstance(freq, list) else range(num_layers + 1)
+    if any(entry not in allowed for entry in entries) or (
+        isinstance(freq, list) and len(freq) != num_layers
+    ):
+        wanted = f"{num_layers} numbers that are 0 or 1, or one from 0 to {num_layers}"
+        raise ModelConfigError("moe_layer_freq", freq, wanted)
+    if not all(_has_experts(freq, layer) for layer in range(num_layers)):
+        check_positive(values, "dense_intermediate_size")

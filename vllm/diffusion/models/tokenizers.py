@@ -6,7 +6,7 @@ from __future__ import annotations
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from vllm.diffusion.models.configs import DiffusionConfig
+from vllm.diffusion.models.config import DiffusionConfig
 
 
 class DreamTokenizer(Qwen2Tokenizer):

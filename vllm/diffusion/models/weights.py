@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.diffusion import ops
 from vllm.diffusion.errors import CheckpointError
-from vllm.diffusion.ops import is_plain
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import WeightsMapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Set
 
     from torch import Tensor, nn
+
+    from vllm.diffusion.models.config import DiffusionConfig
 
 
 class Destination(NamedTuple):
@@ -24,6 +28,22 @@ class Destination(NamedTuple):
     shape: tuple[int, ...]  # of the checkpoint's unquantised weight: [out, in], or [width]
     shard: str | int | tuple[int, int] | None = (
         None  # which part of a fused module, as its weight loader names it
+    )
+
+
+def module_names(config: DiffusionConfig) -> WeightsMapper:
+    """From the checkpoint's names of modules, with or without their layers', to the model's."""
+    layers = range(config.num_hidden_layers)
+    renamed = {config.checkpoint_layer(i): f"model.layers.{i}" for i in layers}
+    if not config.CHECKPOINT_NAMES:
+        renamed.clear()
+    names = {theirs: ours for ours, theirs in config.CHECKPOINT_NAMES.items()}
+    whole = {theirs: ours for theirs, ours in names.items() if "." in theirs}
+    return WeightsMapper(
+        orig_to_new_regex={
+            re.compile(rf"(?<!\w){re.escape(theirs)}(?!\w)"): ours
+            for theirs, ours in (whole | renamed | names).items()
+        }
     )
 
 
@@ -98,7 +118,9 @@ def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    return isinstance(module, LinearBase | VocabParallelEmbedding) and not is_plain(module)
+    if not isinstance(module, LinearBase | VocabParallelEmbedding):
+        return False
+    return ops.kind_of(module) is not ops.PlainProjection
 
 
 def _missing(

@@ -10,26 +10,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gather_gemm import (
-    Routing,
-    add_terms,
-    gated_gemm,
-    route_rows,
-    sum_terms,
-    weighted_gemm,
-)
+import torch
+
+import gather_gemm
+from gather_gemm import Routing
+from vllm.diffusion.ops import dispatch
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm.diffusion.buffers import Buffers
+
 __all__ = ["Routing", "add_experts", "route_rows"]
 
 
-def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor) -> None:
+def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routing:
+    """Choose experts for each row by a softmax in fp32 over the logits ``x @ gate.T``.
+
+    Args:
+        x: [R, D], model dtype.
+        gate: [E, D], model dtype; no kernel of a step writes it.
+        num_chosen: k, from 1 to E.
+        bias: [E] fp32, added to the probabilities for the choice only.
+    """
+    if dispatch.routes_compiled(len(x)) and fused_ops.has_router(x, gate):
+        return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias))
+    if dispatch.routes_scored(len(x)):
+        return gather_gemm.route_rows(x, gate, num_chosen, bias)
+    return gather_gemm.route(torch.mm(x, gate.t()), num_chosen, bias)
+
+
+def add_experts(
+    x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor, scratch: Buffers
+) -> None:
     """x += sum over the chosen experts of weight * expert(normed), in place.
 
     Summed over the ranks where the experts' width is sharded. Launched from shapes alone, so a
@@ -41,14 +59,21 @@ def add_experts(x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Ten
         routing: the rows' experts, from `route_rows`.
         w1: [E, 2I, D], the gate's rows first, model dtype.
         w2: [E, D, I], model dtype.
+        scratch: hears what PyTorch allocates for the while.
     """
     weights, slots, ends = routing
-    # nested, so that the inner rows are freed before the sum allocates its own; early, as the
-    # kernel before is that of the gated product
-    terms = weighted_gemm(
-        gated_gemm(normed, slots, weights.shape[1], w1, ends), w2, ends, slots, weights, early=True
-    )
+    num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
+    scratch.expect("activated of experts", num_terms * w2.shape[2] * x.element_size())
+    scratch.expect("terms of experts", num_terms * row_bytes)
+    inner = gather_gemm.gated_gemm(normed, slots, weights.shape[1], w1, ends)
+    streams = dispatch.streams_experts(len(inner), len(w2))
+    streams = streams and fused_ops.has_weighted_gemm(inner, w2)
+    weighted_gemm = fused_ops.weighted_gemm if streams else gather_gemm.weighted_gemm
+    # early, as the kernel before is that of the gated product
+    terms = weighted_gemm(inner, w2, ends, slots, weights, early=True)
+    del inner  # before the sum allocates its own
     if get_tensor_model_parallel_world_size() == 1:
-        add_terms(x, terms)
+        gather_gemm.add_terms(x, terms)
     else:
-        x.add_(tensor_model_parallel_all_reduce(sum_terms(terms)))
+        scratch.expect("summed over ranks", 2 * len(x) * row_bytes)
+        x.add_(tensor_model_parallel_all_reduce(gather_gemm.sum_terms(terms)))

@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 
 import flash_sample
+import gather_gemm
 from flash_sample import Rows, Sampled, Score
+from vllm.diffusion.ops import dispatch
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
@@ -54,6 +56,25 @@ def candidates(
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
     shares = tensor_model_parallel_all_gather(share[:, None], dim=-1)
     return found._replace(score=shares.sum(dim=-1))
+
+
+def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether `most_likely_in_head` is faster than storing logits and `candidates`."""
+    return dispatch.samples_in_head(len(x), x.device) and gather_gemm.has_top(x, matrix)
+
+
+def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sampled:
+    """Token and fp32 confidence of rows of many requests, whose logits are not stored.
+
+    Args:
+        x: [R, D] normed hidden states.
+        matrix: [V, D], the output matrix.
+        rows: what is asked of each row; without noise, and with at most 4 special columns.
+    """
+    top = gather_gemm.gather_top(
+        x, None, matrix, columns=rows.columns, forbidden=rows.forbidden, excluded=rows.excluded
+    )
+    return Sampled(top.column, top.probability, top.column)
 
 
 def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -101,6 +101,43 @@ def sample_fused(
     found = ops.candidates(
         logits, rows, key.score, first_column=first_column, vocab_size=vocab_size
     )
+    return _scored(found, rows, is_random, key)
+
+
+def sample_in_head(
+    normed: torch.Tensor, groups: Sequence[RowGroup], matrix: torch.Tensor, noise: NoiseSource
+) -> ops.Sampled | None:
+    """`sample_fused` of groups that all take their most likely tokens, without storing logits.
+
+    Args:
+        normed: [R, D], the groups' rows one after another.
+        groups: requests.
+        matrix: [V, D], the output matrix.
+        noise: source of random numbers.
+
+    Returns:
+        None where some group wants more of its logits than that, or where storing them is faster.
+    """
+    if not groups or not ops.samples_in_head(normed, matrix):
+        return None
+    key = launch_key(groups[0], normed, noise)
+    if key is None or key.score != "confidence":
+        return None
+    end = 0
+    for group in groups:
+        is_plain = group.unconditional_rows is None and not group.has_extras
+        follows, end = group.rows.start == end, group.rows.stop
+        is_noisy = group.params.temperature > 0
+        if not is_plain or not follows or is_noisy or launch_key(group, normed, noise) != key:
+            return None
+    rows, is_random = _parameters(groups, key, normed.device)
+    return _scored(ops.most_likely_in_head(normed, matrix, rows), rows, is_random, key)
+
+
+def _scored(
+    found: ops.Sampled, rows: ops.Rows, is_random: bool | torch.Tensor, key: LaunchKey
+) -> ops.Sampled:
+    """What was found, with scores as the key has them: larger is more certain, some at random."""
     sign = -1 if key.score == "entropy" else 1
     scores = (sign * found.score).to(key.dtype)
     if is_random is not False and rows.positions is not None:

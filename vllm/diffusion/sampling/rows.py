@@ -22,6 +22,11 @@ class LogitsModel(Protocol):
     vocab_start: int  # first column of this rank
     vocab_size: int  # columns of all ranks
 
+    @property
+    def head_matrix(self) -> torch.Tensor | None:
+        """[V, D] where the logits are just its product with normed hidden states; else None."""
+        ...
+
     def final_norm(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused
+from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.logprobs import Logprobs, distribution_of
 from vllm.diffusion.sampling.plain import sample_plain
 
@@ -38,8 +38,8 @@ def sample(
 
     Args:
         model: final norm and output head.
-        parts: hidden states [r, D] after the last layer and the groups whose rows they are. The
-            logits of one part exist at a time.
+        parts: hidden states [r, D] after the last layer and the groups whose rows they are, one
+            after another. The logits of one part exist at a time, if they are stored at all.
         noise: source of random numbers.
 
     Returns:
@@ -50,7 +50,13 @@ def sample(
     """
     found = []
     for hidden, groups in parts:
-        logits = model.compute_logits(model.final_norm(hidden))
+        normed = model.final_norm(hidden)
+        if model.head_matrix is not None:
+            whole = sample_in_head(normed, groups, model.head_matrix, noise)
+            if whole is not None:
+                found.append(_packed(whole))
+                continue
+        logits = model.compute_logits(normed)
         for run, key in _runs(groups, logits, noise):
             found.append(_sample_run(logits, run, key, model, noise))
     return joined(found)

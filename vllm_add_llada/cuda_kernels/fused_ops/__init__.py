@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise operations of a transformer layer and the commit of a step, each in one launch.
+"""Operations of a transformer layer: row-wise ones, each in one launch, and products of few rows
+in one kernel with what follows them.
 
-Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch.
+Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, but for
+the two operations on experts, which say so (`has_router`, `has_weighted_gemm`).
 """
 
-from ._commit import commit
+from ._experts import has_router, has_weighted_gemm, route_rows, weighted_gemm
+from ._linear import Epilogue, Tiling, fused_linear, has_fused_linear
 from ._ops import (
-    add_rms_norm,
     apply_rotary,
     is_built,
     norm_rotary,
@@ -15,21 +17,21 @@ from ._ops import (
     silu_mul,
     store_keys_values,
 )
-from .reference import ABOVE_THRESHOLD, AT_LEAST_THRESHOLD, Committed, Proposals, Selection
 
 __all__ = [
-    "ABOVE_THRESHOLD",
-    "AT_LEAST_THRESHOLD",
-    "Committed",
-    "Proposals",
-    "Selection",
-    "add_rms_norm",
+    "Epilogue",
+    "Tiling",
     "apply_rotary",
-    "commit",
+    "fused_linear",
+    "has_fused_linear",
+    "has_router",
+    "has_weighted_gemm",
     "is_built",
     "norm_rotary",
     "rms_norm",
     "rotary_tables",
+    "route_rows",
     "silu_mul",
     "store_keys_values",
+    "weighted_gemm",
 ]

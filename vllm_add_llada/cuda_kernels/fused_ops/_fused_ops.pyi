@@ -9,25 +9,18 @@ _Integers: TypeAlias = tuple[int, bool]  # address, whether int64 (else int32)
 FLOAT32: Final[int]
 FLOAT16: Final[int]
 BFLOAT16: Final[int]
-AT_LEAST_THRESHOLD: Final[int]
-ABOVE_THRESHOLD: Final[int]
+STORE: Final[int]
+RESIDUAL: Final[int]
+SILU_MUL: Final[int]
+MAX_GROUPS: Final[int]
+ROUTED_EXPERTS: Final[int]
+MAX_ROUTED_ROWS: Final[int]
+MAX_ROUTER_DEPTH: Final[int]
+ROUTER_DEPTH_STEP: Final[int]
 
 def rms_norm(
     *,
     x: _Rows,
-    weight: int,
-    out: _Rows,
-    dtype: int,
-    num_rows: int,
-    num_columns: int,
-    eps: float,
-    device: int,
-    stream: int,
-) -> None: ...
-def add_rms_norm(
-    *,
-    x: _Rows,
-    residual: _Rows,
     weight: int,
     out: _Rows,
     dtype: int,
@@ -108,23 +101,58 @@ def store_keys_values(
     device: int,
     stream: int,
 ) -> None: ...
-def commit(
+def linear(
     *,
-    tokens: int,
-    scores: int,
-    rows: _Integers,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    x_stride: int,
+    weight_stride: int,
+    out_stride: int,
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    epilogue: int,
+    rows: int,
+    columns: int,
+    split: int,
+    early: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+def weighted_gemm(
+    *,
+    x: int,
+    weight: int,
     ends: int,
-    canvas: int,
-    ranges: int,
-    quota: int,
-    threshold: int,
-    mask_id: int,
-    chosen: int,
-    num_masked: int,
-    prefix: int,
-    num_candidates: int,
-    num_positions: int,
-    num_requests: int,
+    slots: int,
+    scales: int,
+    out: int,
+    x_stride: int,
+    weight_stride: int,
+    num_rows: int,
+    num_groups: int,
+    num_columns: int,
+    depth: int,
+    num_blocks: int,
+    early: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+def route(
+    *,
+    x: int,
+    gate: int,
+    bias: int,
+    weights: int,
+    slots: int,
+    ends: int,
+    x_stride: int,
+    gate_stride: int,
+    num_rows: int,
+    num_chosen: int,
+    depth: int,
     device: int,
     stream: int,
 ) -> None: ...

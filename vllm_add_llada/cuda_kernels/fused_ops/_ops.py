@@ -52,41 +52,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         return reference.rms_norm(x, weight, eps, out)
     assert native is not None
     out = torch.empty_like(x) if out is None else out
-    launch(native.rms_norm, x, **_norm_arguments(x, weight, out, eps))
-    return out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
-) -> Tensor:
-    """``residual += x`` in place, then `rms_norm` of the sum as the model dtype holds it.
-
-    Args:
-        x: As for `rms_norm`.
-        residual: Like ``x``; updated in place.
-        weight, eps: As for `rms_norm`.
-        out: Like ``x``; may be ``x`` but not ``residual``. Allocated when not given.
-
-    Returns:
-        ``out``, the normalised rows.
-
-    Raises:
-        ValueError: A shape, dtype or stride is not as above.
-    """
-    name = "add_rms_norm"
-    check_rows(name, "x", x, (2, 3))
-    check_like(name, "residual", residual, x, x.shape)
-    check_like(name, "weight", weight, x, x.shape[-1:])
-    if out is not None:
-        check_like(name, "out", out, x, x.shape)
-        if out.data_ptr() == residual.data_ptr() and out.numel() > 0:
-            raise ValueError("add_rms_norm: out must not be residual, which holds the sum")
-    if not has_kernel(x):
-        return reference.add_rms_norm(x, residual, weight, eps, out)
-    assert native is not None
-    out = torch.empty_like(x) if out is None else out
-    arguments = _norm_arguments(x, weight, out, eps)
-    launch(native.add_rms_norm, x, residual=rows_of(residual), **arguments)
+    launch(
+        native.rms_norm,
+        x,
+        x=rows_of(x),
+        weight=weight.data_ptr(),
+        out=rows_of(out),
+        dtype=dtype_of(x),
+        num_rows=x.shape[:-1].numel(),
+        num_columns=x.shape[-1],
+        eps=eps,
+    )
     return out
 
 
@@ -280,18 +256,6 @@ def store_keys_values(
         num_slots=num_slots,
         head_dim=k.shape[2],
     )
-
-
-def _norm_arguments(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> dict[str, Any]:
-    return {
-        "x": rows_of(x),
-        "weight": weight.data_ptr(),
-        "out": rows_of(out),
-        "dtype": dtype_of(x),
-        "num_rows": x.shape[:-1].numel(),
-        "num_columns": x.shape[-1],
-        "eps": eps,
-    }
 
 
 def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -50,6 +51,32 @@ def integers_of(tensor: Tensor) -> tuple[int, bool]:
 
 def has_kernel(tensor: Tensor) -> bool:
     return native is not None and tensor.is_cuda
+
+
+@cache
+def hopper_multiprocessors(device: int) -> int:
+    """Multiprocessors of a card of compute capability 9.0; 0 of any other."""
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = (properties.major, properties.minor) == (9, 0)
+    return int(properties.multi_processor_count) if is_hopper else 0
+
+
+def feeds_tensor_cores(*matrices: Tensor) -> bool:
+    """Whether the copy engine can bring tiles of these to the tensor cores of their card.
+
+    That is: bf16 matrices on a card of compute capability 9.0, whose rows lie on whole 16 bytes.
+    """
+    first = matrices[0]
+    if native is None or not first.is_cuda or hopper_multiprocessors(first.device.index) == 0:
+        return False
+    return all(
+        matrix.dtype == torch.bfloat16
+        and matrix.stride(1) == 1
+        and matrix.stride(0) % 8 == 0
+        and matrix.stride(0) >= matrix.shape[1]
+        and matrix.data_ptr() % 16 == 0
+        for matrix in matrices
+    )
 
 
 def check_rows(name: str, argument: str, tensor: Tensor, dims: tuple[int, ...]) -> None:

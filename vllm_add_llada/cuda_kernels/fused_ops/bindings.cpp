@@ -12,6 +12,9 @@
 #include <utility>
 
 #include "fused_ops.h"
+#include "linear.h"
+#include "router.h"
+#include "weighted_gemm.h"
 
 namespace py = pybind11;
 
@@ -50,28 +53,11 @@ void launch(const char* name, cudaError_t (*function)(const Params&, cudaStream_
 
 void rms_norm(RowsTuple x, uintptr_t weight, RowsTuple out, int dtype, int64_t num_rows,
               int num_columns, float eps, int device, uintptr_t stream) {
-  const RmsNormParams params{to_rows(x),
-                             Rows{},
-                             reinterpret_cast<void*>(weight),
-                             to_rows(out),
-                             to_data_type(dtype),
-                             num_rows,
-                             num_columns,
+  const RmsNormParams params{to_rows(x),   reinterpret_cast<void*>(weight),
+                             to_rows(out), to_data_type(dtype),
+                             num_rows,     num_columns,
                              eps};
   launch("rms_norm", &launch_rms_norm, params, device, stream);
-}
-
-void add_rms_norm(RowsTuple x, RowsTuple residual, uintptr_t weight, RowsTuple out, int dtype,
-                  int64_t num_rows, int num_columns, float eps, int device, uintptr_t stream) {
-  const RmsNormParams params{to_rows(x),
-                             to_rows(residual),
-                             reinterpret_cast<void*>(weight),
-                             to_rows(out),
-                             to_data_type(dtype),
-                             num_rows,
-                             num_columns,
-                             eps};
-  launch("add_rms_norm", &launch_add_rms_norm, params, device, stream);
 }
 
 void rotary_tables(IntegersTuple positions, uintptr_t inverse_frequencies, RowsTuple cos,
@@ -141,27 +127,66 @@ void store_keys_values(RowsTuple k, RowsTuple v, RowsTuple k_cache, RowsTuple v_
   launch("store_keys_values", &launch_store_keys_values, params, device, stream);
 }
 
-void commit(uintptr_t tokens, uintptr_t scores, IntegersTuple rows, uintptr_t ends,
-            uintptr_t canvas, uintptr_t ranges, uintptr_t quota, uintptr_t threshold,
-            int64_t mask_id, uintptr_t chosen, uintptr_t num_masked, uintptr_t prefix,
-            int64_t num_candidates, int64_t num_positions, int num_requests, int device,
+void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
+            int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns, int depth,
+            int epilogue, int rows, int columns, int split, bool early, int device,
             uintptr_t stream) {
-  const CommitParams params{reinterpret_cast<int64_t*>(tokens),
-                            reinterpret_cast<double*>(scores),
-                            to_integers(rows),
-                            reinterpret_cast<int*>(ends),
-                            reinterpret_cast<int64_t*>(canvas),
-                            reinterpret_cast<int*>(ranges),
-                            reinterpret_cast<int*>(quota),
-                            reinterpret_cast<double*>(threshold),
-                            mask_id,
-                            reinterpret_cast<bool*>(chosen),
-                            reinterpret_cast<int*>(num_masked),
-                            reinterpret_cast<int*>(prefix),
-                            num_candidates,
-                            num_positions,
-                            num_requests};
-  launch("commit", &launch_commit, params, device, stream);
+  LinearParams params{};
+  params.x = reinterpret_cast<void*>(x);
+  params.weight = reinterpret_cast<void*>(weight);
+  params.bias = reinterpret_cast<void*>(bias);
+  params.out = reinterpret_cast<void*>(out);
+  params.x_stride = x_stride;
+  params.weight_stride = weight_stride;
+  params.out_stride = out_stride;
+  params.num_rows = num_rows;
+  params.num_columns = num_columns;
+  params.depth = depth;
+  params.epilogue = static_cast<Epilogue>(epilogue);
+  params.tiling = {rows, columns, split};
+  params.early = early;
+  const auto function = rows == 0 ? &launch_skinny_linear : &launch_gated_linear;
+  launch("linear", function, params, device, stream);
+}
+
+void weighted_gemm(uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slots, uintptr_t scales,
+                   uintptr_t out, int64_t x_stride, int64_t weight_stride, int num_rows,
+                   int num_groups, int num_columns, int depth, int num_blocks, bool early,
+                   int device, uintptr_t stream) {
+  WeightedGemmParams params{};
+  params.x = reinterpret_cast<void*>(x);
+  params.weight = reinterpret_cast<void*>(weight);
+  params.ends = reinterpret_cast<int*>(ends);
+  params.slots = reinterpret_cast<int*>(slots);
+  params.scales = reinterpret_cast<void*>(scales);
+  params.out = reinterpret_cast<void*>(out);
+  params.x_stride = x_stride;
+  params.weight_stride = weight_stride;
+  params.num_rows = num_rows;
+  params.num_groups = num_groups;
+  params.num_columns = num_columns;
+  params.depth = depth;
+  params.num_blocks = num_blocks;
+  params.early = early;
+  launch("weighted_gemm", &launch_weighted_gemm, params, device, stream);
+}
+
+void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintptr_t slots,
+           uintptr_t ends, int64_t x_stride, int64_t gate_stride, int num_rows, int num_chosen,
+           int depth, int device, uintptr_t stream) {
+  RouterParams params{};
+  params.x = reinterpret_cast<void*>(x);
+  params.gate = reinterpret_cast<void*>(gate);
+  params.bias = reinterpret_cast<float*>(bias);
+  params.weights = reinterpret_cast<void*>(weights);
+  params.slots = reinterpret_cast<int*>(slots);
+  params.ends = reinterpret_cast<int*>(ends);
+  params.x_stride = x_stride;
+  params.gate_stride = gate_stride;
+  params.num_rows = num_rows;
+  params.num_chosen = num_chosen;
+  params.depth = depth;
+  launch("route", &launch_router, params, device, stream);
 }
 
 }  // namespace
@@ -173,14 +198,17 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.attr("FLOAT32") = static_cast<int>(fused_ops::DataType::kFloat32);
   module.attr("FLOAT16") = static_cast<int>(fused_ops::DataType::kFloat16);
   module.attr("BFLOAT16") = static_cast<int>(fused_ops::DataType::kBFloat16);
-  module.attr("AT_LEAST_THRESHOLD") = fused_ops::kAtLeastThreshold;
-  module.attr("ABOVE_THRESHOLD") = fused_ops::kAboveThreshold;
+  module.attr("STORE") = static_cast<int>(fused_ops::Epilogue::kStore);
+  module.attr("RESIDUAL") = static_cast<int>(fused_ops::Epilogue::kResidual);
+  module.attr("SILU_MUL") = static_cast<int>(fused_ops::Epilogue::kSiluMul);
+  module.attr("MAX_GROUPS") = fused_ops::kMaxGroups;
+  module.attr("ROUTED_EXPERTS") = fused_ops::kRoutedExperts;
+  module.attr("MAX_ROUTED_ROWS") = fused_ops::kMaxRoutedRows;
+  module.attr("MAX_ROUTER_DEPTH") = fused_ops::kMaxRouterDepth;
+  module.attr("ROUTER_DEPTH_STEP") = fused_ops::kRouterDepthStep;
   module.def("rms_norm", &fused_ops::rms_norm, py::kw_only(), arg("x"), arg("weight"), arg("out"),
              arg("dtype"), arg("num_rows"), arg("num_columns"), arg("eps"), arg("device"),
              arg("stream"), release);
-  module.def("add_rms_norm", &fused_ops::add_rms_norm, py::kw_only(), arg("x"), arg("residual"),
-             arg("weight"), arg("out"), arg("dtype"), arg("num_rows"), arg("num_columns"),
-             arg("eps"), arg("device"), arg("stream"), release);
   module.def("rotary_tables", &fused_ops::rotary_tables, py::kw_only(), arg("positions"),
              arg("inverse_frequencies"), arg("cos"), arg("sin"), arg("dtype"), arg("num_rows"),
              arg("rotary_dim"), arg("device"), arg("stream"), release);
@@ -199,8 +227,16 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("store_keys_values", &fused_ops::store_keys_values, py::kw_only(), arg("k"), arg("v"),
              arg("k_cache"), arg("v_cache"), arg("slots"), arg("dtype"), arg("num_rows"),
              arg("num_slots"), arg("head_dim"), arg("device"), arg("stream"), release);
-  module.def("commit", &fused_ops::commit, py::kw_only(), arg("tokens"), arg("scores"), arg("rows"),
-             arg("ends"), arg("canvas"), arg("ranges"), arg("quota"), arg("threshold"),
-             arg("mask_id"), arg("chosen"), arg("num_masked"), arg("prefix"), arg("num_candidates"),
-             arg("num_positions"), arg("num_requests"), arg("device"), arg("stream"), release);
+  module.def("linear", &fused_ops::linear, py::kw_only(), arg("x"), arg("weight"), arg("bias"),
+             arg("out"), arg("x_stride"), arg("weight_stride"), arg("out_stride"), arg("num_rows"),
+             arg("num_columns"), arg("depth"), arg("epilogue"), arg("rows"), arg("columns"),
+             arg("split"), arg("early"), arg("device"), arg("stream"), release);
+  module.def("weighted_gemm", &fused_ops::weighted_gemm, py::kw_only(), arg("x"), arg("weight"),
+             arg("ends"), arg("slots"), arg("scales"), arg("out"), arg("x_stride"),
+             arg("weight_stride"), arg("num_rows"), arg("num_groups"), arg("num_columns"),
+             arg("depth"), arg("num_blocks"), arg("early"), arg("device"), arg("stream"), release);
+  module.def("route", &fused_ops::route, py::kw_only(), arg("x"), arg("gate"), arg("bias"),
+             arg("weights"), arg("slots"), arg("ends"), arg("x_stride"), arg("gate_stride"),
+             arg("num_rows"), arg("num_chosen"), arg("depth"), arg("device"), arg("stream"),
+             release);
 }

@@ -19,7 +19,6 @@ struct Rows {
 
 struct RmsNormParams {
   Rows x;
-  Rows residual;       // data is null for the plain norm; else it becomes residual + x
   const void* weight;  // [num_columns]
   Rows out;            // may be x
   DataType dtype;
@@ -83,38 +82,13 @@ struct StoreKeysValuesParams {
   int head_dim;
 };
 
-// Values of CommitParams::quota that stand for a threshold instead of a number.
-constexpr int kAtLeastThreshold = -1;
-constexpr int kAboveThreshold = -2;
-
-// Requests s have candidates ends[s] .. ends[s + 1] - 1 and canvas ranges[s][0] .. [1] - 1.
-struct CommitParams {
-  const int64_t* tokens;    // [num_candidates]
-  const double* scores;     // [num_candidates]
-  Integers rows;            // [num_candidates], into canvas
-  const int* ends;          // [num_requests + 1]
-  int64_t* canvas;          // [num_positions], written
-  const int* ranges;        // [num_requests, 2]
-  const int* quota;         // [num_requests]
-  const double* threshold;  // [num_requests], read where the quota says so
-  int64_t mask_id;
-  bool* chosen;     // [num_candidates], written
-  int* num_masked;  // [num_requests], written
-  int* prefix;      // [num_requests], written
-  int64_t num_candidates;
-  int64_t num_positions;
-  int num_requests;
-};
-
 // Each enqueues its kernel on `stream` of the current device, and neither allocates nor
 // synchronises.
 cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream);
-cudaError_t launch_add_rms_norm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t launch_rotary_tables(const RotaryTablesParams& params, cudaStream_t stream);
 cudaError_t launch_rotary(const RotaryParams& params, cudaStream_t stream);
 cudaError_t launch_norm_rotary(const RotaryParams& params, cudaStream_t stream);
 cudaError_t launch_silu_mul(const SiluMulParams& params, cudaStream_t stream);
 cudaError_t launch_store_keys_values(const StoreKeysValuesParams& params, cudaStream_t stream);
-cudaError_t launch_commit(const CommitParams& params, cudaStream_t stream);
 
 }  // namespace fused_ops

@@ -8,7 +8,7 @@
 // after all those before it are.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 namespace fused_ops {
 
@@ -54,23 +54,52 @@ cudaError_t find_overlap(void (*kernel)(Params), bool* overlaps) {
   return error;
 }
 
-// Starts a kernel that waits for its prerequisites.
+// Where a kernel runs, and with what.
+struct Launch {
+  dim3 blocks;
+  dim3 threads;
+  cudaStream_t stream;
+  bool overlaps;                // gets onto the card while the kernel before it ends
+  int shared_bytes = 0;         // dynamic shared memory
+  unsigned cluster_blocks = 1;  // of a cluster
+};
+
+template <typename... Params>
+cudaError_t launch_kernel(void (*kernel)(Params...), const Launch& launch,
+                          const Params&... params) {
+  if (launch.shared_bytes > 0) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = launch.blocks;
+  config.blockDim = launch.threads;
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = attributes;
+  if (launch.overlaps) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster_blocks > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {launch.cluster_blocks, 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+// Starts a kernel that waits for its prerequisites, on any card.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), dim3 blocks, dim3 threads, const Params& params,
                           cudaStream_t stream) {
   bool overlaps = false;
   const cudaError_t error = find_overlap(kernel, &overlaps);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch_kernel(kernel, Launch{blocks, threads, stream, overlaps}, params);
 }
 
 }  // namespace fused_ops

@@ -16,7 +16,7 @@ bool is_head_in_lanes(const RotaryParams& params) {
 cudaError_t launch_head_norm(const Rows& heads, const void* weight, const RotaryParams& params,
                              cudaStream_t stream) {
   return launch_rms_norm(
-      RmsNormParams{heads, Rows{}, weight, heads, params.dtype, params.num_tokens * heads.inner,
+      RmsNormParams{heads, weight, heads, params.dtype, params.num_tokens * heads.inner,
                     params.head_dim, params.eps},
       stream);
 }

@@ -6,40 +6,9 @@ LLaDA (https://huggingface.co/GSAI-ML/LLaDA-8B-Instruct) and Dream
 (https://huggingface.co/Dream-org/Dream-v0-Instruct-7B).
 """
 
-from itertools import pairwise
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-
-# Values of Selection.quota that stand for a threshold instead of a number.
-AT_LEAST_THRESHOLD = -1
-ABOVE_THRESHOLD = -2
-
-
-class Proposals(NamedTuple):
-    """Candidates of several requests, those of one request after each other."""
-
-    tokens: Tensor  # [R] int64
-    scores: Tensor  # [R] float64, larger is more certain; NaN is the least certain
-    rows: Tensor  # [R] int32 or int64, the candidate's place in the canvas
-    ends: Tensor  # [S + 1] int32: 0, then the end of each request's candidates
-
-
-class Selection(NamedTuple):
-    """How many of its candidates each request commits."""
-
-    quota: Tensor  # [S] int32: that many, or AT_LEAST_THRESHOLD or ABOVE_THRESHOLD
-    threshold: Tensor  # [S] float64, of the scores; read where the quota says so
-
-
-class Committed(NamedTuple):
-    """What a commit did to each request."""
-
-    chosen: Tensor  # [R] bool: the candidate was committed
-    num_masked: Tensor  # [S] int32: masked positions left
-    prefix: Tensor  # [S] int32: positions before the first masked one
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -47,14 +16,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     x32 = x.float()
     scale = torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
     return _written(weight * (x32 * scale).to(x.dtype), out)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
-) -> Tensor:
-    """``residual += x`` in the model dtype, then `rms_norm`; see `fused_ops.add_rms_norm`."""
-    residual += x
-    return rms_norm(residual, weight, eps, out)
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -112,44 +73,6 @@ def store_keys_values(
     for source, cache in ((k, k_cache), (v, v_cache)):
         some_row = torch.where(kept[first][:, None, None], source[first], cache[some_slot])
         cache.index_copy_(0, places, torch.where(kept[:, None, None], source, some_row))
-
-
-def commit(
-    canvas: Tensor,
-    ranges: Tensor,
-    proposals: Proposals,
-    selection: Selection,
-    mask_id: int,
-    out: Committed,
-) -> Committed:
-    """Choice and commit, request after request; see `fused_ops.commit`."""
-    segments = pairwise(proposals.ends.tolist())
-    quotas, thresholds = selection.quota.tolist(), selection.threshold.tolist()
-    for request, (first, last) in enumerate(segments):
-        scores = proposals.scores[first:last]
-        chosen = _chosen(scores, quotas[request], thresholds[request])
-        out.chosen[first:last] = chosen
-        places = proposals.rows[first:last][chosen].long()
-        canvas[places] = proposals.tokens[first:last][chosen]
-        start, end = ranges[request].tolist()
-        masked = canvas[start:end] == mask_id
-        out.num_masked[request] = masked.sum()
-        out.prefix[request] = (masked.cumsum(0) == 0).sum()
-    return out
-
-
-def _chosen(scores: Tensor, quota: int, threshold: float) -> Tensor:
-    """[R] bool, of one request."""
-    # Infinite scores count as the largest finite ones, NaN as less than all.
-    order = torch.sort(torch.nan_to_num(scores, nan=-torch.inf), descending=True, stable=True)[1]
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
-    if quota == AT_LEAST_THRESHOLD:
-        chosen = scores >= threshold
-    elif quota == ABOVE_THRESHOLD:
-        chosen = scores > threshold
-    num_best = quota if quota >= 0 else 1  # with a threshold the most certain in any case
-    chosen[order[:num_best]] = True
-    return chosen
 
 
 def _written(result: Tensor, out: Tensor | None) -> Tensor:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in one kernel with what follows them: of few rows, and gated ones."""
 
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ._native import hopper_multiprocessors, is_describable, native
-from .launch import Tiling, choose_tiling
+from ._support import feeds_tensor_cores, launch, native
 
 
 class Epilogue(Enum):
@@ -19,15 +19,22 @@ class Epilogue(Enum):
     SILU_MUL = "silu_mul"  # out = silu(g) * u, where x W^T is g and u side by side
 
 
-def is_fused_linear_faster(x: Tensor, weight: Tensor, epilogue: Epilogue = Epilogue.STORE) -> bool:
-    """Whether `fused_linear` has a kernel for these that was measured faster than PyTorch's.
+@dataclass(frozen=True)
+class Tiling:
+    """What one block of the kernel computes, or a cluster of blocks that share the depth.
 
-    Args:
-        x: [R, D].
-        weight: [N, D].
-        epilogue: as for `fused_linear`.
+    The kernels there are: for at most 192 rows 96 columns, or 32, 64 or 96 split in two; for
+    SILU_MUL 192 columns, of at most 128 rows, or in tiles of 128 or 256 rows.
     """
-    return _choose_tiling(x, weight, epilogue) is not None
+
+    columns: int  # rows of the weight; of a gated product half of them from each part
+    split: int = 1  # blocks of the cluster
+    rows: int = 0  # of x; 0: all there are, which are few
+
+
+def has_fused_linear(x: Tensor, weight: Tensor) -> bool:
+    """Whether `fused_linear` has kernels for rows x [R, D] and a matrix [N, D]."""
+    return feeds_tensor_cores(x, weight)
 
 
 def fused_linear(
@@ -35,21 +42,24 @@ def fused_linear(
     weight: Tensor,
     out: Tensor | None = None,
     *,
+    tiling: Tiling | None = None,
     bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
 ) -> Tensor:
     """x W^T in one kernel with what follows it, bf16, on a card of compute capability 9.0.
 
-    Sums in fp32, in an order that neither the number of rows (of those a kernel serves) nor the
-    rows beside a row change. Wherever there is no such kernel (see `is_fused_linear_faster`)
-    PyTorch computes the same.
+    Sums in fp32, in an order that neither the number of rows (of those a tiling serves) nor the
+    rows beside a row change. Without a tiling, and wherever there is no kernel for the tensors (see
+    `has_fused_linear`), PyTorch computes the same.
 
     Args:
         x: [R, D]; rows may be strided.
         weight: [N, D], of the dtype of x; rows may be strided.
         out: [R, N], or [R, N / 2] for SILU_MUL; rows may be strided. Allocated when not given; for
             RESIDUAL it must be.
+        tiling: of the kernel. Its columns must divide N (but for tiles of rows), and its split
+            times 64 the depth.
         bias: [N]; not with SILU_MUL.
         epilogue: what the product does before it is written. For SILU_MUL both halves, silu and
             the result are rounded as they would be one by one.
@@ -61,49 +71,35 @@ def fused_linear(
 
     Raises:
         ValueError: A shape, dtype or device is not as above.
+        RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
     """
     _check(x, weight, out, bias, epilogue)
-    tiling = _choose_tiling(x, weight, epilogue)
-    if tiling is None or (out is not None and not _can_be_written(out, tiling)):
+    if tiling is None or not _has_kernel(x, weight, out, tiling):
         return _reference(x, weight, out, bias, epilogue)
     assert native is not None
     num_columns, depth = weight.shape
     if out is None:
         out = x.new_empty(len(x), num_columns // (2 if epilogue is Epilogue.SILU_MUL else 1))
-    with torch.cuda.device(x.device):
-        native.linear(
-            x=x.data_ptr(),
-            weight=weight.data_ptr(),
-            bias=0 if bias is None else bias.contiguous().data_ptr(),
-            out=out.data_ptr(),
-            x_stride=x.stride(0),
-            weight_stride=weight.stride(0),
-            out_stride=out.stride(0),
-            num_rows=len(x),
-            num_columns=num_columns,
-            depth=depth,
-            epilogue=getattr(native.Epilogue, epilogue.name),
-            rows=tiling.rows,
-            columns=tiling.columns,
-            split=tiling.split,
-            early=early,
-            device=x.device.index,
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
-    return out
-
-
-def _choose_tiling(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:
-    """The kernel's tiling; None where PyTorch computes the product."""
-    if native is None or not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
-        return None
-    tiling = choose_tiling(
-        len(x),
-        *weight.shape,
-        gated=epilogue is Epilogue.SILU_MUL,
-        multiprocessors=hopper_multiprocessors(x.device.index),
+    launch(
+        native.linear,
+        x,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=0 if bias is None else bias.contiguous().data_ptr(),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        weight_stride=weight.stride(0),
+        out_stride=out.stride(0),
+        num_rows=len(x),
+        num_columns=num_columns,
+        depth=depth,
+        epilogue=getattr(native, epilogue.name),
+        rows=tiling.rows,
+        columns=tiling.columns,
+        split=tiling.split,
+        early=early,
     )
-    return tiling if is_describable(x) and is_describable(weight) else None
+    return out
 
 
 def _reference(
@@ -123,10 +119,14 @@ def _reference(
     return torch.mm(x, weight.t(), out=out)
 
 
-def _can_be_written(out: Tensor, tiling: Tiling) -> bool:
-    """Whether rows lie as the kernel writes them: two elements at once, or eight."""
-    if tiling.rows > 0:
-        return is_describable(out)
+def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -> bool:
+    """Whether the kernel reads these, and writes rows that lie as those of `out`."""
+    if len(x) == 0 or not feeds_tensor_cores(x, weight):
+        return False
+    if out is None:
+        return True
+    if tiling.rows > 0:  # eight elements at once, else two
+        return feeds_tensor_cores(out)
     return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
 
 

@@ -17,10 +17,10 @@
 #include <algorithm>
 
 #include "epilogue.cuh"
-#include "hopper.cuh"
 #include "linear.h"
+#include "ring.cuh"
 
-namespace gather_gemm {
+namespace fused_ops {
 namespace {
 
 constexpr int kColumns = 96;               // of a tile of the result
@@ -35,10 +35,11 @@ constexpr int kCopyRegisters = 40;
 // Sizes of a block whose groups multiply `kTall` times 64 rows each.
 template <int kTall>
 struct Sizes {
-  static constexpr int kRows = kGroups * kTall * kGroupRows;
-  static constexpr int kStageBytes = (kRows + kWeightRows) * kRowBytes;
-  static constexpr int kStages = (kSharedBytes - kAlignment) / (kStageBytes + 16);
-  static constexpr int kSharedTotal = kAlignment + kStages * (kStageBytes + 16);
+  static constexpr int rows = kGroups * kTall * kGroupRows;
+  static constexpr int weight_bytes = kWeightRows * kRowBytes;
+  static constexpr int stage_bytes = rows * kRowBytes + weight_bytes;
+  static constexpr int num_stages = (kSharedBytes - kAlignment) / (stage_bytes + 16);
+  static constexpr int shared_bytes = kAlignment + num_stages * (stage_bytes + 16);
 };
 
 struct KernelParams {
@@ -64,31 +65,8 @@ __device__ Tile locate(const KernelParams& params, int tile) {
   const int in_band = tile - band * kBand * params.column_tiles;
   const int rows = min(kBand, params.row_tiles - band * kBand);
   const int row_tile = band * kBand + in_band % rows;
-  return {row_tile * Sizes<kTall>::kRows, in_band / rows * kColumns};
+  return {row_tile * Sizes<kTall>::rows, in_band / rows * kColumns};
 }
-
-// The ring: in each stage a tile of the weight and then one of x, and two barriers.
-template <int kTall>
-struct Ring {
-  using S = Sizes<kTall>;
-  uint32_t stages;
-
-  __device__ uint32_t weight(int stage) const { return stages + stage * S::kStageBytes; }
-  __device__ uint32_t x(int stage) const { return weight(stage) + kWeightRows * kRowBytes; }
-  __device__ uint32_t full(int stage) const {
-    return stages + S::kStages * S::kStageBytes + stage * 16;
-  }
-  __device__ uint32_t empty(int stage) const { return full(stage) + 8; }
-};
-
-template <int kTall>
-struct Position {
-  int stage = 0, phase = 0;
-
-  __device__ void advance() {
-    if (++stage == Sizes<kTall>::kStages) stage = 0, phase ^= 1;
-  }
-};
 
 // Calls `visit` for every tile of this block.
 template <int kTall, typename Visit>
@@ -102,46 +80,39 @@ __device__ void for_each_tile(const KernelParams& params, Visit visit) {
 // One thread keeps one operand in the ring: `copy` enqueues its `bytes` of a stage. The wait for a
 // stage that nothing has been in yet is none.
 template <int kTall, typename Copy>
-__device__ void produce(const Ring<kTall>& ring, const KernelParams& params, int bytes, Copy copy) {
-  Position<kTall> at;
+__device__ void produce(const Ring<Sizes<kTall>>& ring, const KernelParams& params, int bytes,
+                        Copy copy) {
+  Position at;
   for_each_tile<kTall>(params, [&](Tile tile) {
     for (int step = 0; step < params.num_steps; ++step) {
       wait(ring.empty(at.stage), at.phase ^ 1);
       expect_bytes(ring.full(at.stage), bytes);
       copy(at.stage, tile, step * kDepth);
-      at.advance();
+      at.advance(ring);
     }
   });
 }
 
 // A group of four warps multiplies its rows with the columns of every stage of a tile.
 template <int kTall>
-__device__ void consume(const Ring<kTall>& ring, Position<kTall>& at, int num_steps, int group,
-                        float (&total)[kTall][kWeightRows / 2]) {
-  const bool releases = threadIdx.x % 32 == 0;
-  int last = 0;
-  for (int step = 0; step < num_steps; ++step) {
-    wait(ring.full(at.stage), at.phase);
-    const uint64_t left =
-        matrix_descriptor(ring.x(at.stage) + group * kTall * kGroupRows * kRowBytes);
-    const uint64_t right = matrix_descriptor(ring.weight(at.stage));
+__device__ void multiply_tile(const Ring<Sizes<kTall>>& ring, Position& at, int num_steps,
+                              int group, float (&total)[kTall][kWeightRows / 2]) {
+  const int last = consume(ring, at, num_steps, [&](int stage, bool accumulate) {
+    const uint64_t left = matrix_descriptor(ring.x(stage) + group * kTall * kGroupRows * kRowBytes);
+    const uint64_t right = matrix_descriptor(ring.weight(stage));
     begin_products();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
 #pragma unroll
       for (int tall = 0; tall < kTall; ++tall) {
         multiply(total[tall], left + k * 2 + tall * (kGroupRows * kRowBytes >> 4), right + k * 2,
-                 step > 0 || k > 0);
+                 accumulate || k > 0);
       }
     }
-    commit_products();
-    if (step > 0 && releases) arrive(ring.empty(last));
-    last = at.stage;
-    at.advance();
-  }
+  });
 #pragma unroll
   for (auto& sums : total) settle(sums);
-  if (releases) arrive(ring.empty(last));
+  if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
 }
 
 // Four lanes hold two columns each of four times eight; afterwards each has eight of its own.
@@ -198,43 +169,36 @@ __global__ void __launch_bounds__(kThreads, 1)
                         const __grid_constant__ KernelParams params) {
   using S = Sizes<kTall>;
   extern __shared__ char shared[];
-  const Ring<kTall> ring{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment};
-  if (threadIdx.x == 0) {
-    prefetch_map(&weight);
-    prefetch_map(&x);
-    for (int stage = 0; stage < S::kStages; ++stage) {
-      init_barrier(ring.full(stage), 2);
-      init_barrier(ring.empty(stage), kGroups * 4);
-    }
-    publish_barriers();
-  }
+  const uint32_t base = first_stage(shared);
+  const Ring<S> ring{base, base + S::num_stages * S::stage_bytes};
+  if (threadIdx.x == 0) ring.open(&x, &weight, 2, kGroups * 4);
   __syncthreads();
-  let_next_kernel_start();
+  launch_dependents();
 
   const int group = threadIdx.x / kGroupThreads;
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
     const int thread = threadIdx.x % kGroupThreads;
     if (thread == 0) {
-      produce(ring, params, kWeightRows * kRowBytes, [&](int stage, Tile tile, int depth) {
+      produce<kTall>(ring, params, S::weight_bytes, [&](int stage, Tile tile, int depth) {
         const uint32_t gate = ring.weight(stage), up = gate + kColumns * kRowBytes;
         const uint32_t barrier = ring.full(stage);
         copy_tile(gate, &weight, depth, tile.column, barrier, params.weight_hint);
         copy_tile(up, &weight, depth, params.width + tile.column, barrier, params.weight_hint);
       });
     } else if (thread == 32) {
-      wait_for_kernel_before();
-      produce(ring, params, S::kRows * kRowBytes, [&](int stage, Tile tile, int depth) {
+      wait_for_prerequisites();
+      produce<kTall>(ring, params, S::rows * kRowBytes, [&](int stage, Tile tile, int depth) {
         copy_tile(ring.x(stage), &x, depth, tile.row, ring.full(stage), kEvictLast);
       });
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
-    wait_for_kernel_before();  // every thread that writes waits itself
-    Position<kTall> at;
+    wait_for_prerequisites();  // every thread that writes waits itself
+    Position at;
     for_each_tile<kTall>(params, [&](Tile tile) {
       float total[kTall][kWeightRows / 2];
-      consume<kTall>(ring, at, params.num_steps, group, total);
+      multiply_tile<kTall>(ring, at, params.num_steps, group, total);
       store<kTall>(params, tile, group, total);
     });
   }
@@ -256,7 +220,7 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   if (params.depth % kDepth != 0 || width % 8 != 0) return cudaErrorInvalidValue;
   CUtensorMap x, weight;
   cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, S::kRows);
+      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, S::rows);
   if (error != cudaSuccess) return error;
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
                    kColumns);
@@ -266,10 +230,6 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const auto kernel = gated_linear_kernel<kTall>;
-  error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedTotal);
-  if (error != cudaSuccess) return error;
 
   KernelParams kernel_params{};
   kernel_params.out = static_cast<__nv_bfloat16*>(params.out);
@@ -277,21 +237,13 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   kernel_params.num_rows = params.num_rows;
   kernel_params.width = width;
   kernel_params.num_steps = params.depth / kDepth;
-  kernel_params.row_tiles = (params.num_rows + S::kRows - 1) / S::kRows;
+  kernel_params.row_tiles = (params.num_rows + S::rows - 1) / S::rows;
   kernel_params.column_tiles = (width + kColumns - 1) / kColumns;
   kernel_params.weight_hint = kernel_params.row_tiles == 1 ? kEvictFirst : kEvictNormal;
 
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(std::min(kernel_params.row_tiles * kernel_params.column_tiles, blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = S::kSharedTotal;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, x, weight, kernel_params);
+  const int num_tiles = kernel_params.row_tiles * kernel_params.column_tiles;
+  const Launch launch{std::min(num_tiles, blocks), kThreads, stream, params.early, S::shared_bytes};
+  return launch_kernel(gated_linear_kernel<kTall>, launch, x, weight, kernel_params);
 }
 
 }  // namespace
@@ -302,13 +254,13 @@ cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream)
     return cudaErrorInvalidValue;
   }
   switch (params.tiling.rows) {
-    case Sizes<1>::kRows:
+    case Sizes<1>::rows:
       return launch<1>(params, stream);
-    case Sizes<2>::kRows:
+    case Sizes<2>::rows:
       return launch<2>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

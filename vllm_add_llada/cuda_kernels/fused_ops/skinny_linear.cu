@@ -16,10 +16,10 @@
 #include <algorithm>
 
 #include "epilogue.cuh"
-#include "hopper.cuh"
 #include "linear.h"
+#include "ring.cuh"
 
-namespace gather_gemm {
+namespace fused_ops {
 namespace {
 
 constexpr int kMaxStages = 16;
@@ -52,23 +52,8 @@ __device__ void store_pair(const KernelParams& params, int row, int column, floa
   *target = __floats2bfloat162_rn(first, second);
 }
 
-// The ring: in each stage a tile of the weight and then one of x, and two barriers.
-struct Ring {
-  uint32_t stages, barriers;
+struct Sizes {
   int stage_bytes, num_stages, weight_bytes;
-
-  __device__ uint32_t weight(int stage) const { return stages + stage * stage_bytes; }
-  __device__ uint32_t x(int stage) const { return weight(stage) + weight_bytes; }
-  __device__ uint32_t full(int stage) const { return barriers + stage * 16; }
-  __device__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
-};
-
-struct Position {
-  int stage = 0, phase = 0;
-
-  __device__ void advance(const Ring& ring) {
-    if (++stage == ring.num_stages) stage = 0, phase ^= 1;
-  }
 };
 
 // What a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
@@ -77,26 +62,27 @@ struct WeightTiles {
   int first_row, part_stride, parts;
 };
 
-__device__ void copy_weight(const Ring& ring, const WeightTiles& tiles, int stage, int depth) {
-  expect_bytes(ring.full(stage), ring.stage_bytes);
+__device__ void copy_weight(const Ring<Sizes>& ring, const WeightTiles& tiles, int stage,
+                            int depth) {
+  expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
   for (int part = 0; part < tiles.parts; ++part) {
-    copy_tile(ring.weight(stage) + part * (ring.weight_bytes / tiles.parts), tiles.map, depth,
+    copy_tile(ring.weight(stage) + part * (ring.sizes.weight_bytes / tiles.parts), tiles.map, depth,
               tiles.first_row + part * tiles.part_stride, ring.full(stage), kEvictFirst);
   }
 }
 
-__device__ void copy_rows(const Ring& ring, const CUtensorMap* x, int stage, int depth) {
+__device__ void copy_rows(const Ring<Sizes>& ring, const CUtensorMap* x, int stage, int depth) {
   copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
 }
 
 // One thread keeps the ring full.
-__device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTiles& weight,
+__device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const WeightTiles& weight,
                         int first_depth, int num_steps) {
-  const int ahead = min(num_steps, ring.num_stages);
+  const int ahead = min(num_steps, ring.sizes.num_stages);
   for (int step = 0; step < ahead; ++step) {
     copy_weight(ring, weight, step, first_depth + step * kDepth);
   }
-  wait_for_kernel_before();
+  wait_for_prerequisites();
   for (int step = 0; step < ahead; ++step) copy_rows(ring, x, step, first_depth + step * kDepth);
   Position at;
   for (int step = ahead; step < num_steps; ++step) {
@@ -111,7 +97,7 @@ __device__ void produce(const Ring& ring, const CUtensorMap* x, const WeightTile
 // the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
 // shared memory, and so are their sums, which nothing reads.
 template <int kParts, int kWidth>
-__device__ void consume(const Ring& ring, int num_steps, int group,
+__device__ void consume(const Ring<Sizes>& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
   Position at;
   int last = 0;
@@ -146,21 +132,13 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   static_assert(!kTwoParts || (kSplit == 1 && kParts == 2), "gate and up meet in one thread");
   constexpr int kWidth = kColumns / kParts;
   extern __shared__ char shared[];
-  const uint32_t base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
-  const Ring ring{base, base + params.num_stages * params.stage_bytes, params.stage_bytes,
-                  params.num_stages, kColumns * kRowBytes};
-
-  if (threadIdx.x == 0) {
-    prefetch_map(&weight);
-    prefetch_map(&x);
-    for (int stage = 0; stage < ring.num_stages; ++stage) {
-      init_barrier(ring.full(stage), 1);
-      init_barrier(ring.empty(stage), kGroups * kGroupThreads / 32);
-    }
-    publish_barriers();
-  }
+  const uint32_t base = first_stage(shared);
+  const Ring<Sizes> ring{base,
+                         base + params.num_stages * params.stage_bytes,
+                         {params.stage_bytes, params.num_stages, kColumns * kRowBytes}};
+  if (threadIdx.x == 0) ring.open(&x, &weight, 1, kGroups * kGroupThreads / 32);
   __syncthreads();
-  let_next_kernel_start();
+  launch_dependents();
 
   const int rank = kSplit == 1 ? 0 : block_of_cluster();
   const int tile = blockIdx.x / kSplit;
@@ -180,7 +158,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     consume<kParts, kWidth>(ring, num_steps, warp / 4, total);
   }
   // Every thread that writes waits itself, those beside the producing one too.
-  wait_for_kernel_before();
+  wait_for_prerequisites();
 
   // A thread of a group has columns lane % 4 * 2 (and the next) of every eight, of two rows.
   const int lane = threadIdx.x % 32;
@@ -290,7 +268,6 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
                              params.depth,
                              0,
                              0};
-  const auto kernel = skinny_linear_kernel<kColumns, kParts, kSplit, kGroups, kEpilogue>;
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
@@ -301,22 +278,14 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
   const int shared_bytes =
       std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
-
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kSplit, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = params.early ? 1 : 0;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.num_columns / kColumns * kSplit);
-  config.blockDim = dim3(kGroups * kGroupThreads + 32);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, x, weight, kernel_params);
+  const Launch launch{params.num_columns / kColumns * kSplit,
+                      kGroups * kGroupThreads + 32,
+                      stream,
+                      params.early,
+                      shared_bytes,
+                      kSplit};
+  return launch_kernel(skinny_linear_kernel<kColumns, kParts, kSplit, kGroups, kEpilogue>, launch,
+                       x, weight, kernel_params);
 }
 
 template <int kColumns, int kParts, int kSplit, Epilogue kEpilogue>
@@ -368,4 +337,4 @@ cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream
   }
 }
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace gather_gemm {
+namespace fused_ops {
 
 // Two elements as the 32 bits that registers and shuffles take, the first in the lower half.
 __device__ inline uint32_t as_bits(__nv_bfloat162 pair) {
@@ -38,4 +38,4 @@ __device__ inline float2 silu_mul(float2 gate, float2 up) {
   return make_float2(gate.x * up.x, gate.y * up.y);
 }
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

@@ -10,10 +10,10 @@
 
 #include <cuda_bf16.h>
 
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "router.h"
 
-namespace gather_gemm {
+namespace fused_ops {
 namespace {
 
 constexpr int kBlocks = 8;  // of the cluster
@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                   const __grid_constant__ KernelParams params) {
   extern __shared__ char dynamic[];
   __shared__ Shared shared;
-  let_next_kernel_start();
-  const uint32_t gate_tiles = (shared_address(dynamic) + kAlignment - 1) / kAlignment * kAlignment;
+  launch_dependents();
+  const uint32_t gate_tiles = first_stage(dynamic);
   const uint32_t row_tiles = gate_tiles + kOperandBytes;
   const uint32_t gate_barrier = shared_address(&shared.barriers[0]);
   const uint32_t row_barrier = shared_address(&shared.barriers[1]);
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                           ? float2{0.0f, 0.0f}
                           : float2{params.bias[lane * 2], params.bias[lane * 2 + 1]};
   __syncthreads();
-  wait_for_kernel_before();
+  wait_for_prerequisites();
   if (threadIdx.x == 0) {
     expect_bytes(row_barrier, num_steps * kTileBytes);
     for (int step = 0; step < num_steps; ++step) {
@@ -284,22 +284,8 @@ cudaError_t launch_router(const RouterParams& params, cudaStream_t stream) {
                                    params.num_rows, params.num_chosen,
                                    params.depth};
   constexpr int kDynamicBytes = kAlignment + 2 * kOperandBytes;
-  error = cudaFuncSetAttribute(router_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kDynamicBytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kBlocks, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kBlocks);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kDynamicBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, router_kernel, x, gate, kernel_params);
+  const Launch launch{kBlocks, kThreads, stream, /*overlaps=*/true, kDynamicBytes, kBlocks};
+  return launch_kernel(router_kernel, launch, x, gate, kernel_params);
 }
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

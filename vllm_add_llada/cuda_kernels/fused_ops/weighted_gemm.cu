@@ -12,10 +12,10 @@
 // while that kernel ends, and waits for it before it reads x.
 
 #include "epilogue.cuh"
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "weighted_gemm.h"
 
-namespace gather_gemm {
+namespace fused_ops {
 namespace {
 
 constexpr int kColumns = 128;                                             // of a tile
@@ -23,10 +23,14 @@ constexpr int kRows = 64;                                                 // of 
 constexpr int kBoxRows = 8;                                               // that are copied at once
 constexpr int kMultipliers = kColumns / kGroupRows * kGroupThreads / 32;  // warps
 constexpr int kThreads = kMultipliers * 32 + 32;
-constexpr int kWeightBytes = kColumns * kRowBytes;
-constexpr int kStageBytes = kWeightBytes + kRows * kRowBytes;
-constexpr int kStages = (kSharedBytes - kMaxGroups * 4 - kAlignment - 1024) / kStageBytes;
-constexpr int kDynamicBytes = kStages * kStageBytes + kAlignment;
+
+struct Sizes {
+  static constexpr int weight_bytes = kColumns * kRowBytes;
+  static constexpr int stage_bytes = weight_bytes + kRows * kRowBytes;
+  static constexpr int num_stages =
+      (kSharedBytes - kMaxGroups * 4 - kAlignment - 1024) / stage_bytes;
+  static constexpr int shared_bytes = num_stages * stage_bytes + kAlignment;
+};
 
 struct KernelParams {
   const int* ends;
@@ -40,26 +44,8 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 struct Shared {
-  unsigned long long full[kStages], empty[kStages];  // barriers
+  unsigned long long barriers[Sizes::num_stages][2];
   int ends[kMaxGroups];
-};
-
-// In each stage a tile of the weight and then the rows.
-struct Ring {
-  uint32_t stages, full_barriers, empty_barriers;
-
-  __device__ uint32_t weight(int stage) const { return stages + stage * kStageBytes; }
-  __device__ uint32_t rows(int stage) const { return weight(stage) + kWeightBytes; }
-  __device__ uint32_t full(int stage) const { return full_barriers + stage * 8; }
-  __device__ uint32_t empty(int stage) const { return empty_barriers + stage * 8; }
-};
-
-struct Position {
-  int stage = 0, phase = 0;
-
-  __device__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
 };
 
 // A block's tiles. All tiles are ordered by group, then by columns, then by rows: blocks that run
@@ -105,17 +91,17 @@ struct Source {
     return walk.next();
   }
 
-  __device__ void copy_weight(const Ring& ring, int stage) const {
-    expect_bytes(ring.full(stage), kWeightBytes + num_boxes() * kBoxRows * kRowBytes);
+  __device__ void copy_weight(const Ring<Sizes>& ring, int stage) const {
+    expect_bytes(ring.full(stage), Sizes::weight_bytes + num_boxes() * kBoxRows * kRowBytes);
     copy_tile(ring.weight(stage), weight, step * kDepth,
               walk.group * num_columns + walk.first_column, ring.full(stage), kEvictFirst);
   }
 
   // Up to 7 rows more than those of the tile, and what is behind them in shared memory, are
   // multiplied, too; nothing reads their sums.
-  __device__ void copy_rows(const Ring& ring, int stage) const {
+  __device__ void copy_rows(const Ring<Sizes>& ring, int stage) const {
     for (int box = 0; box < num_boxes(); ++box) {
-      copy_tile(ring.rows(stage) + box * kBoxRows * kRowBytes, x, step * kDepth,
+      copy_tile(ring.x(stage) + box * kBoxRows * kRowBytes, x, step * kDepth,
                 walk.first_row + box * kBoxRows, ring.full(stage), kEvictLast);
     }
   }
@@ -124,12 +110,14 @@ struct Source {
 };
 
 // One thread keeps the ring full.
-__device__ void produce(const Ring& ring, Source source) {
+__device__ void produce(const Ring<Sizes>& ring, Source source) {
   Source rows = source;
   int num_filled = 0;
   bool is_more = true;
-  while (num_filled < kStages && (is_more = source.next())) source.copy_weight(ring, num_filled++);
-  wait_for_kernel_before();
+  while (num_filled < Sizes::num_stages && (is_more = source.next())) {
+    source.copy_weight(ring, num_filled++);
+  }
+  wait_for_prerequisites();
   for (int stage = 0; stage < num_filled; ++stage) {
     rows.next();
     rows.copy_rows(ring, stage);
@@ -139,7 +127,7 @@ __device__ void produce(const Ring& ring, Source source) {
     wait(ring.empty(at.stage), at.phase);
     source.copy_weight(ring, at.stage);
     source.copy_rows(ring, at.stage);
-    at.advance();
+    at.advance(ring);
   }
 }
 
@@ -192,31 +180,26 @@ struct Target {
 
 // A group of four warps multiplies its 64 rows of the weight with kWidth rows.
 template <int kWidth>
-__device__ void multiply_tile(const Ring& ring, const Walk& walk, const KernelParams& params,
+__device__ void multiply_tile(const Ring<Sizes>& ring, const Walk& walk, const KernelParams& params,
                               int group, Position& at) {
   const Target<kWidth> target(walk, params, group);
   float total[kWidth / 2];
-  int last = 0;
-  for (int step = 0; step < params.depth / kDepth; ++step) {
-    wait(ring.full(at.stage), at.phase);
-    const uint64_t left = matrix_descriptor(ring.weight(at.stage) + group * kGroupRows * kRowBytes);
-    const uint64_t right = matrix_descriptor(ring.rows(at.stage));
+  const int last = consume(ring, at, params.depth / kDepth, [&](int stage, bool accumulate) {
+    const uint64_t left = matrix_descriptor(ring.weight(stage) + group * kGroupRows * kRowBytes);
+    const uint64_t right = matrix_descriptor(ring.x(stage));
     begin_products();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
-      multiply(total, left + k * 2, right + k * 2, step > 0 || k > 0);
+      multiply(total, left + k * 2, right + k * 2, accumulate || k > 0);
     }
-    commit_products();
-    if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
-    last = at.stage;
-    at.advance();
-  }
+  });
   settle(total);
   if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
   target.store(total, params);
 }
 
-__device__ void multiply_tiles(const Ring& ring, Walk walk, const KernelParams& params, int group) {
+__device__ void multiply_tiles(const Ring<Sizes>& ring, Walk walk, const KernelParams& params,
+                               int group) {
   Position at;
   while (walk.next()) {
     if (walk.num_rows <= 8) {
@@ -237,18 +220,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                          const __grid_constant__ KernelParams params) {
   extern __shared__ char stages[];
   __shared__ Shared shared;
-  const Ring ring{(shared_address(stages) + kAlignment - 1) / kAlignment * kAlignment,
-                  shared_address(shared.full), shared_address(shared.empty)};
-  if (threadIdx.x == 0) {
-    prefetch_map(&weight);
-    prefetch_map(&x);
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(ring.full(stage), 1);
-      init_barrier(ring.empty(stage), kMultipliers);
-    }
-    publish_barriers();
-  }
-  if (!params.early) wait_for_kernel_before();
+  const Ring<Sizes> ring{first_stage(stages), shared_address(shared.barriers)};
+  if (threadIdx.x == 0) ring.open(&x, &weight, 1, kMultipliers);
+  if (!params.early) wait_for_prerequisites();
   // Read past L1, which may hold what was there before where an earlier kernel still runs.
   for (int i = threadIdx.x; i < params.num_groups; i += kThreads) {
     shared.ends[i] = __ldcg(params.ends + i);
@@ -266,8 +240,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   // Every thread that writes waits itself.
-  wait_for_kernel_before();
-  let_next_kernel_start();
+  wait_for_prerequisites();
+  launch_dependents();
   multiply_tiles(ring, walk, params, warp / 4);
 }
 
@@ -300,20 +274,8 @@ cudaError_t launch_weighted_gemm(const WeightedGemmParams& params, cudaStream_t 
                                    params.num_columns,
                                    params.depth,
                                    params.early};
-  error = cudaFuncSetAttribute(weighted_gemm_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kDynamicBytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.num_blocks);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kDynamicBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, weighted_gemm_kernel, x, weight, kernel_params);
+  const Launch launch{params.num_blocks, kThreads, stream, /*overlaps=*/true, Sizes::shared_bytes};
+  return launch_kernel(weighted_gemm_kernel, launch, x, weight, kernel_params);
 }
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time of gather_gemm's products beside PyTorch's, and which of them is chosen.
+"""Time of our dense products beside PyTorch's, and which of them is chosen.
 
-    benchmarks/kernels/bench_gather_gemm.py [--ops top linear] [--rows 32 4096] [--json FILE]
+    benchmarks/kernels/bench_products.py [--ops top linear] [--rows 32 4096] [--json FILE]
 
 bf16, random numbers, shapes of LLaDA-8B. Each variant is a CUDA graph, and the variants take turns.
 
-    top      masked rows -> output matrix -> best token and its probability; PyTorch's way is
-             index_select, matmul and flash_sample.low_confidence over the stored logits
-    gather   masked rows -> output matrix, stored; PyTorch's way is index_select and matmul
+    top      sample rows -> output matrix -> best token and its probability (gather_gemm); PyTorch's
+             way is matmul and flash_sample.low_confidence over the stored logits
+    gather   sample rows -> output matrix, stored (gather_gemm); PyTorch's way is matmul
     linear, residual, gated
-             the products of a layer: x W^T; y += x W^T; silu(x G^T) * x U^T
+             the products of a layer (fused_ops): x W^T; y += x W^T; silu(x G^T) * x U^T
 
     us       one call of ours, where there is a kernel for the shape
     torch    one call of PyTorch's way
-    chosen   one call of what the room's table chooses, and its time over PyTorch's
+    chosen   one call of what `vllm.diffusion.ops.dispatch` chooses, and its time over PyTorch's
     TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
 """
 
@@ -34,16 +34,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_timing import compare, copy_bandwidth, write_record  # noqa: E402
 from flash_sample import low_confidence  # noqa: E402
-from gather_gemm import (  # noqa: E402
-    Epilogue,
-    fused_linear,
-    gather_gemm,
-    gather_top,
-    is_fused_linear_faster,
-    is_top_faster,
-    reference,
-)
+from gather_gemm import gather_gemm, gather_top  # noqa: E402
+from vllm.diffusion.ops import dispatch  # noqa: E402
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +46,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("op", "shape", "rows", "us", "torch", "chosen", "ratio", "TFLOP/s", "TB/s")
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
-NUM_TOKENS, WIDTH, VOCABULARY = 16384, 4096, 126464
+WIDTH, VOCABULARY = 4096, 126464
 FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
 LAYER = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 
@@ -76,17 +70,16 @@ def random(*shape: int) -> Tensor:
 
 
 def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
-    x, weight = random(NUM_TOKENS, WIDTH), random(VOCABULARY, WIDTH) * 0.02
+    device = torch.device("cuda")
+    weight = random(VOCABULARY, WIDTH) * 0.02
     stored = random(max(all_rows), VOCABULARY)
     shape = f"{VOCABULARY} x {WIDTH}"
 
-    def sample(rows: Tensor) -> object:
-        logits = torch.mm(x.index_select(0, rows), weight.t(), out=stored[: len(rows)])
-        return low_confidence(logits)
+    def sample(x: Tensor) -> object:
+        return low_confidence(torch.mm(x, weight.t(), out=stored[: len(x)]))
 
     for num_rows in all_rows:
-        rows = torch.randperm(NUM_TOKENS, device="cuda")[:num_rows]
-        out = stored[:num_rows]
+        x, out = random(num_rows, WIDTH), stored[:num_rows]
         flops = 2.0 * num_rows * VOCABULARY * WIDTH
         read = weight.nbytes + 2.0 * num_rows * WIDTH
         if "top" in ops:
@@ -96,9 +89,9 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 num_rows,
                 flops,
                 read,
-                [partial(gather_top, x, rows, weight)],
-                [partial(sample, rows)],
-                is_top_faster(x, num_rows, weight),
+                [partial(gather_top, x, None, weight)],
+                [partial(sample, x)],
+                dispatch.samples_in_head(num_rows, device),
             )
         if "gather" in ops:
             yield Case(
@@ -107,13 +100,14 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 num_rows,
                 flops,
                 read + out.nbytes,
-                [partial(gather_gemm, x, rows, weight, out)],
-                [partial(reference.gather_gemm, x, rows, weight, out)],
-                True,
+                [partial(gather_gemm, x, None, weight, out)],
+                [partial(torch.mm, x, weight.t(), out=out)],
+                dispatch.multiplies_head(num_rows, VOCABULARY, device),
             )
 
 
 def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+    multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     for name, (num_columns, depth) in LAYER.items():
         op = {"gate_up": "gated", "qkv": "linear"}.get(name, "residual")
         if op not in ops:
@@ -129,18 +123,21 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
             x = random(num_rows, depth)
             out_columns = num_columns // 2 if op == "gated" else num_columns
             out = random(num_rows, out_columns)
+            tiling = dispatch.linear_tiling(
+                *(num_rows, num_columns, depth),
+                gated=op == "gated",
+                multiprocessors=multiprocessors,
+            )
+            ours = partial(fused_ops.fused_linear, tiling=tiling, epilogue=epilogue, early=True)
             yield Case(
                 op,
                 f"{name} {num_columns} x {depth}",
                 num_rows,
                 2.0 * num_rows * num_columns * depth,
                 weights[0].nbytes + x.nbytes + out.nbytes,
-                [
-                    partial(fused_linear, x, weight, out, epilogue=epilogue, early=True)
-                    for weight in weights
-                ],
+                [partial(ours, x, weight, out) for weight in weights],
                 [partial(_plain, op, x, weight, out) for weight in weights],
-                is_fused_linear_faster(x, weights[0], epilogue),
+                tiling is not None,
             )
 
 
@@ -188,8 +185,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    if max(arguments.rows) > NUM_TOKENS:
-        parser.error(f"--rows: wanted at most {NUM_TOKENS}, got {max(arguments.rows)}")
     print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
     print("{:9} {:22} {:>5} {:>9} {:>9} {:>9} {:>6} {:>8} {:>6}".format(*COLUMNS))
     table = []
@@ -201,7 +196,7 @@ def main() -> None:
             print("{:9} {:22} {:5} {:>9} {:9} {:9} {:6} {:8} {:6}".format(*shown), flush=True)
     if arguments.json is not None:
         content = {
-            "title": "gather_gemm: products of masked rows and of few rows",
+            "title": "products: sample rows with the output matrix, and few rows with a layer's",
             "copy_bandwidth": copy_bandwidth(),
             "columns": COLUMNS,
             "rows": table,

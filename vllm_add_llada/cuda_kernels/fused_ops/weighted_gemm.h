@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace gather_gemm {
+namespace fused_ops {
 
 constexpr int kMaxGroups = 1024;  // their ends lie in shared memory
 
@@ -29,4 +29,4 @@ struct WeightedGemmParams {
 // cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
 cudaError_t launch_weighted_gemm(const WeightedGemmParams& params, cudaStream_t stream);
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

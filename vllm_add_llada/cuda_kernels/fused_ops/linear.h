@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace gather_gemm {
+namespace fused_ops {
 
 // out = x weight^T, bf16. What is done with the product before it is written:
 enum class Epilogue {
@@ -41,4 +41,4 @@ constexpr int kMaxSkinnyRows = 192;
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

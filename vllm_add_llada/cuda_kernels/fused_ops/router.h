@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace gather_gemm {
+namespace fused_ops {
 
 constexpr int kRoutedExperts = 64;
 constexpr int kMaxRoutedRows = 64;
@@ -30,4 +30,4 @@ struct RouterParams {
 // cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
 cudaError_t launch_router(const RouterParams& params, cudaStream_t stream);
 
-}  // namespace gather_gemm
+}  // namespace fused_ops

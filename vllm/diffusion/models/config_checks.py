@@ -38,19 +38,27 @@ def check_id(values: Mapping[str, Any], key: str, size_key: str) -> None:
         refuse(values, key, f"an id from 0 to {size_key} - 1 = {size - 1}")
 
 
-def check_heads(values: Mapping[str, Any]) -> None:
-    """Heads must tile the hidden size with an even width, and key/value heads the heads.
+def head_width(
+    values: Mapping[str, Any],
+    width_key: str = "hidden_size",
+    heads_key: str = "num_attention_heads",
+    kv_heads_key: str = "num_key_value_heads",
+) -> int:
+    """The width of a head: `head_dim`, and where that is null the heads' share of the hidden size.
 
-    Reads the Hugging Face names; a `head_dim` other than null must agree with them.
+    It must be even, and key/value heads must divide the heads.
     """
-    width, heads = values["hidden_size"], values["num_attention_heads"]
-    if width % (2 * heads):
-        wanted = f"a divisor of hidden_size {width} that leaves an even head width"
-        refuse(values, "num_attention_heads", wanted)
-    if heads % values["num_key_value_heads"]:
-        refuse(values, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-    if values.get("head_dim") not in (None, width // heads):
-        refuse(values, "head_dim", f"null, or hidden_size / num_attention_heads {width // heads}")
+    width, heads, head_dim = values[width_key], values[heads_key], values.get("head_dim")
+    if head_dim is None:
+        if width % (2 * heads):
+            wanted = f"a divisor of {width_key} {width} that leaves an even head width"
+            refuse(values, heads_key, wanted)
+        head_dim = width // heads
+    elif not isinstance(head_dim, int) or head_dim < 1 or head_dim % 2:
+        refuse(values, "head_dim", "an even number above 0, or null")
+    if heads % values[kv_heads_key]:
+        refuse(values, kv_heads_key, f"a divisor of {heads_key} {heads}")
+    return int(head_dim)
 
 
 def plain_rope_theta(values: dict[str, Any]) -> float | None:

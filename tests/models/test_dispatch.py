@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel serves which rows and shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm.diffusion.ops import dispatch
+from vllm_add_llada.cuda_kernels.fused_ops import Tiling
+
+MULTIPROCESSORS = 132  # of an H200
+
+
+def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> Tiling | None:
+    return dispatch.linear_tiling(
+        num_rows, columns, depth, gated=gated, multiprocessors=MULTIPROCESSORS
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "gated"),
+    [
+        *((12288, 256, False), (4096, 384, False), (6144, 128, False), (2048, 256, False)),
+        *((24576, 256, True), (3584, 18944, False)),
+    ],
+)
+def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, gated: bool) -> None:
+    found = tiling(32, columns, depth, gated=gated)
+    assert found is not None
+    assert 110 <= columns // found.columns * found.split <= MULTIPROCESSORS
+    assert columns % found.columns == 0 and depth % (64 * found.split) == 0
+
+
+def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
+    chosen = [rows for rows in range(300) if tiling(rows, 4096, 4096) is not None]
+    assert chosen == [*range(1, 129), *range(144, 193)]
+    assert tiling(32, 4096, 4096 + 64) is None  # not in two halves of whole steps
+    assert tiling(32, 24576, 4096) is None  # cuBLAS is as fast, but for what follows it
+    assert tiling(32, 24576, 4096, gated=True) == Tiling(192)
+
+
+def test_tilings_of_many_rows_leave_little_of_the_card_idle() -> None:
+    cases = [(250, 24576), (384, 24576), (505, 24576), (1000, 24576), (512, 37888)]
+    chosen = [tiling(*case, 256, gated=True) for case in cases]
+    assert chosen == [Tiling(192, rows=rows) for rows in (256, 128, 256, 256, 256)]
+    for num_rows in (0, 129, 192, 300, 448):
+        assert tiling(num_rows, 24576, 256, gated=True) is None
+    assert tiling(256, 24576, 256 + 8, gated=True) is None
+    assert tiling(256, 24576, 256) is None
+
+
+def test_without_the_card_there_is_no_kernel() -> None:
+    assert dispatch.multiprocessors(torch.device("cpu")) == 0
+    for gated in (False, True):
+        shape = (256, 4096, 4096)
+        assert dispatch.linear_tiling(*shape, gated=gated, multiprocessors=0) is None
+
+
+def test_the_head_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert not dispatch.multiplies_head(1, 126464, cpu) and not dispatch.samples_in_head(1, cpu)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: device == gpu)
+    rows = (0, 1, 64, 65, 128, 129)
+    assert [num for num in rows if dispatch.multiplies_head(num, 126464, gpu)] == [1, 64]
+    assert not dispatch.multiplies_head(1, 24576, gpu)
+    assert [num for num in rows if dispatch.samples_in_head(num, gpu)] == [1, 64, 65, 128]
+
+
+def test_experts_by_their_rows() -> None:
+    assert [rows for rows in (8, 9, 64, 65) if dispatch.routes_compiled(rows)] == [9, 64]
+    assert [rows for rows in (0, 256, 257) if dispatch.routes_scored(rows)] == [0, 256]
+    slots = (64, 65, 512, 513)
+    assert [num for num in slots if dispatch.streams_experts(num, 64)] == [65, 512]

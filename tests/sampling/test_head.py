@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling within the product with the output matrix, beside sampling from stored logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.sampling.test_sampling import EOS, EOT, MASK, HeadModel, group, head_model, hidden_rows
+from vllm.diffusion import ops
+from vllm.diffusion.sampling import PhiloxNoise, RowGroup, sample
+from vllm.diffusion.scoring import Scoring
+
+NUM_ROWS = 12
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+# What requests may ask for and still have their most likely tokens taken without stored logits.
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"forbid_mask": True},
+    {"logits_eos_inf": True, "forbid_mask": True},
+    {"confidence_eos_eot_inf": True},
+    {"remasking": "random"},
+]
+# What needs the logits.
+DEMANDING: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"adjust": lambda logits, positions: logits},
+    {"confidence_dtype": "float64"},
+    {"cfg_scale": 1.5, "twin": 4},
+    {"scoring": Scoring(score="negative_entropy", epsilon=1e-10)},
+    {"scoring": Scoring(score="margin")},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.diffusion.ops.sampling.get_tensor_model_parallel_world_size", int)
+    monkeypatch.setattr(ops, "samples_in_head", lambda x, matrix: True)  # as if it were faster
+
+
+def model_on(device: str) -> HeadModel:
+    model = head_model()
+    model.weight = model.weight.to(device)
+    return model
+
+
+def groups_of(asked: list[dict[str, Any]], device: str = "cpu") -> list[RowGroup]:
+    """Requests of four rows each, one after another."""
+    found = []
+    for number, wanted in enumerate(asked):
+        options = {name: value for name, value in wanted.items() if name != "adjust"}
+        rows = group(list(range(4 * number, 4 * number + 4)), step=number, **options)
+        positions = rows.positions.to(device)
+        found.append(replace(rows, positions=positions, adjust=wanted.get("adjust")))
+    return found
+
+
+def sampled(model: HeadModel, hidden: Tensor, groups: list[RowGroup], *, in_head: bool) -> Tensor:
+    model.head_matrix = model.weight if in_head else None
+    model.most_rows = 0
+    return sample(model, [(hidden, groups)], PhiloxNoise())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", range(len(PLAIN)))
+def test_tokens_and_scores_are_those_of_stored_logits(device: str, first: int) -> None:
+    """Alone, and beside requests that forbid and exclude other tokens."""
+    model, hidden = model_on(device), hidden_rows(NUM_ROWS).to(device)
+    for asked in (PLAIN[first : first + 1], (PLAIN[first:] + PLAIN[:first])[:3]):
+        groups = groups_of(asked, device)
+        rows = hidden[: 4 * len(groups)]
+        stored = sampled(model, rows, groups, in_head=False)
+        assert model.most_rows == len(rows)
+        found = sampled(model, rows, groups, in_head=True)
+        assert model.most_rows == 0  # no logits were asked for
+        assert torch.equal(found[0], stored[0]) and torch.equal(found[2], stored[2])
+        torch.testing.assert_close(found[1], stored[1], rtol=1e-5, atol=1e-7)
+
+
+def test_the_special_tokens_matter() -> None:
+    """The rows of the tests above are such that masks change what is sampled."""
+    model, hidden = model_on("cpu"), hidden_rows(400)
+    index = list(range(400))
+    tokens = {
+        name: sample(model, [(hidden, [group(index, **asked)])], PhiloxNoise())[0].tolist()
+        for name, asked in (("free", {}), ("masked", PLAIN[1]), ("no eos", PLAIN[2]))
+    }
+    assert MASK in tokens["free"] and MASK not in tokens["masked"]
+    assert EOS in tokens["masked"] and EOS not in tokens["no eos"]
+    assert EOT in tokens["no eos"]
+
+
+@pytest.mark.parametrize("number", range(len(DEMANDING)))
+def test_who_wants_more_has_logits(number: int) -> None:
+    """And so has every request of its part: reading the matrix twice would cost more."""
+    model, hidden = model_on("cpu"), hidden_rows(NUM_ROWS)
+    groups = groups_of([{}, DEMANDING[number]])
+    stored = sampled(model, hidden, groups, in_head=False)
+    found = sampled(model, hidden, groups, in_head=True)
+    assert model.most_rows == NUM_ROWS
+    assert torch.equal(found, stored)
+
+
+def test_rows_that_are_apart_have_logits() -> None:
+    model, hidden = model_on("cpu"), hidden_rows(NUM_ROWS)
+    groups = [group([0, 1]), group([4, 5])]
+    stored = sampled(model, hidden, groups, in_head=False)
+    assert torch.equal(sampled(model, hidden, groups, in_head=True), stored)
+    assert model.most_rows == NUM_ROWS
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_no_rows_and_ties(num_rows: int) -> None:
+    """Equal logits go to the lowest token that is not forbidden."""
+    model = HeadModel(torch.ones(40, 16))
+    wanted = group(list(range(num_rows)), forbid_mask=True)
+    found = sampled(model, torch.ones(num_rows, 16), [wanted], in_head=True)
+    lowest = min(set(range(40)) - {MASK})
+    assert found.shape == (3, num_rows) and (found[0] == lowest).all()
+    torch.testing.assert_close(found[1], torch.full((num_rows,), 1 / 39).double())

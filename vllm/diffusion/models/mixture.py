@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a mixture of experts, by the names of LLaDA-MoE's checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.diffusion.errors import CheckpointError, ServerConfigError
+from vllm.diffusion.layers.moe import ExpertsMLP
+from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.models.modules import MLPWeights
+from vllm.diffusion.models.weights import Destination
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.utils import set_weight_attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from vllm.diffusion.layers.norm import RMSNorm
+    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
+
+_PART = {"gate_proj": 0, "up_proj": 1}
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix, or several stacked ones, of every expert; the experts' width is sharded.
+
+    Args:
+        num_experts: E.
+        num_parts: matrices stacked by rows.
+        shape: [out, in] of a matrix of the whole model.
+        sharded_dim: which of the two is the experts' width.
+
+    Raises:
+        ServerConfigError: the tensor-parallel size does not divide the width.
+    """
+
+    def __init__(
+        self, num_experts: int, num_parts: int, shape: tuple[int, int], sharded_dim: int
+    ) -> None:
+        super().__init__()
+        num_ranks = get_tensor_model_parallel_world_size()
+        width = shape[sharded_dim]
+        if width % num_ranks:
+            raise ServerConfigError(
+                f"tensor_parallel_size: given {num_ranks}; "
+                f"wanted a divisor of expert_intermediate_size {width}"
+            )
+        self.width = width // num_ranks
+        self.sharded_dim = sharded_dim
+        rows, columns = (
+            size // num_ranks if dim == sharded_dim else size for dim, size in enumerate(shape)
+        )
+        self.rows = rows
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, num_parts * rows, columns), requires_grad=False
+        )
+        set_weight_attrs(self.weight, {"weight_loader": self._load})
+
+    def _load(self, param: nn.Parameter, matrix: Tensor, place: tuple[int, int]) -> None:
+        """Copy this rank's part of a matrix [out, in] to (expert, part)."""
+        expert, part = place
+        start = get_tensor_model_parallel_rank() * self.width
+        mine = matrix.narrow(self.sharded_dim, start, self.width)
+        param.data[expert, part * self.rows : (part + 1) * self.rows].copy_(mine)
+
+
+class MixtureMLP(MLPWeights):
+    """Router and experts of one layer.
+
+    The experts' matrices are stacked, so that one grouped product multiplies by all of them.
+
+    Raises:
+        ServerConfigError: the model is to be quantised.
+    """
+
+    def __init__(
+        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise ServerConfigError(
+                f"quantization: given {quant_config.get_name()}; "
+                "wanted none for a model with experts, which run unquantised"
+            )
+        width, inner = config.hidden_size, config.expert_intermediate_size
+        self.num_experts, self.num_chosen = config.num_experts, config.num_experts_per_tok
+        self.shape = (inner, width)
+        self.gate = keep_plain(
+            ReplicatedLinear(width, config.num_experts, bias=False, prefix=f"{prefix}.gate")
+        )
+        # fp32: the choice is made in fp32, and the bias matters in its small differences
+        self.expert_bias: nn.Parameter | None = None
+        if config.has_expert_bias:
+            bias = torch.empty(config.num_experts, dtype=torch.float32)
+            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+        self.w1 = ExpertMatrices(config.num_experts, 2, (inner, width), sharded_dim=0)
+        self.w2 = ExpertMatrices(config.num_experts, 1, (width, inner), sharded_dim=1)
+
+    def stage(self, norm: RMSNorm) -> ExpertsMLP:
+        return ExpertsMLP(
+            norm, self.gate.weight, self.w1.weight, self.w2.weight, self.num_chosen, self.expert_bias
+        )
+
+    def destinations(self, path: str) -> dict[str, Destination]:
+        inward, outward = self.shape, self.shape[::-1]
+        destinations = {f"{path}.gate": Destination(f"{path}.gate", (self.num_experts, inward[1]))}
+        if self.expert_bias is not None:
+            destinations[path] = Destination(path, (self.num_experts,))
+        for expert in range(self.num_experts):
+            source = f"{path}.experts.{expert}"
+            for name, part in _PART.items():
+                destinations[f"{source}.{name}"] = Destination(f"{path}.w1", inward, (expert, part))
+            destinations[f"{source}.down_proj"] = Destination(f"{path}.w2", outward, (expert, 0))
+        return destinations
+
+
+def unstacked(
+    weights: Iterable[tuple[str, Tensor]], config: DiffusionConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Split the stacked experts of a fused checkpoint into views, one for each matrix.
+
+    Fused checkpoints hold `mlp.w1` [E, 2I, D], the gate's rows first, and `mlp.w2` [E, D, I].
+
+    Raises:
+        CheckpointError: a stacked tensor has another shape.
+    """
+    num_experts, inner = config.num_experts, config.expert_intermediate_size
+    shapes = {
+        "w1": (num_experts, 2 * inner, config.hidden_size),
+        "w2": (num_experts, config.hidden_size, inner),
+    }
+    for name, tensor in weights:
+        path, _, kind = name.rpartition(".")
+        if kind not in shapes or not path.endswith(".mlp"):
+            yield name, tensor
+            continue
+        if tuple(tensor.shape) != shapes[kind]:
+            raise CheckpointError(
+                f"{name}: given shape {list(tensor.shape)}; config.json wants {list(shapes[kind])}"
+            )
+        for expert, matrix in enumerate(tensor):
+            source = f"{path}.experts.{expert}"
+            if kind == "w2":
+                yield f"{source}.down_proj.weight", matrix
+                continue
+            for part, half in zip(_PART, matrix.split(inner), strict=True):
+                yield f"{source}.{part}.weight", half

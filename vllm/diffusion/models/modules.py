@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a layer, by Llama's names, as a configuration describes them.
+
+Only q, k, v are fused, and gate, up; whatever a checkpoint calls its tensors, `destinations` says
+by Llama's names where they go.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vllm.diffusion import ops
+from vllm.diffusion.layers.attention import SelfAttention
+from vllm.diffusion.layers.mlp import GatedMLP
+from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
+from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.models.weights import Destination
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+if TYPE_CHECKING:
+    from vllm.diffusion.models.base import FeedForward
+    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
+
+
+class AttentionWeights(nn.Module):
+    """The projections of attention, and the norms of queries and keys where there are any."""
+
+    def __init__(
+        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.config = config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = keep_plain(
+            QKVParallelLinear(
+                hidden_size=config.hidden_size,
+                head_size=config.head_dim,
+                total_num_heads=heads,
+                total_num_kv_heads=kv_heads,
+                bias=config.has_qkv_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.qkv_proj",
+            )
+        )
+        self.o_proj = keep_plain(
+            RowParallelLinear(
+                heads * config.head_dim,
+                config.hidden_size,
+                bias=config.has_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.o_proj",
+            )
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.norms_each_head:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        elif config.norms_all_heads:
+            self.q_norm = AllHeadsRMSNorm(heads, config.head_dim, config.rms_norm_eps)
+            self.k_norm = AllHeadsRMSNorm(kv_heads, config.head_dim, config.rms_norm_eps)
+
+    def stage(self, norm: RMSNorm) -> SelfAttention:
+        """The stages over these weights, once they are loaded."""
+        return SelfAttention(
+            norm,
+            ops.projection_of(self.qkv_proj),
+            ops.projection_of(self.o_proj),
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=self.config.head_dim,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            clip=self.config.qkv_bound,
+        )
+
+    def destinations(self, path: str) -> dict[str, Destination]:
+        """Each module of a checkpoint below `path`, and where its tensors go."""
+        config, fused = self.config, f"{path}.qkv_proj"
+        width, head_dim = config.hidden_size, config.head_dim
+        q_width = config.num_attention_heads * head_dim
+        kv_width = config.num_key_value_heads * head_dim
+        destinations = {
+            f"{path}.q_proj": Destination(fused, (q_width, width), "q"),
+            f"{path}.k_proj": Destination(fused, (kv_width, width), "k"),
+            f"{path}.v_proj": Destination(fused, (kv_width, width), "v"),
+            f"{path}.o_proj": Destination(f"{path}.o_proj", (width, q_width)),
+        }
+        if self.q_norm is not None:
+            q_gains, k_gains = (
+                (q_width, kv_width) if config.norms_all_heads else (head_dim, head_dim)
+            )
+            destinations[f"{path}.q_norm"] = Destination(f"{path}.q_norm", (q_gains,))
+            destinations[f"{path}.k_norm"] = Destination(f"{path}.k_norm", (k_gains,))
+        return destinations
+
+
+class MLPWeights(nn.Module, ABC):
+    """The weights of a layer's feed-forward stage."""
+
+    @abstractmethod
+    def stage(self, norm: RMSNorm) -> FeedForward:
+        """The stage over these weights, once they are loaded."""
+
+    @abstractmethod
+    def destinations(self, path: str) -> dict[str, Destination]:
+        """Each module of a checkpoint below `path`, and where its tensors go."""
+
+
+class DenseMLP(MLPWeights):
+    """The matrices of a gated MLP."""
+
+    def __init__(
+        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.shape = (config.dense_width, config.hidden_size)
+        inner, width = self.shape
+        self.gate_up_proj = keep_plain(
+            MergedColumnParallelLinear(
+                width,
+                [inner] * 2,
+                bias=config.has_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.gate_up_proj",
+            )
+        )
+        self.down_proj = keep_plain(
+            RowParallelLinear(
+                inner,
+                width,
+                bias=config.has_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.down_proj",
+            )
+        )
+
+    def stage(self, norm: RMSNorm) -> GatedMLP:
+        return GatedMLP(
+            norm,
+            ops.projection_of(self.gate_up_proj),
+            ops.projection_of(self.down_proj),
+            self.down_proj.input_size_per_partition,
+        )
+
+    def destinations(self, path: str) -> dict[str, Destination]:
+        fused = f"{path}.gate_up_proj"
+        return {
+            f"{path}.gate_proj": Destination(fused, self.shape, 0),
+            f"{path}.up_proj": Destination(fused, self.shape, 1),
+            f"{path}.down_proj": Destination(f"{path}.down_proj", self.shape[::-1]),
+        }

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel an op runs, by its rows, its shape and the card. Nothing else chooses.
+
+All numbers were measured on an H200; docs/performance.md has them ("Which kernel runs").
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from vllm_add_llada.cuda_kernels.fused_ops import Tiling, is_built
+
+
+@dataclass(frozen=True)
+class _Skinny:
+    """A tiling of few rows, and of how many it is the fastest."""
+
+    tiling: Tiling
+    max_rows: int
+    min_rows: int = 1
+
+
+_SKINNY = (
+    _Skinny(Tiling(96), max_rows=64),
+    _Skinny(Tiling(64, split=2), max_rows=128),
+    _Skinny(Tiling(64, split=2), min_rows=144, max_rows=192),
+    _Skinny(Tiling(96, split=2), max_rows=64),
+    _Skinny(Tiling(32, split=2), max_rows=64),
+)
+_SKINNY_GATED = (_Skinny(Tiling(192), max_rows=128),)
+_GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
+_LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
+_LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
+_STEP_DEPTH = 64
+
+_HEAD_COLUMNS = 65_536  # of what counts as an output matrix
+_HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faster one
+_TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and sampling from them
+
+_ROUTER_ROWS = range(9, 65)  # the compiled router; fewer rows are as fast with Triton's
+_SCORED_ROWS = 256  # Triton's router, beyond which PyTorch's product is the faster one
+_STREAMED_ROWS = (1, 8)  # a group: more than the first and at most the second
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors that the compiled products run on; 0 where they do not run.
+
+    They do on a card of compute capability 9.0, once they are built.
+    """
+    if device.type != "cuda" or not is_built():
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = (properties.major, properties.minor) == (9, 0)
+    return int(properties.multi_processor_count) if is_hopper else 0
+
+
+def linear_tiling(
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
+) -> Tiling | None:
+    """Tiling of `fused_linear` that keeps (nearly) every multiprocessor busy; None for cuBLAS.
+
+    Args:
+        num_rows, num_columns, depth: of the product.
+        gated: silu(gate) * up is wanted.
+        multiprocessors: of the card, as of the function of that name.
+    """
+    for skinny in _SKINNY_GATED if gated else _SKINNY:
+        tiling = skinny.tiling
+        blocks = num_columns // tiling.columns * tiling.split
+        if (
+            skinny.min_rows <= num_rows <= skinny.max_rows
+            and num_columns % tiling.columns == 0
+            and depth % (tiling.split * _STEP_DEPTH) == 0
+            and _LEAST_BLOCKS * multiprocessors <= blocks <= multiprocessors
+        ):
+            return tiling
+    if not gated or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
+        return None
+    for tiling in _GATED:
+        tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
+        computed = ceil(tiles / multiprocessors) * multiprocessors
+        wanted = num_rows * num_columns
+        if wanted > 0 and wanted >= _LEAST_USE * computed * tiling.rows * tiling.columns:
+            return tiling
+    return None
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether Triton's products with the output matrix were measured on such a card."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def multiplies_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
+    """Whether Triton's product of sample rows and an output matrix is not slower than cuBLAS's."""
+    is_head = num_columns >= _HEAD_COLUMNS
+    return is_head and 0 < num_rows <= _HEAD_ROWS and is_hopper(device)
+
+
+def samples_in_head(num_rows: int, device: torch.device) -> bool:
+    """Whether sampling in the product is faster than storing the logits and reading them."""
+    return 0 < num_rows <= _TOP_ROWS and is_hopper(device)
+
+
+def routes_compiled(num_rows: int) -> bool:
+    """Whether the compiled router is the fastest where it takes the tensors."""
+    return num_rows in _ROUTER_ROWS
+
+
+def routes_scored(num_rows: int) -> bool:
+    """Whether Triton's product with the router is faster than PyTorch's."""
+    return num_rows <= _SCORED_ROWS
+
+
+def streams_experts(num_slots: int, num_experts: int) -> bool:
+    """Whether the compiled weighted product is the fastest where it takes the tensors."""
+    least, most = _STREAMED_ROWS
+    return least * num_experts < num_slots <= most * num_experts

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with the weights that upstream's parallel layers own: one object a weight.
+
+A projection is made once, when its weight is loaded and processed, and it alone knows how the
+weight is stored, which kernel multiplies by it, and what scratch memory that takes. Another way to
+store weights is a class here and a line in `_KIND_OF_METHOD`; layers and plans ask as they do now.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from gather_gemm import gather_gemm
+from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.fused import silu_mul
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm_add_llada.cuda_kernels.fused_ops import (
+    Epilogue,
+    Tiling,
+    fused_linear,
+    has_fused_linear,
+)
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffers
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
+
+_ALL = slice(None)
+_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
+_SCANNED_ROWS = 16_384
+
+
+class Use(Enum):
+    """What is asked of a projection, by its methods' names."""
+
+    PROJECT = "project"
+    GATED = "gated"
+    ADD_TO = "add_to"
+
+
+class Matrix(NamedTuple):
+    """What is known of a weight [columns, depth] of one rank before it is loaded.
+
+    Attributes:
+        columns, depth: of the product, and what is summed.
+        dtype: of the rows that are multiplied, and of the product.
+        has_bias: a bias is added.
+        device: where it will be; without an index where nothing may be asked of the card.
+        is_summed: the products of several ranks are summed.
+    """
+
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    has_bias: bool
+    device: torch.device
+    is_summed: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the product."""
+        return self.columns * self.dtype.itemsize
+
+
+class Workspace(NamedTuple):
+    """Scratch memory of one use of a projection.
+
+    Attributes:
+        row_bytes: by name of the buffer, or of what PyTorch allocates.
+        most_rows: where more rows are multiplied at a time none of it is taken; None for no end.
+    """
+
+    row_bytes: dict[str, int]
+    most_rows: int | None = None
+
+
+class Projection(ABC):
+    """x -> x W^T + b with this rank's part of a weight W [columns, depth]; never gathers.
+
+    Args:
+        layer: an upstream parallel layer (column or row parallel, or a head), loaded.
+
+    Attributes:
+        can_slice: some columns, or features, can be had for less than all of them.
+    """
+
+    can_slice: ClassVar[bool]
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        is_row_parallel = isinstance(layer, RowParallelLinear)
+        self._is_summed = is_row_parallel and layer.tp_size > 1
+        # Of a row-parallel layer, whose products are summed, only rank 0 adds the bias.
+        self._bias: Tensor | None = None if is_row_parallel and layer.tp_rank > 0 else layer.bias
+
+    def matrix(self, columns: slice) -> Tensor | None:
+        """Rows of the weight, where the product is just with these; None where it is not."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+        """What a use takes besides its arguments on one rank, from shapes alone."""
+
+    @abstractmethod
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
+        """Write some columns, all by default.
+
+        Args:
+            x: [R, depth], model dtype.
+            out: [R, columns] contiguous, the dtype of x; written.
+            scratch: memory for the while.
+            columns: of the product, that is rows of the weight.
+        """
+
+    @abstractmethod
+    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        """Write silu(gate) * up, where gate and up are the halves of the product.
+
+        Args:
+            x: [R, depth], model dtype.
+            out: [R, columns / 2] contiguous, written.
+            scratch: memory for the while.
+        """
+
+    @abstractmethod
+    def product(self, h: Tensor, scratch: Buffers, features: slice = _ALL) -> Tensor:
+        """The product [R, columns] of some features, in scratch memory.
+
+        Args:
+            h: [R, features], model dtype.
+            scratch: memory for the product.
+            features: of `depth`; fewer than all only where `can_slice`. The bias comes with the
+                first.
+        """
+
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = _ALL) -> None:
+        """x += h W^T + b in place, summed over the ranks where the layer is row parallel.
+
+        Args:
+            x: [R, columns], model dtype, contiguous; written.
+            h, scratch, features: as for `product`.
+        """
+        product = self.product(h, scratch, features)
+        if self._is_summed:
+            scratch.expect("summed over ranks", product.numel() * product.element_size())
+            product = tensor_model_parallel_all_reduce(product)
+        x.add_(product)
+
+
+class PlainProjection(Projection):
+    """An unquantised matrix: few rows by our own kernel where it was measured faster, else cuBLAS.
+
+    On a GPU of its own a product without a bias is added to x in its epilogue: one rounding to the
+    model dtype instead of two, and a pass over x less.
+    """
+
+    can_slice = True
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        super().__init__(layer)
+        self._weight: Tensor = layer.weight
+        self._adds_in_place = self._weight.is_cuda and self._bias is None and not self._is_summed
+
+    def matrix(self, columns: slice) -> Tensor | None:
+        return self._weight[columns] if self._bias is None else None
+
+    @classmethod
+    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+        if use is Use.GATED:
+            return Workspace({"gate and up": matrix.row_bytes}, _most_stored_rows(matrix))
+        adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
+        if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
+            return Workspace({})
+        return Workspace({"projected": matrix.row_bytes} | _summed(matrix))
+
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
+        weight, bias = self._weight[columns], self._bias
+        bias = None if bias is None else bias[columns]
+        tiling = _tiling(x, weight)
+        if tiling is not None:
+            fused_linear(x, weight, out, tiling=tiling, bias=bias, early=_AT_REST)
+        elif bias is not None:
+            torch.addmm(bias, x, weight.t(), out=out)
+        elif x.element_size() == 2 and dispatch.multiplies_head(len(x), len(weight), x.device):
+            gather_gemm(x, None, weight, out)
+        else:
+            torch.mm(x, weight.t(), out=out)
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        """One kernel does it all where that was measured faster; it rounds where the two do."""
+        weight = self._weight
+        tiling = None if self._bias is not None else _tiling(x, weight, gated=True)
+        if tiling is not None:
+            epilogue = Epilogue.SILU_MUL
+            fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=_AT_REST)
+            return
+        gate_up = scratch.take("gate and up", (len(x), len(weight)), x.dtype)
+        self.project(x, gate_up, scratch)
+        silu_mul(gate_up, out=out)
+
+    def product(self, h: Tensor, scratch: Buffers, features: slice = _ALL) -> Tensor:
+        out = scratch.take("projected", (len(h), len(self._weight)), h.dtype)
+        if features == _ALL:
+            self.project(h, out, scratch)
+            return out
+        torch.mm(h, self._weight[:, features].t(), out=out)
+        return out if self._bias is None or features.start > 0 else out.add_(self._bias)
+
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = _ALL) -> None:
+        if not self._adds_in_place:
+            super().add_to(x, h, scratch, features)
+            return
+        weight = self._weight[:, features]
+        tiling = _tiling(h, weight) if features == _ALL else None
+        if tiling is not None:
+            fused_linear(h, weight, x, tiling=tiling, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
+        else:
+            x.addmm_(h, weight.t())
+
+
+class QuantisedProjection(Projection):
+    """A weight of one of upstream's quantisation methods, which compute all of its columns."""
+
+    can_slice = False
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        super().__init__(layer)
+        self._layer = layer
+
+    @classmethod
+    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+        summed = _summed(matrix) if use is Use.ADD_TO else {}
+        return Workspace({"quantised product": matrix.row_bytes} | summed)
+
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
+        out.copy_(self.product(x, scratch)[:, columns])
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        silu_mul(self.product(x, scratch), out=out)
+
+    def product(self, h: Tensor, scratch: Buffers, features: slice = _ALL) -> Tensor:
+        row_bytes = self._layer.output_size_per_partition * h.element_size()
+        scratch.expect("quantised product", len(h) * row_bytes)
+        product: Tensor = self._layer.quant_method.apply(self._layer, h, self._bias)
+        return product
+
+
+# How upstream's method says that a layer's weight is stored; of any other method is the last.
+_KIND_OF_METHOD: dict[type, type[Projection]] = {
+    UnquantizedLinearMethod: PlainProjection,
+    UnquantizedEmbeddingMethod: PlainProjection,
+}
+
+
+def projection_of(layer: ParallelLayer) -> Projection:
+    """The projection over a layer's weight, once that is loaded and processed."""
+    return kind_of(layer)(layer)
+
+
+def kind_of(layer: ParallelLayer) -> type[Projection]:
+    """How a layer stores its weight, known before that is loaded."""
+    methods = type(layer.quant_method).__mro__
+    return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
+
+
+def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
+    """All kinds that a model may have, by upstream's configuration of its quantisation."""
+    return (PlainProjection,) if quantisation is None else (QuantisedProjection, PlainProjection)
+
+
+def _summed(matrix: Matrix) -> dict[str, int]:
+    """What the products of the ranks are summed in."""
+    return {"summed over ranks": matrix.row_bytes} if matrix.is_summed else {}
+
+
+def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
+    """How `fused_linear` multiplies these; None where PyTorch's product is to be used."""
+    if not has_fused_linear(x, weight):
+        return None
+    multiprocessors = dispatch.multiprocessors(x.device)
+    return dispatch.linear_tiling(
+        len(x), *weight.shape, gated=gated, multiprocessors=multiprocessors
+    )
+
+
+def _most_stored_rows(matrix: Matrix) -> int | None:
+    """Rows beyond which one kernel always serves `gated`; None where that is not known.
+
+    It serves where its tiles fill the card, as those of many rows do. Whether they do is looked up
+    row by row as far as partly filled ones may still matter.
+    """
+    is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
+    if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:
+        return None
+    multiprocessors = dispatch.multiprocessors(matrix.device)
+    for rows in range(_SCANNED_ROWS, 0, -1):
+        shape = (rows, matrix.columns, matrix.depth)
+        if dispatch.linear_tiling(*shape, gated=True, multiprocessors=multiprocessors) is None:
+            return rows if rows <= _SCANNED_ROWS // 2 else None
+    return 0

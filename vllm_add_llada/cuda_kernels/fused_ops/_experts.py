@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router and the last product of a mixture of experts, for few rows.
+
+Unlike the other operations they have no reference here: ask `has_router` and `has_weighted_gemm`.
+"""
+
+import torch
+from torch import Tensor
+
+from ._support import (
+    check_vector,
+    feeds_tensor_cores,
+    hopper_multiprocessors,
+    launch,
+    native,
+)
+
+_DEPTH = 64  # of one step of the sum
+_COLUMNS = 8  # that lie together in a thread's part of the result
+
+
+def has_router(x: Tensor, gate: Tensor) -> bool:
+    """Whether `route_rows` has a kernel for rows x [R, D] and a router [E, D]."""
+    if native is None or not feeds_tensor_cores(x, gate):
+        return False
+    num_rows, depth = x.shape
+    return (
+        gate.shape == (native.ROUTED_EXPERTS, depth)
+        and 1 <= num_rows <= native.MAX_ROUTED_ROWS
+        and depth % native.ROUTER_DEPTH_STEP == 0
+        and depth <= native.MAX_ROUTER_DEPTH
+    )
+
+
+def route_rows(
+    x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits ``x @ gate.T``, the choice of experts and the order of the rows, in one launch.
+
+    The choice is by a softmax over all experts in fp32, of logits rounded to bf16; among equals the
+    lowest expert is chosen.
+
+    Args:
+        x: [R, D] bf16.
+        gate: [E, D] bf16. It and the bias may be read before the kernel before in the stream ends,
+            which must not write them.
+        num_chosen: k, from 1 to E.
+        bias: fp32 [E], added to the probabilities for the choice only.
+
+    Returns:
+        weights: [R, k] bf16, the probabilities of a row's experts in ascending order.
+        slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, then row.
+        ends: int32 [E], the end of each expert's part of ``slots``.
+
+    Raises:
+        ValueError: There is no kernel for these (`has_router`), or an argument is not as above.
+    """
+    name = "route_rows"
+    if not has_router(x, gate):
+        raise ValueError(
+            f"{name}: no kernel for x {x.dtype} {list(x.shape)} on {x.device} "
+            f"and gate {gate.dtype} {list(gate.shape)}"
+        )
+    if not 1 <= num_chosen <= len(gate):
+        raise ValueError(f"{name}: num_chosen must be from 1 to {len(gate)}, got {num_chosen}")
+    if bias is not None:
+        check_vector(name, "bias", bias, (torch.float32,), (len(gate),), x.device)
+    weights = x.new_empty(len(x), num_chosen)
+    slots = torch.empty(weights.numel(), dtype=torch.int32, device=x.device)
+    ends = torch.empty(len(gate), dtype=torch.int32, device=x.device)
+    assert native is not None
+    launch(
+        native.route,
+        x,
+        x=x.data_ptr(),
+        gate=gate.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        weights=weights.data_ptr(),
+        slots=slots.data_ptr(),
+        ends=ends.data_ptr(),
+        x_stride=x.stride(0),
+        gate_stride=gate.stride(0),
+        num_rows=len(x),
+        num_chosen=num_chosen,
+        depth=x.shape[1],
+    )
+    return weights, slots, ends
+
+
+def has_weighted_gemm(x: Tensor, weight: Tensor) -> bool:
+    """Whether `weighted_gemm` has a kernel for rows x [S, D] and matrices [E, N, D]."""
+    if native is None or not len(weight) or not feeds_tensor_cores(x, weight[0]):
+        return False
+    num_groups, num_columns, depth = weight.shape
+    return (
+        num_groups <= native.MAX_GROUPS
+        and num_columns % _COLUMNS == 0
+        and depth == x.shape[1]
+        and depth % _DEPTH == 0
+        and (num_groups == 1 or weight.stride(0) == num_columns * weight.stride(1))
+    )
+
+
+def weighted_gemm(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    *,
+    early: bool = False,
+) -> Tensor:
+    """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
+
+    Args:
+        x: [S, D] bf16, the rows of group 0 first; rows may be strided.
+        weight: [E, N, D] bf16, a matrix for each group.
+        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
+        slots: int32 [S], a permutation of the slots. Not checked.
+        weights: [R, k] bf16, R * k = S, contiguous.
+        early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
+            stream ends: only where that kernel writes neither, and starts when `ends` is written.
+
+    Returns:
+        [R, k, N]: the products rounded to bf16, and rounded again after the weight.
+
+    Raises:
+        ValueError: There is no kernel for these (`has_weighted_gemm`), or an argument is not as
+            above.
+    """
+    name = "weighted_gemm"
+    if not has_weighted_gemm(x, weight):
+        raise ValueError(
+            f"{name}: no kernel for x {x.dtype} {list(x.shape)} on {x.device} "
+            f"and weight {weight.dtype} {list(weight.shape)}"
+        )
+    num_groups, num_columns, depth = weight.shape
+    num_rows = len(x)
+    check_vector(name, "ends", ends, (torch.int32,), (num_groups,), x.device)
+    check_vector(name, "slots", slots, (torch.int32,), (num_rows,), x.device)
+    check_vector(name, "weights", weights, (x.dtype,), (-1, -1), x.device)
+    if weights.numel() != num_rows:
+        raise ValueError(
+            f"{name}: weights must be [R, k] with R * k = {num_rows}, got {list(weights.shape)}"
+        )
+    out = x.new_empty(*weights.shape, num_columns)
+    if out.numel() == 0:
+        return out
+    assert native is not None
+    launch(
+        native.weighted_gemm,
+        x,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        ends=ends.data_ptr(),
+        slots=slots.data_ptr(),
+        scales=weights.data_ptr(),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        weight_stride=weight.stride(1),
+        num_rows=num_rows,
+        num_groups=num_groups,
+        num_columns=num_columns,
+        depth=depth,
+        num_blocks=hopper_multiprocessors(x.device.index),
+        early=early,
+    )
+    return out

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Hopper's instructions by name (PTX ISA, sections on mbarrier, cp.async.bulk.tensor, wgmma and
+// clusters), for kernels that feed the tensor cores through a ring of shared-memory stages.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <cstdint>
+
+#include "launch.cuh"
+
+namespace fused_ops {
+
+constexpr int kDepth = 64;  // of a stage: 128 bytes, the width of the swizzle
+constexpr int kRowBytes = kDepth * 2;
+constexpr int kGroupRows = 64;  // rows that a group of four warps multiplies at once
+constexpr int kGroupThreads = 128;
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kAlignment = 1024;  // of a stage: the pattern of the swizzle
+
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // cache hints of the copy engine
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void init_barrier(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+// Barriers that were made can be seen by the cluster and by the copy engine.
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void wait(uint32_t barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int column, int row,
+                                 uint32_t barrier, uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(hint)
+      : "memory");
+}
+
+// Rows of 128 bytes under the 128-byte swizzle, eight rows (1,024 bytes) to an atom.
+__device__ inline uint64_t matrix_descriptor(uint32_t address) {
+  return (uint64_t{(address & 0x3FFFF) >> 4}) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) |
+         (uint64_t{1} << 62);
+}
+
+// d [64, N] (+)= a [64, 16] b [N, 16]^T, by a group of four warps; both operands in shared memory.
+// A thread has N / 2 of the sums.
+// clang-format off
+#define NAMES_4 "%0, %1, %2, %3"
+#define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23" \
+                          ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_48 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39" \
+                          ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55" \
+                          ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71" \
+                          ", %72, %73, %74, %75, %76, %77, %78, %79" \
+                          ", %80, %81, %82, %83, %84, %85, %86, %87" \
+                          ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
+#define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
+#define SUMS_48(i) SUMS_32(i), SUMS_16(i + 32)
+#define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define SUMS_96(i) SUMS_64(i), SUMS_32(i + 64)
+#define DEFINE_MULTIPLY(count, columns, a_name, b_name, flag_name)                            \
+  __device__ inline void multiply(float (&d)[count], uint64_t a, uint64_t b, int accumulate) { \
+    asm volatile(                                                                             \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, " flag_name ", 0;\n"                               \
+        "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 {" NAMES_##count "}, "  \
+        a_name ", " b_name ", p, 1, 1, 0, 0;\n}\n"                                            \
+        : SUMS_##count(0)                                                                     \
+        : "l"(a), "l"(b), "r"(accumulate));                                                   \
+  }
+DEFINE_MULTIPLY(4, "8", "%4", "%5", "%6")
+DEFINE_MULTIPLY(8, "16", "%8", "%9", "%10")
+DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18")
+DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34")
+DEFINE_MULTIPLY(48, "96", "%48", "%49", "%50")
+DEFINE_MULTIPLY(64, "128", "%64", "%65", "%66")
+DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
+#undef DEFINE_MULTIPLY
+// clang-format on
+
+// Comes before the first product of a stage: what the warps wrote to registers is there.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Comes after the last product of a stage, and waits for those of the stages before.
+__device__ inline void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+// Waits for all products under way, and keeps the compiler from reading the sums before.
+template <int kCount>
+__device__ inline void settle(float (&sums)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ inline float4 load_of_block(uint32_t address, int rank) {
+  float4 value;
+  asm volatile(
+      "{\n.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}\n"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return value;
+}
+
+__device__ inline int block_of_cluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+#endif
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// Looked up at run time: the room does not link the driver.
+inline EncodeTiled find_encode_tiled() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* entry = library == nullptr ? nullptr : dlsym(library, "cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(entry);
+}
+
+// Tiles [num_rows of the tile, kDepth] of a bf16 matrix; what lies outside reads as 0.
+inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int depth,
+                            int64_t stride, int tile_rows) {
+  static const EncodeTiled encode = find_encode_tiled();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t tile[] = {kDepth, static_cast<cuuint32_t>(tile_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes, strides,
+             tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace fused_ops

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A ring of stages in shared memory, through which the copy engine feeds the tensor cores: in each
+// stage a tile of the weight and then one of x, both kDepth deep. Two barriers a stage say that it
+// is full (its bytes have come) and that it is empty (its products are computed).
+
+#pragma once
+
+#include "hopper.cuh"
+
+namespace fused_ops {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The first address of dynamic shared memory that a stage may have.
+__device__ inline uint32_t first_stage(const char* shared) {
+  return (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// `Sizes` has stage_bytes, num_stages and weight_bytes: constants, or members where a launch
+// decides them.
+template <typename Sizes>
+struct Ring {
+  uint32_t stages, barriers;
+  Sizes sizes{};
+
+  __device__ uint32_t weight(int stage) const { return stages + stage * sizes.stage_bytes; }
+  __device__ uint32_t x(int stage) const { return weight(stage) + sizes.weight_bytes; }
+  __device__ uint32_t full(int stage) const { return barriers + stage * 16; }
+  __device__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
+
+  // By one thread: a stage is full after arrivals of `num_producers` (and their bytes), and empty
+  // after those of `num_consumers` warps. To be followed by a barrier of the block.
+  __device__ void open(const CUtensorMap* x_map, const CUtensorMap* weight_map, int num_producers,
+                       int num_consumers) const {
+    prefetch_map(weight_map);
+    prefetch_map(x_map);
+    for (int stage = 0; stage < sizes.num_stages; ++stage) {
+      init_barrier(full(stage), num_producers);
+      init_barrier(empty(stage), num_consumers);
+    }
+    publish_barriers();
+  }
+};
+
+struct Position {
+  int stage = 0, phase = 0;
+
+  template <typename Sizes>
+  __device__ void advance(const Ring<Sizes>& ring) {
+    if (++stage == ring.sizes.num_stages) stage = 0, phase ^= 1;
+  }
+};
+
+// A group of four warps goes through `num_steps` stages, of which `multiply(stage, accumulate)`
+// begins the products. A stage is given back when those of the next are enqueued. Returns the
+// last one, whose products are under way and which is not given back yet.
+template <typename Sizes, typename Multiply>
+__device__ int consume(const Ring<Sizes>& ring, Position& at, int num_steps, Multiply multiply) {
+  int last = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    wait(ring.full(at.stage), at.phase);
+    multiply(at.stage, step > 0);
+    commit_products();
+    if (step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
+    last = at.stage;
+    at.advance(ring);
+  }
+  return last;
+}
+
+#endif
+
+}  // namespace fused_ops
