@@ -17,7 +17,13 @@ import torch
 from torch.nn import functional
 
 from vllm.diffusion.layers import attention_backends
-from vllm.diffusion.layers.attention_backends import Backend, attend, can_be_captured, can_serve, choose_backend
+from vllm.diffusion.layers.attention_backends import (
+    Backend,
+    attend,
+    can_be_captured,
+    can_serve,
+    choose_backend,
+)
 from vllm.diffusion.layers.split_attention import (
     MAX_SPLITS,
     SplitConfig,

@@ -71,7 +71,7 @@ def test_upstream_reads_the_shapes_it_wants(
 ) -> None:
     config = make(family)
     shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
-    assert shape.head_size == config.head_dim == config.rotary_dim == 128
+    assert shape.head_size == config.head_dim == config.architecture.rotary_dim == 128
     assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == heads
     assert (shape.vocab_size, shape.num_experts) == (vocab_size, num_experts)
     assert shape.derived_max_model_len_and_key[0] == length
@@ -101,13 +101,17 @@ def test_moe_options_default_to_those_of_the_release() -> None:
         *("mask_token_id", "eos_token_id", "pad_token_id", "moe_layer_freq", "num_key_value_heads"),
         "dense_intermediate_size",
     )
-    assert (config.rms_norm_eps, config.rotary_dim, config.clip_qkv) == (1e-5, 128, None)
+    assert (config.rms_norm_eps, config.architecture.rotary_dim, config.clip_qkv) == (
+        1e-5,
+        128,
+        None,
+    )
     assert config.qk_layernorm is True
     assert config.moe_router_enable_expert_bias is False
     assert config.tie_word_embeddings is False
     assert (config.mask_token_id, config.eos_token_id) == (156895, 156892)
     assert config.num_key_value_heads == 16
-    assert all(config.has_experts(layer) for layer in range(16))
+    assert config.architecture.expert_layers == tuple(range(16))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +127,11 @@ def test_moe_options_default_to_those_of_the_release() -> None:
 )
 def test_which_layers_have_experts(freq: int | list[int], dense: list[int]) -> None:
     config = make("moe", moe_layer_freq=freq)
-    assert [layer for layer in range(16) if not config.has_experts(layer)] == dense
+    assert sorted({*range(16)} - {*config.architecture.expert_layers}) == dense
 
 
 def test_partial_rotary() -> None:
-    assert make("moe", partial_rotary_factor=0.25).rotary_dim == 32
+    assert make("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
 
 
 @pytest.mark.parametrize("family", ["dream", "moe"])

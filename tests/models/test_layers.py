@@ -58,7 +58,7 @@ def test_a_models_tables_follow_its_configuration(
     """Whatever the default dtype was while the model was made, and nothing to load or store."""
     model = case_model(case)
     config: Any = model.config
-    rotary_dim = getattr(config, "rotary_dim", model.head_dim)
+    rotary_dim = config.architecture.rotary_dim
     angles = 5.0 * config.rope_theta ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
     rotary = model.rotary(torch.tensor([5]))
     tolerance = 1e-6 if rotary.cos.dtype == torch.float32 else 2**-8

@@ -75,21 +75,22 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config: DiffusionConfig = model.hf_config
-    width, mlp_width = config.hidden_size, config.dense_width // num_ranks
+    architecture, width = config.architecture, config.hidden_size
+    mlp_width = architecture.dense_width // num_ranks
     num_heads = config.num_attention_heads // num_ranks
     num_kv_heads = max(1, config.num_key_value_heads // num_ranks)
     out = ops.Matrix(
         columns=width,
         depth=width,
         dtype=model.dtype,
-        has_bias=config.has_bias,
+        has_bias=architecture.has_bias,
         device=device or torch.device(vllm_config.device_config.device_type),
         is_summed=num_ranks > 1,
     )
     qkv = out._replace(columns=(num_heads + 2 * num_kv_heads) * config.head_dim)
     gate_up = out._replace(columns=2 * mlp_width)
     kinds = ops.kinds_of(vllm_config.quant_config)
-    table_bytes = FP32_BYTES if config.rotates_in_fp32 else model.dtype.itemsize
+    table_bytes = FP32_BYTES if architecture.rotates_in_fp32 else model.dtype.itemsize
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=width,
@@ -97,12 +98,12 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         num_kv_heads=num_kv_heads,
         head_dim=config.head_dim,
         mlp_width=mlp_width,
-        num_columns=-(-config.num_embeddings // num_ranks),
+        num_columns=-(-architecture.num_embeddings // num_ranks),
         element_bytes=model.dtype.itemsize,
-        rotary_bytes=2 * config.rotary_dim * table_bytes,
+        rotary_bytes=2 * architecture.rotary_dim * table_bytes,
         products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
         experts=_experts(config, num_ranks),
-        can_group_heads=all(kind.can_slice for kind in kinds) and not config.norms_all_heads,
+        can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         num_ranks=num_ranks,
     )
 
@@ -120,7 +121,7 @@ def _products(
 
 
 def _experts(config: DiffusionConfig, num_ranks: int) -> Experts | None:
-    if not any(map(config.has_experts, range(config.num_hidden_layers))):
+    if not config.architecture.expert_layers:
         return None
     return Experts(
         count=config.num_experts,

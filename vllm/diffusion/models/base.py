@@ -70,7 +70,7 @@ class DiffusionLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = AttentionWeights(config, quant_config, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        kind = MixtureMLP if config.has_experts(index) else DenseMLP
+        kind = MixtureMLP if index in config.architecture.expert_layers else DenseMLP
         self.mlp: MLPWeights = kind(config, quant_config, f"{prefix}.mlp")
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed_tokens = keep_plain(
             VocabParallelEmbedding(
-                config.num_embeddings,
+                config.architecture.num_embeddings,
                 config.hidden_size,
                 quant_config=quant_config,
                 prefix=f"{prefix}.embed_tokens",
@@ -166,21 +166,22 @@ class DiffusionModel(nn.Module, SupportsQuant):
         quant_config = vllm_config.quant_config
         if quant_config is not None:
             # whose lists of modules have the checkpoint's names
-            quant_config.apply_vllm_mapper(module_names(config))
+            quant_config.apply_vllm_mapper(module_names(config.architecture))
         self.config, self.family = config, config.family
+        self.architecture = architecture = config.architecture
         self.model = Transformer(config, quant_config, maybe_prefix(prefix, "model"))
         self.lm_head = keep_plain(
             ParallelLMHead(
-                config.num_embeddings,
+                architecture.num_embeddings,
                 config.hidden_size,
-                bias=config.has_bias and not config.tie_word_embeddings,
+                bias=architecture.has_bias and not config.tie_word_embeddings,
                 quant_config=quant_config,
                 prefix=maybe_prefix(prefix, "lm_head"),
             )
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim)
+        frequencies = inverse_frequencies(config.rope_theta, architecture.rotary_dim)
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
         qkv_proj, shard = self.layers[0].self_attn.qkv_proj, self.lm_head.shard_indices
@@ -188,7 +189,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         self.num_heads: int = qkv_proj.num_heads
         self.num_kv_heads: int = qkv_proj.num_kv_heads
         self.head_dim = config.head_dim
-        self.vocab_size = config.num_embeddings
+        self.vocab_size = architecture.num_embeddings
         self.vocab_start: int = shard.org_vocab_start_index
         self.num_columns: int = shard.num_org_elements
 
@@ -209,7 +210,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         """Write the embeddings of ids [T] to out [T, D], and return out."""
         embed_rows(self.model.embed_tokens, ids, out)
-        scale = self.config.embedding_scale
+        scale = self.architecture.embedding_scale
         return out if scale == 1.0 else out.mul_(scale)
 
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
@@ -217,7 +218,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
 
         A position counts from its sequence's start.
         """
-        dtype = torch.float32 if self.config.rotates_in_fp32 else self.dtype
+        dtype = torch.float32 if self.architecture.rotates_in_fp32 else self.dtype
         return rotary_rows(positions, self.rotary_frequencies, dtype=dtype, buffers=buffers)
 
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -253,7 +254,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
             out = hidden_states.new_empty(len(hidden_states), self.num_columns)
         columns, scratch = slice(0, self.num_columns), FreshBuffers(hidden_states.device)
         self.head.project(hidden_states, out, scratch, columns)
-        scale = self.config.logits_scale
+        scale = self.architecture.logits_scale
         return out if scale == 1.0 else out.mul_(scale)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -262,26 +263,25 @@ class DiffusionModel(nn.Module, SupportsQuant):
         Raises:
             CheckpointError: naming the tensors that are missing or not part of the model.
         """
-        config = self.config
-        head = config.CHECKPOINT_NAMES.get("lm_head", "lm_head")
+        head = self.architecture.module_names.get("lm_head", "lm_head")
         destinations = self._destinations()
-        if any(map(config.has_experts, range(config.num_hidden_layers))):
-            weights = unstacked(weights, config)
-        if not config.tie_word_embeddings:
+        if self.architecture.expert_layers:
+            weights = unstacked(weights, self.config)
+        if not self.config.tie_word_embeddings:
             return load_checkpoint(self, weights, destinations)
         del destinations[head]
         return load_checkpoint(self, weights, destinations, ignored={head})
 
     def _destinations(self) -> dict[str, Destination]:
         """Each module of a checkpoint, by its names, and where its tensors go."""
-        config, names = self.config, self.config.CHECKPOINT_NAMES
-        vocabulary, width = (config.num_embeddings, config.hidden_size), (config.hidden_size,)
+        names, width = self.architecture.module_names, (self.hidden_size,)
+        vocabulary = (self.vocab_size, self.hidden_size)
         shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
         destinations = {
             names.get(name, name): Destination(name, shape) for name, shape in shapes.items()
         }
         for index, layer in enumerate(self.layers):
-            ours, theirs = f"model.layers.{index}", config.checkpoint_layer(index)
+            ours, theirs = f"model.layers.{index}", self.architecture.layer_names[index]
             for path, destination in layer.destinations(ours).items():
                 name = path.removeprefix(f"{ours}.")
                 destinations[f"{theirs}.{names.get(name, name)}"] = destination

@@ -2,7 +2,7 @@
 """config.json of a diffusion language model, checked and completed, and the facts that follow.
 
 Of each family there is one class. The model that is built and the plan of its memory both ask it
-for the facts below; what a family does not say is as in Llama. Releases of different families share
+for its `Architecture`. Releases of different families share
 a model type (released LLaDA-MoE configurations say "llada"), so `from_dict` of every class
 dispatches on `architectures` first.
 """
@@ -10,7 +10,8 @@ dispatches on `architectures` first.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -18,26 +19,54 @@ from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE, FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.families import Family
 
 
-class DiffusionConfig(PreTrainedConfig):
-    """Base of the configuration classes.
-
-    Every one has, by these names, `hidden_size`, `num_hidden_layers`, `num_attention_heads`,
-    `num_key_value_heads`, `head_dim`, `vocab_size`, `rms_norm_eps`, `rope_theta`,
-    `tie_word_embeddings` and, where `dense_width` is not its own, `intermediate_size`; and where
-    layers have experts `num_experts`, `num_experts_per_tok` and `expert_intermediate_size`.
+class Architecture(NamedTuple):
+    """What differs between families; the default is as in Llama.
 
     Attributes:
-        CHECKPOINT_NAMES: names of modules in the checkpoint where they are not Llama's, by Llama's:
-            of the whole model first, then within a layer.
+        num_embeddings: rows of the embedding and of the head.
+        rotary_dim: rotated channels of a head, the first ones.
+        rotates_in_fp32: queries and keys are rotated in fp32, else in the model dtype.
+        has_qkv_bias, has_bias: the projections of queries, keys and values have biases; all other
+            products have.
+        norms_each_head, norms_all_heads: queries and keys are normed, every head alone or all heads
+            together.
+        max_qkv: most that an element of queries, keys and values may be, either way.
+        embedding_scale, logits_scale: what these are multiplied by.
+        dense_width: of the MLPs that are no experts; 0 where every layer has experts.
+        expert_layers: the layers, counted from 0, that have experts, as `num_experts`,
+            `num_experts_per_tok` and `expert_intermediate_size` of the configuration describe them.
+        has_expert_bias: a bias shifts the choice of experts.
+        layer_names: of every layer in the checkpoint.
+        module_names: of modules in the checkpoint where they are not Llama's, by Llama's: of the
+            whole model first, then within a layer.
     """
 
+    num_embeddings: int
+    rotary_dim: int
+    dense_width: int
+    layer_names: tuple[str, ...]
+    rotates_in_fp32: bool = False
+    has_qkv_bias: bool = False
+    has_bias: bool = False
+    norms_each_head: bool = False
+    norms_all_heads: bool = False
+    max_qkv: float | None = None
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    expert_layers: tuple[int, ...] = ()
+    has_expert_bias: bool = False
+    module_names: Mapping[str, str] = MappingProxyType({})
+
+
+class DiffusionConfig(PreTrainedConfig):
+    """Base of the configuration classes: what they have in common, under one name."""
+
     has_no_defaults_at_init: ClassVar[bool] = True
-    CHECKPOINT_NAMES: ClassVar[dict[str, str]] = {}
 
     if TYPE_CHECKING:
         vocab_size: int
@@ -75,72 +104,14 @@ class DiffusionConfig(PreTrainedConfig):
         return next(BY_ARCHITECTURE[a] for a in architectures if a in BY_ARCHITECTURE)
 
     @property
-    def num_embeddings(self) -> int:
-        """Rows of the embedding and of the head."""
-        return self.vocab_size
-
-    @property
-    def rotary_dim(self) -> int:
-        """Rotated channels of a head, the first ones."""
-        return self.head_dim
-
-    @property
-    def rotates_in_fp32(self) -> bool:
-        """Queries and keys are rotated in fp32, else in the model dtype."""
-        return False
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        """The projections of queries, keys and values have biases."""
-        return self.has_bias
-
-    @property
-    def has_bias(self) -> bool:
-        """All other products have biases."""
-        return False
-
-    @property
-    def norms_each_head(self) -> bool:
-        """Queries and keys are normed, every head alone."""
-        return False
-
-    @property
-    def norms_all_heads(self) -> bool:
-        """Queries and keys are normed, all heads together."""
-        return False
-
-    @property
-    def qkv_bound(self) -> float | None:
-        """Most that an element of queries, keys and values may be, either way; None for no end."""
-        return None
-
-    @property
-    def embedding_scale(self) -> float:
-        """What embeddings are multiplied by."""
-        return 1.0
-
-    @property
-    def logits_scale(self) -> float:
-        """What logits are multiplied by."""
-        return 1.0
-
-    @property
-    def dense_width(self) -> int:
-        """Width of the MLPs that are no experts; 0 where every layer has experts."""
-        return self.intermediate_size
-
-    @property
-    def has_expert_bias(self) -> bool:
-        """A bias shifts the choice of experts."""
-        return False
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts; else it has one dense MLP."""
-        return False
-
-    def checkpoint_layer(self, layer: int) -> str:
-        """The name of a layer in the checkpoint."""
-        return f"model.layers.{layer}"
+    def architecture(self) -> Architecture:
+        """What the model is, and what the plan of its memory follows from."""
+        return Architecture(
+            num_embeddings=self.vocab_size,
+            rotary_dim=self.head_dim,
+            dense_width=self.intermediate_size,
+            layer_names=tuple(f"model.layers.{i}" for i in range(self.num_hidden_layers)),
+        )
 
 
 def config_classes() -> dict[str, type[DiffusionConfig]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import (
     check_id,
     check_only,
@@ -74,5 +74,5 @@ class DreamConfig(DiffusionConfig):
         super().__init__(**complete)
 
     @property
-    def has_qkv_bias(self) -> bool:
-        return True
+    def architecture(self) -> Architecture:
+        return super().architecture._replace(has_qkv_bias=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import (
     check_id,
     check_only,
@@ -21,6 +21,24 @@ from vllm.diffusion.models.config_checks import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+MODULE_NAMES = {
+    "model.embed_tokens": "model.transformer.wte",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+    "self_attn.o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
 
 
 class LLaDAConfig(DiffusionConfig):
@@ -49,23 +67,6 @@ class LLaDAConfig(DiffusionConfig):
         "max_position_embeddings": "max_sequence_length",
         "hidden_act": "activation_type",
         "tie_word_embeddings": "weight_tying",
-    }
-
-    CHECKPOINT_NAMES: ClassVar[dict[str, str]] = {
-        "model.embed_tokens": "model.transformer.wte",
-        "model.norm": "model.transformer.ln_f",
-        "lm_head": "model.transformer.ff_out",
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "q_proj",
-        "self_attn.k_proj": "k_proj",
-        "self_attn.v_proj": "v_proj",
-        "self_attn.q_norm": "q_norm",
-        "self_attn.k_norm": "k_norm",
-        "self_attn.o_proj": "attn_out",
-        "post_attention_layernorm": "ff_norm",
-        "mlp.gate_proj": "ff_proj",
-        "mlp.up_proj": "up_proj",
-        "mlp.down_proj": "ff_out",
     }
 
     REQUIRED: ClassVar[dict[str, str]] = {
@@ -136,34 +137,23 @@ class LLaDAConfig(DiffusionConfig):
         super().__init__(**complete)
 
     @property
-    def num_embeddings(self) -> int:
-        return self.embedding_size
+    def architecture(self) -> Architecture:
+        scale = float(self.d_model**0.5)
+        return Architecture(
+            num_embeddings=self.embedding_size,
+            rotary_dim=self.head_dim,
+            dense_width=self.mlp_hidden_size,
+            layer_names=tuple(map(self._layer_name, range(self.n_layers))),
+            rotates_in_fp32=self.rope_full_precision,
+            has_qkv_bias=self.include_bias or bool(self.include_qkv_bias),
+            has_bias=self.include_bias,
+            norms_all_heads=self.attention_layer_norm,
+            embedding_scale=scale if self.input_emb_norm else 1.0,
+            logits_scale=1.0 / scale if self.scale_logits else 1.0,
+            module_names=MODULE_NAMES,
+        )
 
-    @property
-    def rotates_in_fp32(self) -> bool:
-        return self.rope_full_precision
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        return self.include_bias or bool(self.include_qkv_bias)
-
-    @property
-    def has_bias(self) -> bool:
-        return self.include_bias
-
-    @property
-    def norms_all_heads(self) -> bool:
-        return self.attention_layer_norm
-
-    @property
-    def embedding_scale(self) -> float:
-        return float(self.d_model**0.5) if self.input_emb_norm else 1.0
-
-    @property
-    def logits_scale(self) -> float:
-        return 1.0 / float(self.d_model**0.5) if self.scale_logits else 1.0
-
-    def checkpoint_layer(self, layer: int) -> str:
+    def _layer_name(self, layer: int) -> str:
         if self.block_group_size == 1:
             return f"model.transformer.blocks.{layer}"
         group, member = divmod(layer, self.block_group_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import (
     check_id,
     check_only,
@@ -93,28 +93,20 @@ class LLaDAMoEConfig(DiffusionConfig):
         super().__init__(**complete)
 
     @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def norms_each_head(self) -> bool:
-        return self.qk_layernorm
-
-    @property
-    def qkv_bound(self) -> float | None:
-        return self.clip_qkv
-
-    @property
-    def dense_width(self) -> int:
-        has_dense = not all(map(self.has_experts, range(self.num_hidden_layers)))
-        return self.dense_intermediate_size if has_dense else 0
-
-    @property
-    def has_expert_bias(self) -> bool:
-        return self.moe_router_enable_expert_bias
-
-    def has_experts(self, layer: int) -> bool:
-        return _has_experts(self.moe_layer_freq, layer)
+    def architecture(self) -> Architecture:
+        layers = range(self.num_hidden_layers)
+        expert_layers = tuple(i for i in layers if _has_experts(self.moe_layer_freq, i))
+        is_mixed = len(expert_layers) < len(layers)
+        return Architecture(
+            num_embeddings=self.vocab_size,
+            rotary_dim=int(self.head_dim * self.partial_rotary_factor),
+            dense_width=self.dense_intermediate_size if is_mixed else 0,
+            layer_names=tuple(f"model.layers.{i}" for i in layers),
+            norms_each_head=self.qk_layernorm,
+            max_qkv=self.clip_qkv,
+            expert_layers=expert_layers,
+            has_expert_bias=self.moe_router_enable_expert_bias,
+        )
 
 
 def _has_experts(freq: int | list[int], layer: int) -> bool:

@@ -101,7 +101,7 @@ class MixtureMLP(MLPWeights):
         )
         # fp32: the choice is made in fp32, and the bias matters in its small differences
         self.expert_bias: nn.Parameter | None = None
-        if config.has_expert_bias:
+        if config.architecture.has_expert_bias:
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
         self.w1 = ExpertMatrices(config.num_experts, 2, (inner, width), sharded_dim=0)

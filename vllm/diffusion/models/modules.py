@@ -37,7 +37,7 @@ class AttentionWeights(nn.Module):
         self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, architecture = config, config.architecture
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.qkv_proj = keep_plain(
             QKVParallelLinear(
@@ -45,7 +45,7 @@ class AttentionWeights(nn.Module):
                 head_size=config.head_dim,
                 total_num_heads=heads,
                 total_num_kv_heads=kv_heads,
-                bias=config.has_qkv_bias,
+                bias=architecture.has_qkv_bias,
                 quant_config=quant_config,
                 prefix=f"{prefix}.qkv_proj",
             )
@@ -54,17 +54,17 @@ class AttentionWeights(nn.Module):
             RowParallelLinear(
                 heads * config.head_dim,
                 config.hidden_size,
-                bias=config.has_bias,
+                bias=architecture.has_bias,
                 quant_config=quant_config,
                 prefix=f"{prefix}.o_proj",
             )
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.norms_each_head:
+        if architecture.norms_each_head:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        elif config.norms_all_heads:
+        elif architecture.norms_all_heads:
             self.q_norm = AllHeadsRMSNorm(heads, config.head_dim, config.rms_norm_eps)
             self.k_norm = AllHeadsRMSNorm(kv_heads, config.head_dim, config.rms_norm_eps)
 
@@ -79,7 +79,7 @@ class AttentionWeights(nn.Module):
             head_dim=self.config.head_dim,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
-            clip=self.config.qkv_bound,
+            clip=self.config.architecture.max_qkv,
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
@@ -96,7 +96,7 @@ class AttentionWeights(nn.Module):
         }
         if self.q_norm is not None:
             q_gains, k_gains = (
-                (q_width, kv_width) if config.norms_all_heads else (head_dim, head_dim)
+                (q_width, kv_width) if config.architecture.norms_all_heads else (head_dim, head_dim)
             )
             destinations[f"{path}.q_norm"] = Destination(f"{path}.q_norm", (q_gains,))
             destinations[f"{path}.k_norm"] = Destination(f"{path}.k_norm", (k_gains,))
@@ -122,13 +122,14 @@ class DenseMLP(MLPWeights):
         self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
-        self.shape = (config.dense_width, config.hidden_size)
+        architecture = config.architecture
+        self.shape = (architecture.dense_width, config.hidden_size)
         inner, width = self.shape
         self.gate_up_proj = keep_plain(
             MergedColumnParallelLinear(
                 width,
                 [inner] * 2,
-                bias=config.has_bias,
+                bias=architecture.has_bias,
                 quant_config=quant_config,
                 prefix=f"{prefix}.gate_up_proj",
             )
@@ -137,7 +138,7 @@ class DenseMLP(MLPWeights):
             RowParallelLinear(
                 inner,
                 width,
-                bias=config.has_bias,
+                bias=architecture.has_bias,
                 quant_config=quant_config,
                 prefix=f"{prefix}.down_proj",
             )

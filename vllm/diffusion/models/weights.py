@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.diffusion.models.config import Architecture
 
 
 class Destination(NamedTuple):
@@ -31,18 +31,15 @@ class Destination(NamedTuple):
     )
 
 
-def module_names(config: DiffusionConfig) -> WeightsMapper:
+def module_names(architecture: Architecture) -> WeightsMapper:
     """From the checkpoint's names of modules, with or without their layers', to the model's."""
-    layers = range(config.num_hidden_layers)
-    renamed = {config.checkpoint_layer(i): f"model.layers.{i}" for i in layers}
-    if not config.CHECKPOINT_NAMES:
-        renamed.clear()
-    names = {theirs: ours for ours, theirs in config.CHECKPOINT_NAMES.items()}
+    names = {theirs: ours for ours, theirs in architecture.module_names.items()}
     whole = {theirs: ours for theirs, ours in names.items() if "." in theirs}
+    layers = {name: f"model.layers.{i}" for i, name in enumerate(architecture.layer_names)}
     return WeightsMapper(
         orig_to_new_regex={
             re.compile(rf"(?<!\w){re.escape(theirs)}(?!\w)"): ours
-            for theirs, ours in (whole | renamed | names).items()
+            for theirs, ours in (whole | layers | names).items()
         }
     )
 
