@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import metrics, params
+from vllm.diffusion import metrics, params, startup_log
 from vllm.diffusion.config import decide, served_model
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
@@ -99,6 +99,7 @@ class DiffusionScheduler(SchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
+        startup_log.leave_out_what_does_not_apply()
         self._model = served_model(vllm_config)
         self._max_running: int = vllm_config.scheduler_config.max_num_seqs
         self._vllm_config = vllm_config
