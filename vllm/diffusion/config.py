@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.diffusion import envs, params
+from vllm.diffusion import envs, params, startup_log
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
 from vllm.diffusion.params import ServedModel, SpecialIds
@@ -30,6 +30,7 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises:
         ServerConfigError: for a setting that has no meaning for these models.
     """
+    startup_log.leave_out_what_does_not_apply()
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(

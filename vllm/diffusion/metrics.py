@@ -38,6 +38,7 @@ class Metric:
         buckets: upper bounds of a histogram's buckets.
         label: name of the label beside `model_name` and `engine`, if any.
         per_engine: has the label `engine`; False where the server itself counts.
+        facts: labels that say something that is known from the start; the value is 1 then.
     """
 
     name: str
@@ -46,10 +47,11 @@ class Metric:
     buckets: tuple[float, ...] = ()
     label: str | None = None
     per_engine: bool = True
+    facts: tuple[str, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
-        own = () if self.label is None else (self.label,)
+        own = self.facts if self.label is None else (self.label,)
         return ("model_name", "engine", *own) if self.per_engine else ("model_name", *own)
 
     @property
@@ -148,8 +150,18 @@ REQUESTS_ABORTED = Metric(
     "Requests that were ended before their answer, because the client went away.",
     per_engine=False,
 )
+BUILD_INFO = Metric(
+    "dllm:build_info",
+    "gauge",
+    "1; the labels say what the engine runs on: `kernels` or the PyTorch `reference` of each "
+    "native room, the activation pool in virtual memory (`vmm`) or from PyTorch (`torch`), the "
+    "backends of attention, and whether CUDA graphs are `on`.",
+    per_engine=False,
+    facts=("flash_sample", "fused_ops", "gather_gemm", "activation_pool", "attention", "graphs"),
+)
 
 METRICS: tuple[Metric, ...] = (
+    BUILD_INFO,
     STEP_BATCH_SIZE,
     STEP_ROWS,
     STEP_TIME,

@@ -20,8 +20,10 @@ def register() -> None:
     Every process of a server passes here at its start, so this is also where it learns to end with
     the process that started it.
     """
+    from transformers import AutoConfig
+
     import vllm.envs
-    from vllm.diffusion import envs, watchdog
+    from vllm.diffusion import envs, startup_log, watchdog
     from vllm.diffusion.models import tokenizers
     from vllm.diffusion.models.config import config_classes
     from vllm.model_executor.models import ModelRegistry
@@ -42,8 +44,12 @@ def register() -> None:
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
+    startup_log.shorten_the_configuration()
     tokenizers.register()
-    _CONFIG_REGISTRY.update(config_classes())
+    for model_type, config_class in config_classes().items():
+        _CONFIG_REGISTRY[model_type] = config_class
+        # Upstream does so where it reads a configuration; tokenizers look here in other processes.
+        AutoConfig.register(model_type, config_class, exist_ok=True)
     for family in FAMILIES:
         for architecture in family.architectures:
             ModelRegistry.register_model(architecture, family.model_class)

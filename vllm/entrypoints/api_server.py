@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from vllm.diffusion.api import cli
+from vllm.diffusion.errors import ServerConfigError
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.entrypoints.api_server")
 
+TLS_ARGUMENTS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
+
 
 def main() -> None:
     cli_env_setup()
@@ -31,11 +36,28 @@ def main() -> None:
     try:
         cli.fold_into_additional_config(args)
         validate_parsed_serve_args(args)
+        check_http(args)
         uvloop.run(run_server(args))
     except (OSError, TypeError, ValueError) as error:
         # What a user can mend is one line; a failing engine has told its story in the log.
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {cli.one_line(error, args)}") from None
+
+
+def check_http(args: Namespace) -> None:
+    """Let uvicorn load what it will serve with: a bad key ends the start before a model is loaded.
+
+    Raises:
+        ServerConfigError: naming the arguments and what is wrong with them.
+    """
+    given = {name: getattr(args, name) for name in TLS_ARGUMENTS if getattr(args, name) is not None}
+    if "ssl_keyfile" in given and "ssl_certfile" not in given:
+        raise ServerConfigError("--ssl-certfile: wanted beside --ssl-keyfile, given none")
+    try:
+        uvicorn.Config(FastAPI(), log_config=None, **given).load()
+    except OSError as error:
+        files = ", ".join(f"--{k.replace('_', '-')} {v}" for k, v in given.items() if "file" in k)
+        raise ServerConfigError(f"{files}: {error}") from None
 
 
 def parse_arguments() -> Namespace:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm.diffusion.api import gate, metrics
+from vllm.diffusion.api.arguments import warn_of_arguments_without_effect
 from vllm.diffusion.api.door import RequestRefused, current_door
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
@@ -144,7 +145,9 @@ class DiffusionEndpoint:
         if engine_client is None or door is None:
             state.diffusion_generate = state.diffusion_lifecycle = None
             return
-        metrics.install(engine_client)
+        warn_of_arguments_without_effect(args)
+        build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
+        metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(engine_client)
         gate.install(self._app, state.diffusion_lifecycle, args)
         budgets = await engine_client.collective_rpc("activation_budget_bytes")

@@ -10,10 +10,18 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from vllm.diffusion import params
 from vllm.diffusion.api.protocol import GenerateBody
-from vllm.diffusion.metrics import METRICS, REQUESTS_ABORTED, REQUESTS_REFUSED, observations_in
+from vllm.diffusion.metrics import (
+    BUILD_INFO,
+    METRICS,
+    REQUESTS_ABORTED,
+    REQUESTS_REFUSED,
+    observations_in,
+)
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.diffusion.metrics import Metric
     from vllm.engine.protocol import EngineClient
@@ -47,7 +55,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         self._model_name = str(vllm_config.model_config.served_model_name)
         self._samples: dict[tuple[str, int, str], Any] = {}
         for metric in METRICS:
-            if metric.label is None:  # served from the start, at zero
+            if metric.label is None and not metric.facts:  # served from the start, at zero
                 for engine in engine_indexes:
                     self._of(metric, engine)
         self.refused("engine", 0)
@@ -70,6 +78,11 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                 for _ in range(times):
                     self._of(metric, engine_idx).observe(float(value))
 
+    def runs_on(self, build_info: Mapping[str, str]) -> None:
+        """Serve what the engine runs on."""
+        values = {"model_name": self._model_name, **build_info}
+        _collector(BUILD_INFO).labels(*(values[name] for name in BUILD_INFO.labels)).set(1)
+
     def aborted(self) -> None:
         """Count a request whose client went away."""
         self._of(REQUESTS_ABORTED, 0).inc()
@@ -91,13 +104,19 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         return sample
 
 
-def install(engine: EngineClient) -> None:
-    """Let the engine's client record our metrics too, unless its statistics are switched off."""
+def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
+    """Let the engine's client record our metrics too, unless its statistics are switched off.
+
+    Args:
+        engine: the client.
+        build_info: what the engine runs on, by label.
+    """
     manager = getattr(engine, "logger_manager", None)
     _installed.clear()
     if manager is not None:
         ours = DiffusionStatLogger(engine.vllm_config, manager.engine_indexes)
         manager.stat_loggers.append(ours)
+        ours.runs_on(build_info)
         _installed.append(ours)
         _count_aborts(engine, ours)
 

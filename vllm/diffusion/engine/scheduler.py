@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import params
+from vllm.diffusion import params, startup_log
 from vllm.diffusion.config import decide, row_budget, served_model
 from vllm.diffusion.engine import outputs
 from vllm.diffusion.engine.admission import WaitingLine
@@ -64,6 +64,7 @@ class DiffusionScheduler(SchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
+        startup_log.leave_out_what_does_not_apply()
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
         self._row_budget = row_budget(vllm_config)

@@ -53,7 +53,6 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     )
 
 
-<<<<<<< HEAD
 def _window(params: DiffusionParams, length: int) -> int | None:
     """Positions of a forward that uses kept keys and values, at most; see `BlockwiseRule`.
 
@@ -63,10 +62,7 @@ def _window(params: DiffusionParams, length: int) -> int | None:
     return None if positions is None else min(positions + params.logit_shift, length)
 
 
-def model_shape(vllm_config: VllmConfig, device_type: str | None = None) -> ModelShape:
-=======
 def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> ModelShape:
->>>>>>> native
     """The sizes of the configured model on each tensor-parallel rank.
 
     Args:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.config import set_current_vllm_config
-from vllm.diffusion import envs
+from vllm.diffusion import envs, startup_log
 from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
+from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.warm_up import warm_up
@@ -42,6 +43,7 @@ class DiffusionWorker(WorkerBase):
     model_runner: DiffusionModelRunner
 
     def init_device(self) -> None:
+        startup_log.leave_out_what_does_not_apply()
         if self.device_config.device_type == "cuda":
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
             self.device = torch.device("cuda", index)
@@ -93,7 +95,14 @@ class DiffusionWorker(WorkerBase):
             graph_memory=self._graph_memory(model, pool),
             max_model_len=self.model_config.max_model_len,
         )
-        logger.info("activation pool: %.2f GiB", budget / 2**30)
+        if self.is_driver_worker:
+            log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
+
+    def build_info(self) -> dict[str, str]:
+        """What the engine runs on; the API server asks for it."""
+        runner, model = self.model_runner, self.model_runner.model
+        has_graphs = runner.graphs is not None
+        return build_info(self._device(), model.dtype, model.head_dim, runner.pool, has_graphs)
 
     def _activation_budget(self) -> int:
         """Bytes of the activation pool, the same on all ranks."""
@@ -106,11 +115,21 @@ class DiffusionWorker(WorkerBase):
 
     def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
         """None where the layers run without CUDA graphs."""
-        wanted = envs.use_chunkwise_graph() and not self.model_config.enforce_eager
-        alone = get_tensor_model_parallel_world_size() == 1
+        return None if self._why_no_graphs(model) else GraphMemory(self._device(), pool)
+
+    def _why_no_graphs(self, model: DiffusionModel) -> str | None:
+        """Why the layers run without CUDA graphs, if they do."""
         device = self._device()
-        if wanted and alone and model.can_be_captured(device):
-            return GraphMemory(device, pool)
+        if device.type != "cuda":
+            return "none (no GPU)"
+        if self.model_config.enforce_eager:
+            return "none (--enforce-eager)"
+        if not envs.use_chunkwise_graph():
+            return "none (VLLM_USE_CHUNKWISE_GRAPH=0)"
+        if get_tensor_model_parallel_world_size() > 1:
+            return "none (tensor parallel)"
+        if not model.can_be_captured(device):
+            return f"none (attention of {model.dtype} heads of {model.head_dim} on this GPU)"
         return None
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:

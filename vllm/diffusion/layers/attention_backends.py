@@ -108,6 +108,16 @@ def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
     return backend is Backend.FLASH or can_split(q.dtype, q.shape[2], q.device)
 
 
+def available_backends(
+    dtype: torch.dtype, head_dim: int, device: torch.device
+) -> tuple[Backend, ...]:
+    """Those that serve heads of this kind in some shape."""
+    if not can_be_captured(dtype, head_dim, device):
+        return (Backend.SDPA,)
+    rest = Backend.SPLIT if can_split(dtype, head_dim, device) else Backend.FLASH
+    return (Backend.SDPA, *([Backend.FLASH3] if _flash3(device) else []), rest)
+
+
 def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):

@@ -52,6 +52,7 @@ class PoolExhaustedError(DiffusionError):
 class Backing(Protocol):
     """Where a pool's bytes come from."""
 
+    name: str  # as metrics have it
     keeps_places: bool  # the same offset is the same memory for as long as it is held
     sees_temporaries: bool  # what PyTorch allocates within `temporaries` is in `temporary_bytes`
 
@@ -95,6 +96,7 @@ class Backing(Protocol):
 class TorchBacking:
     """PyTorch's allocator: a tensor for every buffer, gone with its scope."""
 
+    name = "torch"
     keeps_places = False
     sees_temporaries = False
     graph_bytes = None
@@ -146,6 +148,7 @@ class ArenaBacking:
         chunk_bytes: unit of physical memory; None for the allocator's default.
     """
 
+    name = "vmm"
     keeps_places = True
     sees_temporaries = True
 
@@ -550,6 +553,11 @@ class ActivationPool:
         if self._frame is not None:
             return self._frame.start
         return self._scopes[1].start if len(self._scopes) > 1 else self._end
+
+    @property
+    def backing_name(self) -> str:
+        """Where its bytes come from: "vmm" or "torch"."""
+        return self._backing.name
 
     @property
     def num_bytes(self) -> int:

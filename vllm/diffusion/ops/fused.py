@@ -7,16 +7,12 @@ logged once per kind of device. Both round where the public modelling code of th
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = init_logger(__name__)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -31,7 +27,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     Returns:
         the shape of x: `out`, or a new tensor.
     """
-    _log_choice(x.device.type)
     return fused_ops.rms_norm(x, weight, eps, out)
 
 
@@ -117,10 +112,3 @@ def store_keys_values(
         slots: [R] int32 or int64, the cache row of each row; rows with a negative one are skipped.
     """
     fused_ops.store_keys_values(k, v, key_cache, value_cache, slots)
-
-
-@functools.cache
-def _log_choice(device_type: str) -> None:
-    compiled = device_type == "cuda" and fused_ops.is_built()
-    kind = "compiled CUDA kernels" if compiled else "PyTorch references"
-    logger.info("layer ops on %s: %s", device_type, kind)

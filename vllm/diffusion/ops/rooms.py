@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which native rooms are built, and how to get those that are not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flash_sample
+import gather_gemm
+import vmm_allocator
+from vllm_add_llada.cuda_kernels import fused_ops
+
+BUILD = "python setup.py build_ext --inplace"  # at the root of the repository
+
+
+class Room(NamedTuple):
+    """A native room.
+
+    Attributes:
+        name: its package.
+        is_built: its kernels are there for a GPU to run.
+        remedy: the command that builds it.
+    """
+
+    name: str
+    is_built: bool
+    remedy: str = BUILD
+
+
+def rooms() -> tuple[Room, ...]:
+    """All of them, as they are now."""
+    return (
+        Room("flash_sample", flash_sample.is_built()),
+        Room("fused_ops", fused_ops.is_built()),
+        Room("gather_gemm", gather_gemm.is_built()),
+        Room("vmm_allocator", vmm_allocator.is_built()),
+    )

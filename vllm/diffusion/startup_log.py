@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of a start without the lines of upstream's that tell nothing of a diffusion model.
+
+They list routes, or speak of caches, kernels and compilers that these models do not use. With
+`VLLM_LOGGING_LEVEL=DEBUG` all of them stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast
+
+from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Loggers of upstream's, and how the lines begin that are left out.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "vllm.config.compilation": ("Enabled custom fusions",),
+    "vllm.config.kernel": ("Final IR op priority",),
+    "vllm.config.vllm": ("Inductor compilation was disabled",),
+    "vllm.distributed.parallel_state": ("world_size=%d rank=%d", "rank %s in world size"),
+    "vllm.entrypoints.launchers.api_server.entry": ("Supported tasks: %s",),
+    "vllm.entrypoints.launchers.launcher": ("Available routes are:", "Route: %s"),
+    "vllm.entrypoints.scale_out.factories": ("Scale-out endpoints are disabled",),
+    "vllm.model_executor.model_loader.base_loader": ("Initializing model took",),
+    "vllm.model_executor.model_loader.default_loader": ("Loading weights took",),
+    "vllm.model_executor.model_loader.weight_utils": (
+        "Filesystem type for checkpoints",
+        "Auto-prefetch is disabled",
+    ),
+    "vllm.plugins": ("Available plugins for group", "- %s -> %s", "Loading plugin", "Loaded end"),
+    "vllm.plugins.endpoint_plugins.interface": ("Endpoint plugin overrides",),
+    "vllm.v1.attention.backends.utils": ("Using %s KV cache layout",),
+    "vllm.v1.engine.core": ("init engine (profile",),
+}
+
+
+class _Without(logging.Filter):
+    """Drops records whose messages begin so."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._beginnings)
+
+
+class _Shortened(logging.Filter):
+    """Cuts the list of an engine's settings, two thousand characters, to those that act here."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Initializing a V1 LLM engine"):
+            return True
+        version, config = cast("tuple[str, VllmConfig]", record.args)
+        if config.model_config is None or not _is_ours(config):
+            return True
+        model, parallel = config.model_config, config.parallel_config
+        record.msg = "engine of vLLM %s: model %s, %s, %d positions, %d tensor-parallel ranks"
+        record.args = (
+            version,
+            model.model,
+            str(model.dtype).removeprefix("torch."),
+            model.max_model_len,
+            parallel.tensor_parallel_size,
+        )
+        return True
+
+
+def _is_ours(config: VllmConfig) -> bool:
+    return any(name in BY_ARCHITECTURE for name in config.model_config.architectures)
+
+
+def shorten_the_configuration() -> None:
+    """The first line of an engine's process comes before any class of ours: it is rewritten."""
+    logger = init_logger("vllm.v1.engine.core")
+    is_done = any(isinstance(own, _Shortened) for own in logger.filters)
+    if not is_done and not logger.isEnabledFor(logging.DEBUG):
+        logger.addFilter(_Shortened())
+
+
+def leave_out_what_does_not_apply() -> None:
+    """From now on, in this process, which runs a diffusion model. Again changes nothing."""
+    for name, beginnings in LEFT_OUT.items():
+        logger = init_logger(name)
+        is_done = any(isinstance(own, _Without) for own in logger.filters)
+        if not is_done and not logger.isEnabledFor(logging.DEBUG):
+            logger.addFilter(_Without(beginnings))
