@@ -255,12 +255,69 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
     if spec.is_used_by(algorithm):
         assert getattr(resolve(algorithm=algorithm, **{name: value}), name) == value
         return
+    if name in STANDARD:
+        decided = resolve(algorithm=algorithm, **{name: value})
+        assert decided == dataclasses.replace(resolve(algorithm=algorithm), ignored=(name,))
+        return
     error = refusal(algorithm=algorithm, **{name: value})
     assert (error.field, error.given) == (name, value)
     assert algorithm in error.wanted
     assert any(user in error.wanted for user in spec.algorithms)
     for neutral in spec.neutral:
         assert resolve(algorithm=algorithm, **{name: neutral}) == resolve(algorithm=algorithm)
+
+
+STANDARD: dict[str, Any] = {
+    "max_tokens": 40,
+    "gen_length": 64,
+    "output_length": 64,
+    "steps": 16,
+    "block_length": 32,
+    "temperature": 0.5,
+    "cfg_scale": 0.5,
+    "remasking": "low_confidence",
+    "mask_id": MASK,
+}
+CANNOT_ACT = {
+    "dream": ("block_length", "remasking"),
+    "entropy_threshold": ("remasking",),
+    "full_attn_multi_block": ("temperature", "remasking"),
+}
+
+
+@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+def test_standard_fields_act_or_are_named(algorithm: str) -> None:
+    """With the prompt they are what every client sends."""
+    decided = resolve(algorithm=algorithm, **STANDARD)
+    ignored = CANNOT_ACT.get(algorithm, ())
+    assert decided.ignored == ignored
+    for name, value in STANDARD.items():
+        if name not in (*ignored, "output_length"):
+            assert getattr(decided, name) == value
+    useful = {name: value for name, value in STANDARD.items() if name not in ignored}
+    assert resolve(algorithm=algorithm, **useful) == dataclasses.replace(decided, ignored=())
+
+
+@pytest.mark.parametrize("served_algorithm", params.ALGORITHMS)
+def test_standard_fields_of_no_use_to_the_servers_algorithm(served_algorithm: str) -> None:
+    served = model(defaults=params.server_defaults({"algorithm": served_algorithm}))
+    assert resolve(served, **STANDARD).ignored == CANNOT_ACT.get(served_algorithm, ())
+    assert resolve(model(family=DREAM), **STANDARD).ignored == CANNOT_ACT["dream"]
+
+
+def test_an_ignored_block_length_shapes_nothing() -> None:
+    for lengths in ({"gen_length": 70}, {"max_tokens": 33}, {}):
+        asked: dict[str, Any] = {"algorithm": "dream", **lengths}
+        for block_length in (7, 48, 1000):
+            decided = resolve(block_length=block_length, **asked)
+            assert decided == dataclasses.replace(resolve(**asked), ignored=("block_length",))
+    assert refusal(algorithm="dream", block_length=0).field == "block_length"
+
+
+def test_what_happens_anyway_is_not_ignored() -> None:
+    assert resolve(algorithm="full_attn_multi_block", temperature=0).ignored == ()
+    for algorithm in ("hierarchy", "credit"):
+        assert resolve(algorithm=algorithm, remasking="low_confidence").ignored == ()
 
 
 def test_who_uses_what() -> None:

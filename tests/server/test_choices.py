@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 REPORT = {"steps": 4, "num_forwards": 3, "num_forwards_saved": 1, "num_committed": 6}
-TIMES = {"queue_ms": 1.0, "denoise_ms": 2.0}
+TIMES = {"queue_ms": 1.0, "denoise_ms": 2.0, "ignored": []}
 
 
 class Engine:

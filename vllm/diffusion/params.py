@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import (
     ALGORITHMS,
+    BY_CONFIDENCE,
     BY_NAME,
     CACHES,
     CANONICAL,
@@ -149,7 +150,8 @@ class DiffusionParams:
     when `ignore_eos` is set. `top_p` and `top_k` are None when off. `logit_shift` is the family's.
     `seed` is None until the engine draws one. `logprobs` is how many alternatives are reported
     beside every token's log probability, None where none is. `score` is set where the request is
-    only read; its canvas is empty then.
+    only read; its canvas is empty then. `ignored` names the standard fields that were given and
+    cannot act.
     """
 
     algorithm: str
@@ -191,6 +193,7 @@ class DiffusionParams:
     stream_canvas: bool
     logprobs: int | None = None
     score: ScoreRequest | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_logprobs(self) -> int | None:
@@ -310,6 +313,9 @@ def resolve(
     logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model)
+    ignored = _ignored(request, algorithm)
+    for name in ignored:
+        del request[name]
     _refuse_unused(request, algorithm)
     mask_id = request.get("mask_id", model.ids.mask)
     if mask_id != model.ids.mask:
@@ -344,6 +350,7 @@ def resolve(
         stop_ids=model.ids.stop | stop_token_ids if stops else frozenset(),
         logit_shift=model.family.logit_shift,
         logprobs=logprobs,
+        ignored=ignored,
         **values
         | {
             "mask_id": mask_id,
@@ -376,6 +383,26 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel) -> str:
     if "threshold" in request and not BY_NAME["threshold"].is_used_by(usual):
         return "threshold"
     return usual
+
+
+def _ignored(request: Mapping[str, Any], algorithm: str) -> tuple[str, ...]:
+    """Names of the standard fields whose given values cannot act.
+
+    Every client sends the standard fields, whatever the model, so none is refused for being of no
+    use. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn, is
+    not among them.
+    """
+    cannot_act = {
+        "block_length": algorithm == "dream",
+        "temperature": request.get("temperature") != 0,
+        "remasking": request.get("remasking") == "low_confidence"
+        and algorithm not in BY_CONFIDENCE,
+    }
+    return tuple(
+        name
+        for name, cannot in cannot_act.items()
+        if name in request and not BY_NAME[name].is_used_by(algorithm) and cannot
+    )
 
 
 def _refuse_unused(request: Mapping[str, Any], algorithm: str) -> None:
