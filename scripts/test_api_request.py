@@ -5,9 +5,9 @@
     scripts/test_api_request.py --model-family llada --host http://127.0.0.1:8901 \
         --steps 8 --gen-length 32 --block-length 32 --prompt "What is the capital of France?"
 
-The body has the ten standard fields, whatever the family. Exit status: 0 with the answer on stdout;
-1 with one line on stderr when the server is absent, refuses the request, or does not answer in time;
-2 for wrong arguments.
+The body has the ten standard fields, whatever the family. Exit status: 0 with the answer on
+stdout; 1 with one line on stderr when the server is absent, refuses the request, or does not answer
+in time; 2 for wrong arguments.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.diffusion.api.choices import ChoicesClient
-from vllm.diffusion.api.door import RequestRefused
 from vllm.diffusion.api.events import DONE, Listener, event
 from vllm.diffusion.api.openai_protocol import prepare
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
+from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -27,17 +27,17 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from vllm.diffusion.api.door import Door
+    from vllm.diffusion.api.validator import Validator
     from vllm.outputs import RequestOutput
 
 Handler = TypeVar("Handler", bound="DiffusionServingChat | DiffusionServingCompletion")
 
 
-def adopt(upstreams: Any, kind: type[Handler], door: Door) -> Handler:
+def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     """A handler of our kind from the one that upstream made of the server's arguments."""
     handler: Handler = copy(upstreams)
     handler.__class__ = kind
-    handler.engine_client = ChoicesClient(upstreams.engine_client, door)
+    handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
     handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
     return handler
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Body and answer of `POST /generate`.
 
-The body's diffusion parameters are the table `params.FIELDS` (see `schema`).
+The body's diffusion parameters are the table `fields.FIELDS` (see `schema`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm.diffusion import params
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
+from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.fields import canonical
 
 
 class GenerateBody(BaseModel):
@@ -69,7 +70,7 @@ def diffusion_fields(body: GenerateBody) -> dict[str, Any]:
         if name not in GenerateBody.model_fields
     }
     check_body(body)
-    fields = params.canonical(given, also_known=tuple(GenerateBody.model_fields))
+    fields = canonical(given, also_known=tuple(GenerateBody.model_fields))
     if fields.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     return fields
@@ -83,7 +84,7 @@ def check_body(body: GenerateBody) -> None:
     """
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
-    for name, neutral, wanted in params.AUTOREGRESSIVE:
+    for name, neutral, wanted in AUTOREGRESSIVE:
         value = getattr(body, name, neutral[0])
         if value not in neutral:
             raise InvalidParameterError(name, value, wanted)

@@ -18,8 +18,9 @@ from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import metrics, params
-from vllm.diffusion.config import decide, served_model
+from vllm.diffusion import metrics
+from vllm.diffusion.config import served_model
+from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -30,6 +31,7 @@ from vllm.diffusion.engine.messages import (
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.lengths import forwards_saved
+from vllm.diffusion.params import SEED_BITS
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
@@ -119,17 +121,18 @@ class DiffusionScheduler(SchedulerInterface):
     # ---- requests come and go ----
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. It was validated at the door; what fails here ends as an error."""
+        """Queue a request, with the decision that it brings; what fails here ends as an error."""
         if self._log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
         try:
-            decided = decide(request.sampling_params, self._model, request.prompt_token_ids or [])
+            prompt = request.prompt_token_ids or []
+            decided = decision_of(request.sampling_params, self._model, prompt)
         except InvalidParameterError as error:
             self._seen.count(metrics.REQUESTS_REFUSED, label="engine")
             self._queues.refused.append((request, str(error)))
             return
         if decided.seed is None:
-            decided = decided.with_seed(secrets.randbits(params.SEED_BITS))
+            decided = decided.with_seed(secrets.randbits(SEED_BITS))
         demand = demand_of(decided, request.num_prompt_tokens)
         self._queues.waiting.append(_Scheduled(request, decided, demand))
 
