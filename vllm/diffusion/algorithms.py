@@ -256,14 +256,7 @@ PARAMETERS: tuple[Field, ...] = tuple(
             default=0.75,
             server_wide=True,
         ),
-        Field(
-            "radius",
-            int,
-            "how many positions are near",
-            default=4,
-            minimum=0,
-            server_wide=True,
-        ),
+        Field("radius", int, "how many positions are near", default=4, minimum=0, server_wide=True),
         Field(
             "low_threshold",
             float,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
 CACHES = tuple(dict.fromkeys(cache for a in ALGORITHMS.values() for cache in a.caches))
-CONFIDENCE_DTYPES: tuple[str, ...] = ("float32", "float64", "logits")
 MAX_STEPS = 1_000_000  # dream's schedule has a number for every step
 
 FIELDS: tuple[Field, ...] = (
@@ -132,7 +131,7 @@ FIELDS: tuple[Field, ...] = (
         str,
         "precision of the scores; `logits` is the model's own",
         default="float32",
-        choices=CONFIDENCE_DTYPES,
+        choices=("float32", "float64", "logits"),
         server_wide=True,
     ),
     Field(
@@ -142,10 +141,7 @@ FIELDS: tuple[Field, ...] = (
         default_text="the model's",
     ),
     Field(
-        "ignore_eos",
-        bool,
-        "no token ends the answer; the whole canvas is returned",
-        default=False,
+        "ignore_eos", bool, "no token ends the answer; the whole canvas is returned", default=False
     ),
     Field("allow_infill", bool, "fill mask tokens of the prompt too", default=False),
     Field("min_tokens", int, "not supported; only 0 is accepted", default=0, minimum=0),
@@ -258,9 +254,3 @@ def server_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}"
         )
     return defaults
-
-
-def documented_fields() -> Iterable[tuple[str, str, str, str]]:
-    """(name, aliases, default, doc) of every field, for tables in documentation and help."""
-    for f in FIELDS:
-        yield f.name, ", ".join(f.aliases), f.documented_default, f.doc

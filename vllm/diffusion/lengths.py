@@ -102,7 +102,7 @@ def _canvas(
     canvas: int | None = request.get("gen_length")
     block_length: int | None = request.get("block_length")
     max_tokens: int | None = request.get("max_tokens")
-    if max_tokens is None and not _filled_in(upstream_max_tokens, canvas, room, model):
+    if max_tokens is None and not _is_no_limit(upstream_max_tokens, canvas, room, model):
         max_tokens = upstream_max_tokens
     if canvas is None:
         if max_tokens is None and model.default_max_tokens is not None:
@@ -126,7 +126,7 @@ def _canvas(
     return canvas, canvas if max_tokens is None else max_tokens
 
 
-def _filled_in(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
+def _is_no_limit(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
     """Whether upstream's limit stands for "no limit given".
 
     Upstream writes all the room that is left. Beside an explicit canvas its defaults, of

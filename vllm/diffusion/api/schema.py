@@ -69,4 +69,6 @@ def _described(field: Parameter) -> Any:
     if field.maximum is not None:
         extra["maximum"] = field.maximum
     text = f"{field.doc} (default: {field.documented_default})"
+    if field.algorithms:
+        text += f"; used by {', '.join(field.algorithms)}"
     return Field(None, description=text, json_schema_extra=extra)
