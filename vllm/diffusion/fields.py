@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of request parameters, their spellings, and server-wide defaults.
+"""The table of request parameters, the check of each value on its own, and server-wide defaults.
 
 `FIELDS` is the only list of parameters: validation, aliases, HTTP schemas and documentation are
 made from it. Those of single algorithms come from `vllm.diffusion.algorithms`. How values fit
@@ -10,12 +10,13 @@ Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.algorithms import ALGORITHMS, PARAMETERS, users
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
-from vllm.diffusion.values import Field, check, in_words
+from vllm.diffusion.values import Field, as_json, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -226,6 +227,38 @@ def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def check(spec: Field, spelling: str, value: Any) -> Any:
+    """Return `value` as `spec.kind`, or raise InvalidParameterError naming `spelling`."""
+    if spec.kind is bool:
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise InvalidParameterError(spelling, value, "wanted true or false")
+        return bool(value)
+    if spec.kind is str:
+        if not isinstance(value, str) or value not in spec.choices:
+            raise InvalidParameterError(
+                spelling, value, f"wanted one of: {', '.join(spec.choices)}"
+            )
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+        raise InvalidParameterError(spelling, value, "wanted a finite number")
+    if spec.kind is int:
+        if value != int(value) or not -(2**63) <= value < 2**64:
+            raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
+        value = int(value)
+    if spec.minimum is not None and value < spec.minimum:
+        raise InvalidParameterError(spelling, value, f"wanted at least {as_json(spec.minimum)}")
+    if spec.maximum is not None and value > spec.maximum:
+        raise InvalidParameterError(spelling, value, f"wanted at most {as_json(spec.maximum)}")
+    return spec.kind(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of float
+        return False
 
 
 def server_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

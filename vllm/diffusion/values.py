@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request parameter, and the check of a value on its own.
+"""What a request parameter is, and how its values are written.
 
 Nothing here imports torch or upstream.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from vllm.diffusion.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -75,38 +72,6 @@ class Field:
         if algorithm in self.shifted_defaults:
             text += f" ({as_json(self.shifted_defaults[algorithm])} on Dream)"
         return text
-
-
-def check(spec: Field, spelling: str, value: Any) -> Any:
-    """Return `value` as `spec.kind`, or raise InvalidParameterError naming `spelling`."""
-    if spec.kind is bool:
-        if not isinstance(value, bool) and value not in (0, 1):
-            raise InvalidParameterError(spelling, value, "wanted true or false")
-        return bool(value)
-    if spec.kind is str:
-        if not isinstance(value, str) or value not in spec.choices:
-            raise InvalidParameterError(
-                spelling, value, f"wanted one of: {', '.join(spec.choices)}"
-            )
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-        raise InvalidParameterError(spelling, value, "wanted a finite number")
-    if spec.kind is int:
-        if value != int(value) or not -(2**63) <= value < 2**64:
-            raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
-        value = int(value)
-    if spec.minimum is not None and value < spec.minimum:
-        raise InvalidParameterError(spelling, value, f"wanted at least {as_json(spec.minimum)}")
-    if spec.maximum is not None and value > spec.maximum:
-        raise InvalidParameterError(spelling, value, f"wanted at most {as_json(spec.maximum)}")
-    return spec.kind(value)
-
-
-def _is_finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of float
-        return False
 
 
 def as_json(value: Any) -> str:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from vllm.diffusion.api.validator import Validator
-    from vllm.diffusion.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -58,7 +57,9 @@ class ChoicesClient:
         decided = self._validator.decide_sampling(sampling, engine_input["prompt_token_ids"])
 
         def run(index: int, own_id: str) -> AsyncGenerator[RequestOutput, None]:
-            own = answer(sampling, decided, index)
+            own = copy(sampling)
+            own.n = 1
+            attach(own, decided, index)
             return answers(self._engine, engine_input, own, own_id, **options)
 
         if sampling.n == 1:
@@ -67,14 +68,6 @@ class ChoicesClient:
         if sampling.output_kind == RequestOutputKind.FINAL_ONLY:
             return _together(choices)
         return _in_turn(choices)
-
-
-def answer(sampling: SamplingParams, decided: DiffusionParams, index: int = 0) -> SamplingParams:
-    """Parameters of one of a request's answers, with the decision that all of them share."""
-    own = copy(sampling)
-    own.n = 1
-    attach(own, decided, index)
-    return own
 
 
 async def answers(

@@ -10,22 +10,25 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import answer, answers
+from vllm.diffusion.api.choices import answers
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
+    GenerateBody,
     GenerateCanvas,
     GenerateChunk,
     GenerateResponse,
     TokenLogprob,
     Usage,
-    diffusion_fields,
+    check_body,
     split_prompt,
 )
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.fields import canonical
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError, VLLMError, VLLMNotFoundError
 from vllm.inputs import TextPrompt, TokensPrompt
@@ -36,7 +39,6 @@ from vllm.utils.async_utils import merge_async_iterators
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
-    from vllm.diffusion.api.protocol import GenerateBody
     from vllm.diffusion.api.validator import Validator
     from vllm.diffusion.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
@@ -92,20 +94,18 @@ class GenerateHandler:
                 f"model: given {body.model!r}; wanted one of: {', '.join(self._model_names)}"
             )
         try:
-            asked = diffusion_fields(body)
+            asked = _asked(body)
             check_logprobs("logprobs", body.logprobs, self._engine.model_config)
             inputs = await self._render(body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        asked["stop_token_ids"] = tuple(body.stop_token_ids or ())
-        asked["logprobs"] = body.logprobs
         found: list[_Choice] = []
         for engine_input in inputs:
             decided = self._validator.decide(asked, engine_input["prompt_token_ids"])
-            sampling = _sampling(body, decided)
-            for i in range(body.n):
-                own = answer(sampling, decided, i)
-                found.append(_Choice(f"{request_id}-{len(found)}", engine_input, own))
+            for index in range(body.n):
+                sampling = _sampling(body, decided)
+                attach(sampling, decided, index)
+                found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling))
         return found
 
     async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
@@ -203,6 +203,22 @@ class GenerateHandler:
             ),
             diffusion=DiffusionReport.of(told(output).get(0, {}) for output in finals),
         )
+
+
+def _asked(body: GenerateBody) -> dict[str, Any]:
+    """What a body asks for under canonical names, unknown fields refused.
+
+    Raises:
+        InvalidParameterError: naming the field.
+    """
+    check_body(body)
+    own = GenerateBody.model_fields
+    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
+    asked = canonical(given, also_known=own)
+    if asked.get("stream_canvas") and not body.stream:
+        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    return {**asked, "stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:

@@ -14,7 +14,6 @@ from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
 from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import canonical
 
 
 class GenerateBody(BaseModel):
@@ -56,24 +55,6 @@ class GenerateBody(BaseModel):
 
 
 GenerateRequest = with_diffusion_fields(GenerateBody, "GenerateRequest", "Body of POST /generate.")
-
-
-def diffusion_fields(body: GenerateBody) -> dict[str, Any]:
-    """The diffusion parameters of a body under canonical names, unknown fields refused.
-
-    Raises:
-        InvalidParameterError: naming the field.
-    """
-    given = {
-        name: value
-        for name, value in body.model_dump(exclude_unset=True).items()
-        if name not in GenerateBody.model_fields
-    }
-    check_body(body)
-    fields = canonical(given, also_known=tuple(GenerateBody.model_fields))
-    if fields.get("stream_canvas") and not body.stream:
-        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
-    return fields
 
 
 def check_body(body: GenerateBody) -> None:
