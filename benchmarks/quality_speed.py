@@ -5,8 +5,8 @@
     benchmarks/quality_speed.py [--models llada-tiny dream-tiny llada-moe-tiny]
         [--algorithms semi_ar threshold] [--limit N] [--output-dir results/quality_speed]
 
-Every algorithm of `vllm.diffusion.params` answers the facts that a model was trained on, with its
-defaults, with other values of its parameters (one changed at a time), and with each cache. A
+Every algorithm of `vllm.diffusion.algorithms` answers the facts that a model was trained on, with
+its defaults, with other values of its parameters (one changed at a time), and with each cache. A
 combination that the engine refuses is listed as refused. All questions of a combination are
 decoded together by an engine inside this process, at temperature 0 and seed 0. Models that are
 missing under models/ are trained first.
@@ -51,7 +51,8 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
 
-from vllm.diffusion import params  # noqa: E402
+from vllm.diffusion.algorithms import ALGORITHMS  # noqa: E402
+from vllm.diffusion.fields import BY_NAME, CACHES, FIELDS  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,7 +96,7 @@ class Case:
             "gen_length": gen_length,
             **self.parameters,
         }
-        users = params.BY_NAME["block_length"].algorithms
+        users = BY_NAME["block_length"].algorithms
         if not users or self.algorithm in users:
             asked["block_length"] = block_length
         if self.cache != "none":
@@ -165,10 +166,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODEL",
         help="names under models/, or checkpoint directories with a facts.jsonl",
     )
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=params.ALGORITHMS, default=list(params.ALGORITHMS)
-    )
-    parser.add_argument("--caches", nargs="+", choices=params.CACHES, default=list(params.CACHES))
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--wordings", nargs="+", choices=WORDINGS, default=list(WORDINGS))
     parser.add_argument("--limit", type=positive, help="questions per model (default: all)")
     parser.add_argument("--gen-length", type=positive, default=32, help="canvas length in tokens")
@@ -212,7 +211,7 @@ def cases(
 
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
     """Settings of an algorithm: its defaults, then each choice and pace of its own parameters."""
-    own = [spec for spec in params.FIELDS if algorithm in spec.algorithms]
+    own = [spec for spec in FIELDS if algorithm in spec.algorithms]
     paced = [{spec.name: value} for spec in own for value in PACE.get(spec.name, ())]
     if paced:
         return [{}, *paced]

@@ -5,27 +5,36 @@
     scripts/test_api_request.py --model-family llada --host http://127.0.0.1:8901 \
         --steps 8 --gen-length 32 --block-length 32 --prompt "What is the capital of France?"
 
-Needs nothing but Python. Exit status: 0 with the answer on stdout; 1 with one line on stderr when
-the server is absent, refuses the request, or does not answer in time; 2 for wrong arguments.
+The body has the ten standard fields, whatever the family. Exit status: 0 with the answer on
+stdout; 1 with one line on stderr when the server is absent, refuses the request, or does not answer
+in time; 2 for wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import os
+import re
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
-from dataclasses import dataclass
-from http.client import HTTPException
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+try:
+    import requests
+except ImportError:  # not this interpreter's, but that of the set-up
+    _PYTHON = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
+    if not _PYTHON.exists() or Path(sys.prefix) == _PYTHON.parents[1]:
+        sys.exit("error: no module named requests; scripts/setup.sh installs it")
+    os.execv(_PYTHON, [str(_PYTHON), *sys.argv])
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+WANTED_MASK_ID = re.compile(r"mask_id: given \d+; wanted the model's: (\d+)")
 
 
 @dataclass(frozen=True)
@@ -35,28 +44,35 @@ class ModelFamily:
     Attributes:
         mask_id: the mask token of its released checkpoints.
         port: where its server script listens.
-        block_length: tokens of one block where none is given; None where blocks have no meaning.
         fields: more fields of the body, which choose the decoding of the family's authors.
     """
 
     mask_id: int
     port: int
-    block_length: int | None
-    fields: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
-SEMI_AUTOREGRESSIVE = {"cfg_scale": 0.0, "remasking": "low_confidence"}
 FAMILIES = {
-    "llada": ModelFamily(126336, port=8901, block_length=32, fields=SEMI_AUTOREGRESSIVE),
-    "dream": ModelFamily(
-        151666, port=8701, block_length=None, fields={"algorithm": "dream", "alg": "entropy"}
-    ),
-    "llada-moe": ModelFamily(156895, port=10001, block_length=32, fields=SEMI_AUTOREGRESSIVE),
+    "llada": ModelFamily(126336, port=8901),
+    "dream": ModelFamily(151666, port=8701, fields={"algorithm": "dream", "alg": "entropy"}),
+    "llada-moe": ModelFamily(156895, port=10001),
 }
 
 
 class RequestError(Exception):
     """The request got no answer; the message is one line for the user."""
+
+
+class RefusalError(RequestError):
+    """The server refused the request.
+
+    Attributes:
+        reason: its message.
+    """
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"{url} refused the request ({status}): {reason}")
+        self.reason = reason
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = options.host or f"http://127.0.0.1:{FAMILIES[options.model_family].port}"
     url = host.rstrip("/") + "/generate"
     try:
-        answer = post(url, payload(options), options.timeout)
+        answer = ask(url, payload(options), options)
     except RequestError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -89,16 +105,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=32, help="denoise steps")
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length in tokens")
-    parser.add_argument(
-        "--block-length", type=int, help="tokens of one block (default: 32; none for dream)"
-    )
+    parser.add_argument("--block-length", type=int, default=32, help="tokens of one block")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--mask-id",
         type=mask_id,
         default="family",
         metavar="N|none",
-        help="mask token id to send; none leaves it to the server (default: the family's)",
+        help="mask token id to send; none leaves it to the server (default: that of the family's "
+        "released checkpoints, and if the server has another, that one)",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds to wait (default 600)"
@@ -129,16 +144,16 @@ def payload(options: argparse.Namespace) -> dict[str, Any]:
     family = FAMILIES[options.model_family]
     body: dict[str, Any] = {
         "prompt": options.prompt,
-        "steps": options.steps,
+        "max_tokens": options.gen_length,
         "gen_length": options.gen_length,
+        "output_length": options.gen_length,
+        "steps": options.steps,
+        "block_length": options.block_length,
         "temperature": options.temperature,
+        "cfg_scale": 0.0,
+        "remasking": "low_confidence",
         **family.fields,
     }
-    block_length = options.block_length
-    if block_length is None:
-        block_length = family.block_length
-    if block_length is not None:
-        body["block_length"] = block_length
     if not options.raw:
         body["apply_chat_template"] = True
     if options.mask_id == "family":
@@ -148,6 +163,22 @@ def payload(options: argparse.Namespace) -> dict[str, Any]:
     return body
 
 
+def ask(url: str, body: dict[str, Any], options: argparse.Namespace) -> str:
+    """Send `body`, and once more if the served checkpoint's mask token is not the family's usual.
+
+    Raises:
+        RequestError: as `post`.
+    """
+    try:
+        return post(url, body, options.timeout)
+    except RefusalError as error:
+        own = WANTED_MASK_ID.match(error.reason)
+        if own is None or options.mask_id != "family":
+            raise
+    sys.stderr.write(f"note: the mask token of this server's checkpoint is {own[1]}\n")
+    return post(url, {**body, "mask_id": int(own[1])}, options.timeout)
+
+
 def post(url: str, body: dict[str, Any], timeout: float) -> str:
     """Send `body` and return the answer as text.
 
@@ -155,38 +186,29 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
     in seconds.
 
     Raises:
-        RequestError: nobody listens at `url`, the server refused, or it did not answer in time.
+        RefusalError: the server refused.
+        RequestError: nobody listens at `url`, or no whole answer came in time.
     """
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    is_local = urllib.parse.urlsplit(url).hostname in LOOPBACK
-    try:
-        with opener(is_local).open(request, timeout=timeout) as response:
-            return str(response.read().decode())
-    except urllib.error.HTTPError as error:
-        with error:
-            detail = refusal(error.read().decode(errors="replace"))
-        raise RequestError(f"{url} refused the request ({error.code}): {detail}") from None
-    except TimeoutError:
-        raise RequestError(f"{url} did not answer within {timeout:g} s") from None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, TimeoutError):
+    with requests.Session() as session:
+        session.trust_env = urllib.parse.urlsplit(url).hostname not in LOOPBACK
+        try:
+            response = session.post(url, json=body, timeout=timeout)
+        except requests.Timeout:
             raise RequestError(f"{url} did not answer within {timeout:g} s") from None
-        raise RequestError(f"no server answers at {url}: {error.reason}") from None
-    except (OSError, HTTPException) as error:
-        raise RequestError(f"{url} broke off the connection: {error!r}") from None
+        except requests.RequestException as error:
+            raise RequestError(no_answer(url, error)) from None
+    if not response.ok:
+        raise RefusalError(url, response.status_code, refusal(response.text))
+    return response.text
 
 
-@functools.cache
-def opener(is_local: bool) -> urllib.request.OpenerDirector:
-    """What opens URLs, past all proxies for a server on this machine.
-
-    Made once: from Python 3.12 on it reads all certificates of the system, which takes longer than
-    some answers.
-    """
-    handlers = [urllib.request.ProxyHandler({})] if is_local else []
-    return urllib.request.build_opener(*handlers)
+def no_answer(url: str, error: BaseException) -> str:
+    """Why nobody answered, in the words of the first cause."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
+        return f"no server answers at {url}: {error.strerror or error}"
+    return f"{url} broke off the connection: {error!r}"
 
 
 def refusal(text: str) -> str:

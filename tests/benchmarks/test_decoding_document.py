@@ -7,16 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from vllm.diffusion import params
+from vllm.diffusion import fields
+from vllm.diffusion.algorithms import ALGORITHMS, documented_algorithms
+from vllm.diffusion.families import FAMILIES
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "decoding.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", (*params.ALGORITHMS, *params.CACHES))
-def test_algorithms_and_caches_have_a_row(name: str) -> None:
+def test_the_table_of_algorithms_is_that_of_their_records() -> None:
+    default_of = {family.name: family.default_algorithm for family in FAMILIES}
+    assert set(default_of.values()) <= set(ALGORITHMS)
+    rows = "\n".join(documented_algorithms(default_of))
+    assert f"\n|---|---|---|---|---|\n{rows}\n\n" in TEXT, f"wanted in the document:\n{rows}"
+
+
+@pytest.mark.parametrize("name", fields.CACHES)
+def test_caches_have_a_row(name: str) -> None:
     assert f"\n| `{name}` |" in TEXT
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in params.FIELDS if spec.algorithms])
+@pytest.mark.parametrize("name", [spec.name for spec in fields.FIELDS if spec.algorithms])
 def test_parameters_of_single_algorithms_are_named(name: str) -> None:
     assert f"`{name}`" in TEXT

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion import params
+from vllm.diffusion import fields
+from vllm.diffusion.algorithms import ALGORITHMS
+from vllm.diffusion.values import Field
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -30,10 +32,10 @@ FACTS = [("What is 1 plus 1?", "1 plus 1 is 2."), ("What is 1 plus 2?", "1 plus 
 
 
 def test_every_algorithm_and_cache_has_a_case() -> None:
-    plan = cases(params.ALGORITHMS, params.CACHES, 32, 8)
-    assert {case.algorithm for case in plan} == set(params.ALGORITHMS)
+    plan = cases(ALGORITHMS, fields.CACHES, 32, 8)
+    assert {case.algorithm for case in plan} == set(ALGORITHMS)
     assert {(case.algorithm, case.cache) for case in plan} == {
-        (algorithm, cache) for algorithm in params.ALGORITHMS for cache in params.CACHES
+        (algorithm, cache) for algorithm in ALGORITHMS for cache in fields.CACHES
     }
     told = [(case.algorithm, case.cache, case.told()) for case in plan]
     assert len(told) == len(set(told))
@@ -62,10 +64,10 @@ def test_thresholds_are_paced_by_their_value() -> None:
 
 def test_choices_and_new_parameters_are_taken_from_the_table(monkeypatch: Any) -> None:
     own = (
-        params.Field("alg", str, "", "b", choices=("a", "b"), algorithms=("new",)),
-        params.Field("factor", float, "", "1", algorithms=("newer",)),
+        Field("alg", str, "", "b", choices=("a", "b"), algorithms=("new",)),
+        Field("factor", float, "", "1", algorithms=("newer",)),
     )
-    monkeypatch.setattr(params, "FIELDS", (*params.FIELDS, *own))
+    monkeypatch.setattr(quality_speed, "FIELDS", (*fields.FIELDS, *own))
     settings = quality_speed.paces("new", 8, 4)
     assert settings == [
         {"alg": choice, "steps": steps} for choice in ("a", "b") for steps in (8, 4)
@@ -86,8 +88,8 @@ def test_a_request_holds_what_the_case_says() -> None:
 
 
 def test_algorithms_without_blocks_get_no_block_length(monkeypatch: Any) -> None:
-    field = dataclasses.replace(params.BY_NAME["block_length"], algorithms=("threshold",))
-    monkeypatch.setitem(params.BY_NAME, "block_length", field)
+    field = dataclasses.replace(fields.BY_NAME["block_length"], algorithms=("threshold",))
+    monkeypatch.setitem(fields.BY_NAME, "block_length", field)
     assert "block_length" in Case("threshold").request(32, 8)
     assert Case("dream").request(32, 8) == {"algorithm": "dream", "gen_length": 32}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.diffusion import params
+from vllm.diffusion import decision, fields
 from vllm.diffusion.decoding import Candidates, Work, make_rule
 from vllm.diffusion.families import DREAM, LLADA
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
@@ -29,7 +29,7 @@ SHIFTED = dataclasses.replace(MODEL, family=DREAM)
 
 
 def decided(model: ServedModel = MODEL, **asked: Any) -> DiffusionParams:
-    return params.resolve(params.canonical(asked), model, [1])
+    return decision.decide(fields.canonical(asked), model, [1])
 
 
 def candidates(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
 from tests.reference.decode import num_transfer_tokens
-from vllm.diffusion import params
+from vllm.diffusion import fields
+from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.decoding import RULES, DecodingRule, make_rule, most_certain_first
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
 from vllm.diffusion.decoding.threshold import Threshold
@@ -34,7 +35,7 @@ def test_nan_is_the_least_certain() -> None:
 
 
 def test_rules_are_registered_under_the_names_of_requests() -> None:
-    assert set(RULES) == set(params.ALGORITHMS)
+    assert set(RULES) == set(ALGORITHMS)
     assert isinstance(make_rule(decided(), 3), SemiAutoregressive)
     assert isinstance(make_rule(decided(threshold=0.5), 3), Threshold)
 
@@ -181,14 +182,14 @@ def test_a_mask_beside_a_real_token_is_no_standstill() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    algorithm=st.sampled_from(params.ALGORITHMS),
+    algorithm=st.sampled_from(list(ALGORITHMS)),
     model=st.sampled_from([MODEL, SHIFTED]),
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(1, 5),
     block_length=st.integers(1, 9),
     steps_per_block=st.none() | st.integers(1, 12),
     threshold=st.none() | st.floats(-1, 3),
-    cache=st.sampled_from(params.CACHES),
+    cache=st.sampled_from(fields.CACHES),
     early_stop=st.booleans(),
     block_thresholds=st.tuples(st.floats(0, 1.5), st.floats(0, 1.5)),
     delay=st.integers(0, 4),
@@ -226,14 +227,14 @@ def test_every_model_comes_to_an_end(
         "steps": None if steps_per_block is None else num_blocks * steps_per_block,
         "threshold": threshold,
         "early_stop": early_stop,
-        "cache": cache if cache in params.caches_of(algorithm) else None,
+        "cache": cache if cache in ALGORITHMS[algorithm].caches else None,
         "block_add_threshold": block_thresholds[0],
         "decoded_token_threshold": block_thresholds[1],
         **({"cache_delay_iter": delay, "refresh_interval": refresh} if cache == "delayed" else {}),
-        "alg": chance.choice(params.DREAM_ALGS),
+        "alg": chance.choice(fields.BY_NAME["alg"].choices),
         "alg_temp": chance.choice([0.0, 0.5]),
     }
-    used = {k: v for k, v in everything.items() if params.BY_NAME[k].is_used_by(algorithm)}
+    used = {k: v for k, v in everything.items() if fields.BY_NAME[k].is_used_by(algorithm)}
     asked = decided(
         model, algorithm=algorithm, gen_length=num_blocks * block_length, allow_infill=True, **used
     )
@@ -255,7 +256,7 @@ def test_every_model_comes_to_an_end(
         assert len(committed) == len(set(committed)) == num_masked
 
 
-@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_model_that_only_knows_the_mask(algorithm: str) -> None:
     blocks: dict[str, Any] = {} if algorithm == "dream" else {"block_length": 4}
     row = Row(decided(gen_length=12, algorithm=algorithm, **blocks), [1])

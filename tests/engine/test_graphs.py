@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoints import MASK_ID, make_checkpoint
 from tests.engine.harness import Ask, running
-from vllm.diffusion import params
+from vllm.diffusion import decision, fields
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
@@ -41,7 +41,7 @@ def canvas(length: int, cache: CacheRange | None = None, name: str = "a", **aske
     if cache is not None:
         asked["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
-    decided = params.resolve(params.canonical(asked), MODEL, prompt)
+    decided = decision.decide(fields.canonical(asked), MODEL, prompt)
     return Canvas(NewCanvas(name, prompt, decided), cache)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, running
 from tests.engine.test_batching import assert_decoded, record_steps
-from vllm.diffusion.api.door import RequestRefused, current_door
+from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import Demand, ModelShape, Planner
@@ -84,20 +84,20 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(
         assert small.is_idle()
 
 
-def test_the_door_refuses_what_never_fits_once_it_knows_the_budget(
+def test_the_validator_refuses_what_never_fits_once_it_knows_the_budget(
     shape: ModelShape, checkpoint: Callable[[str], Path]
 ) -> None:
     with running(checkpoint("mha")) as engine:
-        door = current_door()
-        assert door is not None
-        assert door.decide(*asked(100)).gen_length == 32
+        validator = validator_of(engine.llm.llm_engine.input_processor)
+        assert validator is not None
+        assert validator.decide_sampling(*asked(100)).gen_length == 32
         worker = engine.core.model_executor.driver_worker.worker
-        door.learn_budget(worker.activation_budget_bytes())
-        assert door.decide(*asked(100)).gen_length == 32
-        door.learn_budget(required_bytes(shape, Demand(100, 32)))
-        assert door.decide(*asked(60)).gen_length == 32
+        validator.learn_budget(worker.activation_budget_bytes())
+        assert validator.decide_sampling(*asked(100)).gen_length == 32
+        validator.learn_budget(required_bytes(shape, Demand(100, 32)))
+        assert validator.decide_sampling(*asked(60)).gen_length == 32
         with pytest.raises(RequestRefused, match=r"prompt \+ gen_length: given 182; its steps"):
-            door.decide(*asked(150))
+            validator.decide_sampling(*asked(150))
 
 
 def asked(prompt_length: int) -> tuple[Any, list[int]]:

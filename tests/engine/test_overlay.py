@@ -144,7 +144,7 @@ def test_no_module_of_upstream_is_shadowed() -> None:
 @pytest.mark.parametrize("trust_remote_code", [False, True])
 def test_our_models_get_our_classes(tmp_path: Path, trust_remote_code: bool) -> None:
     """Also where the checkpoint names remote code that would be trusted."""
-    from vllm.diffusion.config import SCHEDULER, VALIDATOR, WORKER
+    from vllm.diffusion.config import SCHEDULER, WORKER
     from vllm.diffusion.models.llada import LLaDAConfig
 
     folder = make_checkpoint(
@@ -161,7 +161,6 @@ def test_our_models_get_our_classes(tmp_path: Path, trust_remote_code: bool) -> 
     assert type(config.model_config.hf_config) is LLaDAConfig
     assert config.parallel_config.worker_cls == WORKER
     assert config.scheduler_config.scheduler_cls == SCHEDULER
-    assert config.model_config.logits_processors == [VALIDATOR]
     assert config.scheduler_config.async_scheduling is False
     assert config.cache_config.enable_prefix_caching is False
 

@@ -95,6 +95,43 @@ def test_a_report_comes_with_the_last_token(engine: Engine) -> None:
     json.dumps(answer.report)  # between processes go numbers of Python's own only
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_is_decided_once(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """On its way in, for all of its answers; the scheduler reads what it brings."""
+    from vllm import SamplingParams
+    from vllm.diffusion import decision
+    from vllm.diffusion.api import validator
+
+    made: list[Any] = []
+    decide = decision.decide
+
+    def counted(*args: Any) -> Any:
+        made.append(decide(*args))
+        return made[-1]
+
+    monkeypatch.setattr(decision, "decide", counted)
+    monkeypatch.setattr(validator, "decide", counted)
+    sampling = SamplingParams(n=n, seed=3, temperature=1.0, extra_args={"gen_length": 8})
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": random_prompt(5)}], sampling, use_tqdm=False
+    )
+    assert len(output.outputs) == n
+    assert len(made) == 1
+    assert sampling.extra_args == {"gen_length": 8}
+
+
+def test_fields_that_cannot_act_are_in_the_report(engine: Engine) -> None:
+    asked = {"gen_length": 8, "block_length": 3, "remasking": "low_confidence", "cfg_scale": 0}
+    prompt = random_prompt(5)
+    answer, plain = engine.ask(
+        as_request(prompt, **asked, algorithm="dream"),
+        as_request(prompt, gen_length=8, algorithm="dream"),
+    )
+    assert answer.report["ignored"] == ["block_length", "remasking"]
+    assert plain.report["ignored"] == []
+    assert answer.token_ids == plain.token_ids
+
+
 # ---- random numbers ----------------------------------------------------------------------------
 
 

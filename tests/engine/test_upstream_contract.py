@@ -114,31 +114,38 @@ def test_the_openai_handlers_have_the_steps_that_are_overridden() -> None:
         assert parameters[: len(leading)] == leading, name
 
 
-def test_a_request_passes_the_validator_before_the_platform(
+def test_every_front_end_makes_its_requests_in_one_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The door relies on this order, on one thread, with one SamplingParams object."""
-    from vllm.platforms import current_platform
+    """The validator stands in `InputProcessor.process_inputs`, whose result owns its parameters."""
+    from vllm.engine.protocol import EngineClient
+    from vllm.v1.engine import llm_engine
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm.diffusion.api.door import DiffusionParamsValidator
+    from vllm import SamplingParams
+    from vllm.diffusion.api import validator
+    from vllm.diffusion.decision import is_decided
 
-    calls: list[tuple[str, int]] = []
-    mark: Any = vars(DiffusionParamsValidator)["validate_params"].__func__
-    check = current_platform.validate_request
+    assert validator.is_installed()
+    assert "input_processor" in inspect.get_annotations(EngineClient)
+    for front_end in (AsyncLLM, llm_engine.LLMEngine):
+        source = inspect.getsource(front_end)
+        assert "InputProcessor(self.vllm_config" in source
+        assert ".input_processor.process_inputs" in source
+    made: list[Any] = []
+    ours = InputProcessor.process_inputs
 
-    def marked(cls: type, sampling_params: Any) -> None:
-        calls.append(("validator", id(sampling_params)))
-        mark(cls, sampling_params)
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        made.append(ours(self, *args, **options))
+        return made[-1]
 
-    def checked(processed_inputs: Any, sampling_params: Any) -> None:
-        calls.append(("platform", id(sampling_params)))
-        check(processed_inputs, sampling_params)
-
-    monkeypatch.setattr(DiffusionParamsValidator, "validate_params", classmethod(marked))
-    monkeypatch.setattr(current_platform, "validate_request", checked)
-    engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 1}))
-    assert [name for name, _ in calls] == ["validator", "platform"]
-    assert calls[0][1] == calls[1][1]
+    monkeypatch.setattr(InputProcessor, "process_inputs", watched)
+    own = SamplingParams(temperature=0.0, extra_args={"gen_length": 8, "steps": 1})
+    engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 2, own, use_tqdm=False)
+    assert len(made) == 2
+    assert all(is_decided(request.sampling_params) for request in made)
+    assert own.extra_args == {"gen_length": 8, "steps": 1}  # the caller's stays as it was
 
 
 def test_requests_and_outputs_have_the_fields_that_are_used() -> None:

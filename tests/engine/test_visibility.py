@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import MASK_ID
-from vllm.diffusion import params
+from vllm.diffusion import decision, fields
 from vllm.diffusion.decoding import Work
 from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
@@ -101,7 +101,7 @@ def canvas(
     if cache is not None:
         extra["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
-    decided = params.resolve(params.canonical(extra), MODEL, prompt)
+    decided = decision.decide(fields.canonical(extra), MODEL, prompt)
     made = Canvas(NewCanvas(name, prompt, decided), cache, visibility)
     made.rule = Window(window or (0, length), sampled)  # type: ignore[assignment]
     return made

@@ -15,7 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion import params
+from vllm.diffusion import decision, fields
 from vllm.diffusion.engine.turns import take_turns
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.families import LLADA
@@ -548,10 +548,10 @@ def test_a_cache_that_never_fits_is_refused_with_the_numbers() -> None:
     ids = SpecialIds(mask=15, eos=14, eot=13, stop=frozenset({13, 14}))
     model = ServedModel(LLADA, ids, max_model_len=512, vocab_size=16, cached_positions=100)
     asked = {"gen_length": 96, "cache": "dual"}
-    assert params.resolve(params.canonical(asked), model, [1] * 4).cache == "dual"
+    assert decision.decide(fields.canonical(asked), model, [1] * 4).cache == "dual"
     with pytest.raises(InvalidParameterError, match=r"cache: given 'dual'; .* 101 .* holds 100"):
-        params.resolve(params.canonical(asked), model, [1] * 5)
-    assert params.resolve(params.canonical({"gen_length": 96}), model, [1] * 5).cache == "none"
+        decision.decide(fields.canonical(asked), model, [1] * 5)
+    assert decision.decide(fields.canonical({"gen_length": 96}), model, [1] * 5).cache == "none"
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 100)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vllm.diffusion import params
+from vllm.diffusion import fields
 from vllm.diffusion.api import cli
 from vllm.diffusion.errors import ServerConfigError
 
@@ -40,7 +40,7 @@ def test_a_file_and_a_name_come_together(tmp_path: Path) -> None:
     file = tmp_path / "algorithm.yaml"
     file.write_text("threshold: 0.5\nblock_add: 0.1\ndecoded_thresh: 0.95\nsub_block_size: 32\n")
     words = ("--dllm-algorithm", "multi_block", "--dllm-algorithm-config", str(file))
-    defaults = params.server_defaults(settings(*words)["dllm"])
+    defaults = fields.server_defaults(settings(*words)["dllm"])
     assert defaults == {
         "algorithm": "multi_block",
         "threshold": 0.5,

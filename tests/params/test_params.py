@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion import envs, params
+from vllm.diffusion import decision, envs, fields
+from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.families import DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
@@ -33,11 +34,9 @@ def model(**changes: Any) -> ServedModel:
 def resolve(
     served: ServedModel = MODEL,
     prompt: list[int] = PROMPT,
-    *,
-    default_steps: int | None = None,
     **asked: Any,
 ) -> DiffusionParams:
-    return params.resolve(params.canonical(asked), served, prompt, default_steps=default_steps)
+    return decision.decide(fields.canonical(asked), served, prompt)
 
 
 def refusal(
@@ -77,14 +76,14 @@ def test_other_spellings(spelling: str, name: str, value: Any) -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     error = refusal(gen_lenght=32)
     assert (error.field, error.given) == ("gen_lenght", 32)
-    for field in params.FIELDS:
+    for field in fields.FIELDS:
         assert field.name in error.wanted
         for alias in field.aliases:
             assert alias in error.wanted
 
 
 def test_none_counts_as_not_given() -> None:
-    everything: dict[str, Any] = dict.fromkeys(params.CANONICAL)
+    everything: dict[str, Any] = dict.fromkeys(fields.CANONICAL)
     assert resolve(**everything) == resolve()
 
 
@@ -127,11 +126,11 @@ RANDOM_SCORES = ("semi_ar", "threshold", "factor", "local_leap", "multi_block")
 
 
 def test_remasking_low_confidence_is_harmless_beside_any_algorithm() -> None:
-    for algorithm in params.ALGORITHMS:
+    for algorithm in ALGORITHMS:
         assert resolve(algorithm=algorithm, remasking="low_confidence").algorithm == algorithm
 
 
-@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_random_remasking_belongs_to_some_algorithms(algorithm: str) -> None:
     if algorithm in RANDOM_SCORES:
         assert resolve(algorithm=algorithm, remasking="random").remasking == "random"
@@ -202,7 +201,7 @@ def test_a_threshold_keeps_the_servers_algorithm_if_that_uses_one() -> None:
         ("hierarchy", "threshold", 0.9, 0.9),
         ("credit", "threshold", 0.9, 0.9),
         ("entropy_threshold", "threshold", 0.95, 0.95),
-        ("full_attn_multi_block", "threshold", 0.4, 0.4),
+        ("full_attn_multi_block", "threshold", 0.5, 0.4),
         ("multi_block", "threshold", 0.5, 0.9),
         ("multi_block", "block_add_threshold", 0.5, 0.5),
         ("multi_block", "decoded_token_threshold", 0.5, 0.5),
@@ -248,12 +247,16 @@ USED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", USED)
 def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
-    spec, value = params.BY_NAME[name], USED[name]
+    spec, value = fields.BY_NAME[name], USED[name]
     if spec.is_used_by(algorithm):
         assert getattr(resolve(algorithm=algorithm, **{name: value}), name) == value
+        return
+    if name in STANDARD:
+        decided = resolve(algorithm=algorithm, **{name: value})
+        assert decided == dataclasses.replace(resolve(algorithm=algorithm), ignored=(name,))
         return
     error = refusal(algorithm=algorithm, **{name: value})
     assert (error.field, error.given) == (name, value)
@@ -263,16 +266,71 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
         assert resolve(algorithm=algorithm, **{name: neutral}) == resolve(algorithm=algorithm)
 
 
+STANDARD: dict[str, Any] = {
+    "max_tokens": 40,
+    "gen_length": 64,
+    "output_length": 64,
+    "steps": 16,
+    "block_length": 32,
+    "temperature": 0.5,
+    "cfg_scale": 0.5,
+    "remasking": "low_confidence",
+    "mask_id": MASK,
+}
+CANNOT_ACT = {
+    "dream": ("block_length", "remasking"),
+    "entropy_threshold": ("remasking",),
+    "full_attn_multi_block": ("temperature", "remasking"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_standard_fields_act_or_are_named(algorithm: str) -> None:
+    """With the prompt they are what every client sends."""
+    decided = resolve(algorithm=algorithm, **STANDARD)
+    ignored = CANNOT_ACT.get(algorithm, ())
+    assert decided.ignored == ignored
+    for name, value in STANDARD.items():
+        if name not in (*ignored, "output_length"):
+            assert getattr(decided, name) == value
+    useful = {name: value for name, value in STANDARD.items() if name not in ignored}
+    assert resolve(algorithm=algorithm, **useful) == dataclasses.replace(decided, ignored=())
+
+
+@pytest.mark.parametrize("served_algorithm", ALGORITHMS)
+def test_standard_fields_of_no_use_to_the_servers_algorithm(served_algorithm: str) -> None:
+    served = model(defaults=fields.server_defaults({"algorithm": served_algorithm}))
+    assert resolve(served, **STANDARD).ignored == CANNOT_ACT.get(served_algorithm, ())
+    assert resolve(model(family=DREAM), **STANDARD).ignored == CANNOT_ACT["dream"]
+    on_dream = resolve(model(family=DREAM), algorithm="multi_block", **STANDARD)
+    assert on_dream.ignored == ("remasking",)
+
+
+def test_an_ignored_block_length_shapes_nothing() -> None:
+    for lengths in ({"gen_length": 70}, {"max_tokens": 33}, {}):
+        asked: dict[str, Any] = {"algorithm": "dream", **lengths}
+        for block_length in (7, 48, 1000):
+            decided = resolve(block_length=block_length, **asked)
+            assert decided == dataclasses.replace(resolve(**asked), ignored=("block_length",))
+    assert refusal(algorithm="dream", block_length=0).field == "block_length"
+
+
+def test_what_happens_anyway_is_not_ignored() -> None:
+    assert resolve(algorithm="full_attn_multi_block", temperature=0).ignored == ()
+    for algorithm in ("hierarchy", "credit"):
+        assert resolve(algorithm=algorithm, remasking="low_confidence").ignored == ()
+
+
 def test_who_uses_what() -> None:
-    users = {name: set(params.BY_NAME[name].algorithms) for name in USED}
+    users = {name: set(fields.BY_NAME[name].algorithms) for name in USED}
     assert users["factor"] == {"factor"}
     assert users["relaxed_threshold"] == users["radius"] == {"local_leap"}
     assert users["low_threshold"] == {"hierarchy"}
     assert users["early_stop"] == {"local_leap", "multi_block"}
     for name in ("alg", "alg_temp", "eps", "top_p", "top_k"):
         assert users[name] == {"dream"}
-    assert users["block_length"] == set(params.ALGORITHMS) - {"dream"}
-    assert users["temperature"] == set(params.ALGORITHMS) - {"full_attn_multi_block"}
+    assert users["block_length"] == set(ALGORITHMS) - {"dream"}
+    assert users["temperature"] == set(ALGORITHMS) - {"full_attn_multi_block"}
 
 
 def test_names_of_other_projects_for_block_thresholds() -> None:
@@ -302,8 +360,8 @@ BLOCKWISE = {
 }
 
 
-@pytest.mark.parametrize("cache", params.CACHES)
-@pytest.mark.parametrize("algorithm", params.ALGORITHMS)
+@pytest.mark.parametrize("cache", fields.CACHES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_caches_of_an_algorithm(algorithm: str, cache: str) -> None:
     allowed = {"none"}
     if algorithm in BLOCKWISE:
@@ -363,7 +421,7 @@ def test_dream_has_no_blocks_and_any_number_of_steps() -> None:
         decided = resolve(algorithm="dream", gen_length=70, steps=steps)
         assert (decided.steps, decided.block_length, decided.num_blocks) == (steps, 70, 1)
     assert resolve(algorithm="dream", gen_length=70).steps == 70
-    assert resolve(algorithm="dream", gen_length=70, default_steps=33).steps == 33
+    assert resolve(model(default_steps=33), algorithm="dream", gen_length=70).steps == 33
     assert resolve(served_with(steps=50, block_length=7), algorithm="dream").steps == 50
 
 
@@ -570,7 +628,7 @@ def test_default_block_length(asked: dict[str, Any], block: int) -> None:
 def test_server_wide_steps_come_to_the_nearest_multiple(
     wanted: int, asked: dict[str, Any], steps: int
 ) -> None:
-    assert resolve(default_steps=wanted, **asked).steps == steps
+    assert resolve(model(default_steps=wanted), **asked).steps == steps
 
 
 def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,7 +731,7 @@ def test_prompts_that_are_no_tokens(prompt: list[int], given: Any) -> None:
 
 def test_stop_ids() -> None:
     def stop_ids(**asked: Any) -> frozenset[int]:
-        return params.resolve(asked, MODEL, PROMPT).stop_ids
+        return decision.decide(asked, MODEL, PROMPT).stop_ids
 
     assert stop_ids() == {EOS, EOT}
     assert stop_ids(stop_token_ids=(7, 9)) == {EOS, EOT, 7, 9}
@@ -700,7 +758,7 @@ def test_options_that_need_an_id_the_checkpoint_has_not(ids: SpecialIds, option:
 
 
 def served_with(**defaults: Any) -> ServedModel:
-    return model(defaults=params.server_defaults(defaults))
+    return model(defaults=fields.server_defaults(defaults))
 
 
 def test_server_wide_defaults_and_requests_own_values() -> None:
@@ -741,7 +799,8 @@ def test_server_wide_block_length_and_steps_bend_to_the_canvas() -> None:
     assert resolve(served, gen_length=96).steps == 50
     assert resolve(served, gen_length=64).block_length == 64
     assert resolve(served_with(steps=50), gen_length=128).steps == 52
-    assert resolve(served_with(steps=50), default_steps=99, gen_length=128).steps == 52
+    both = dataclasses.replace(served_with(steps=50), default_steps=99)
+    assert resolve(both, gen_length=128).steps == 52
 
 
 def test_generation_config_limits_the_default_canvas() -> None:
@@ -758,7 +817,7 @@ def test_generation_config_limits_the_default_canvas() -> None:
 def test_unknown_or_wrong_server_settings_stop_the_start(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ServerConfigError, match=name) as error:
-        params.server_defaults(settings)
+        fields.server_defaults(settings)
     assert "\n" not in str(error.value)
 
 
@@ -793,13 +852,13 @@ def test_server_wide_values_count_where_they_are_meant() -> None:
 )
 def test_server_settings_that_cannot_go_together(settings: dict[str, Any]) -> None:
     with pytest.raises(ServerConfigError, match="cache"):
-        params.server_defaults(settings)
+        fields.server_defaults(settings)
 
 
 @pytest.mark.parametrize("name", ["gen_length", "seed", "mask_id", "ignore_eos", "temperature"])
 def test_what_belongs_to_a_request_is_no_server_setting(name: str) -> None:
     with pytest.raises(ServerConfigError, match=f"{name} belongs to a request"):
-        params.server_defaults({name: 1})
+        fields.server_defaults({name: 1})
 
 
 # ---- SamplingParams ----------------------------------------------------------------------------
@@ -808,8 +867,8 @@ def test_what_belongs_to_a_request_is_no_server_setting(name: str) -> None:
 def sampled(**fields: Any) -> DiffusionParams:
     from vllm import SamplingParams
 
-    asked = params.from_sampling_params(SamplingParams(**fields))
-    return params.resolve(asked, MODEL, PROMPT)
+    asked = decision.asked_by(SamplingParams(**fields))
+    return decision.decide(asked, MODEL, PROMPT)
 
 
 def test_sampling_params_as_they_stand() -> None:
@@ -892,10 +951,13 @@ def test_log_probabilities_and_canvases_to_look_at() -> None:
 
 
 def test_seeds_of_several_answers_are_upstreams() -> None:
-    """Upstream gives answer i the seed + i, and knows nothing of a seed among extra arguments."""
-    assert sampled(n=3, seed=5).seed == 5
-    with pytest.raises(InvalidParameterError, match="wanted it as SamplingParams"):
-        sampled(n=3, extra_args={"seed": 5})
+    """Upstream gives answer i the seed + i, of a seed that it knows."""
+    from vllm import SamplingParams
+
+    for sampling in (SamplingParams(n=3, seed=5), SamplingParams(n=3, extra_args={"seed": 5})):
+        decided = decision.decide(decision.asked_by(sampling), MODEL, PROMPT)
+        decision.attach(sampling, decided)
+        assert decided.seed == sampling.seed == 5
 
 
 def test_values_without_effect_are_accepted() -> None:
@@ -922,7 +984,7 @@ BLOCK_LENGTHS = st.integers(1, 96)
     prompt_length=st.integers(1, 400),
     max_tokens=st.none() | st.integers(1, 500),
     steps=st.none() | st.integers(1, 300),
-    algorithm=st.none() | st.sampled_from(params.ALGORITHMS),
+    algorithm=st.none() | st.sampled_from(list(ALGORITHMS)),
     server_block=st.none() | BLOCK_LENGTHS,
     server_steps=st.none() | st.integers(1, 300),
     max_model_len=st.integers(2, 600),
@@ -941,7 +1003,7 @@ def test_defaults_always_work(
     defaults = {"block_length": server_block, "steps": server_steps}
     served = model(
         max_model_len=max_model_len,
-        defaults=params.server_defaults(defaults),
+        defaults=fields.server_defaults(defaults),
     )
     asked: dict[str, Any] = {"max_tokens": max_tokens, "steps": steps, "algorithm": algorithm}
     if room < max(1, max_tokens or 1):
@@ -1008,7 +1070,7 @@ VALUES = (
 
 @settings(max_examples=500, deadline=None)
 @given(
-    asked=st.dictionaries(st.sampled_from(sorted(params.CANONICAL)), VALUES, max_size=6),
+    asked=st.dictionaries(st.sampled_from(sorted(fields.CANONICAL)), VALUES, max_size=6),
     prompt=st.lists(st.integers(-2, 260), max_size=4),
 )
 def test_resolve_decides_or_refuses_and_nothing_else(
@@ -1017,7 +1079,7 @@ def test_resolve_decides_or_refuses_and_nothing_else(
     try:
         decided = resolve(prompt=prompt, **asked)
     except InvalidParameterError as error:
-        assert error.field in {*asked, *params.BY_NAME, "prompt"}
+        assert error.field in {*asked, *fields.BY_NAME, "prompt"}
         return
     assert decided.gen_length % decided.block_length == 0 or (
         decided.algorithm == "full_attn_multi_block"
@@ -1025,13 +1087,12 @@ def test_resolve_decides_or_refuses_and_nothing_else(
     assert len(prompt) + decided.gen_length <= MODEL.max_model_len
 
 
-def test_every_field_is_documented_once() -> None:
-    rows = list(params.documented_fields())
-    assert [row[0] for row in rows] == [field.name for field in params.FIELDS]
-    assert all(doc and default for _, _, default, doc in rows)
-    by_name = {name: default for name, _, default, _ in rows}
-    assert by_name["threshold"] == (
-        "0.9; entropy_threshold 0.95; full_attn_multi_block 0.4; multi_block 0.5 (0.9 on Dream)"
+def test_every_field_is_documented() -> None:
+    assert len(fields.BY_NAME) == len(fields.FIELDS)
+    assert all(field.doc and field.documented_default for field in fields.FIELDS)
+    assert fields.BY_NAME["threshold"].documented_default == (
+        "0.9; entropy_threshold 0.95; full_attn_multi_block 0.5 (0.4 on Dream); "
+        "multi_block 0.5 (0.9 on Dream)"
     )
-    assert by_name["early_stop"] == "false"
-    assert len(params.CANONICAL) == sum(1 + len(f.aliases) for f in params.FIELDS)
+    assert fields.BY_NAME["early_stop"].documented_default == "false"
+    assert len(fields.CANONICAL) == sum(1 + len(f.aliases) for f in fields.FIELDS)

@@ -58,7 +58,9 @@ def run(
     `asked` are request parameters by their own names: gen_length and, but for dream,
     block_length; steps for semi_ar and dream; what else the loop takes. Idle steps of semi_ar and
     dream make no forward. multi_block follows d3LLM-Dream (variant "dream") for a model with
-    shifted logits, unless told otherwise. With a seed, random numbers are those of Philox.
+    shifted logits, unless told otherwise; full_attn_multi_block has a threshold for each. With a
+    seed, random numbers are those of Philox.
+
     Raises ValueError for a cache that the algorithm does not have.
     """
     if cache not in CACHES[algorithm]:
@@ -78,8 +80,11 @@ def run(
         options["uniform_scores"] = partial(_first_column, seed, REMASKING_SCORE)
     if algorithm in ("semi_ar", "threshold"):
         return _llada(model, prompt_ids, algorithm, cache, options)
-    if algorithm == "multi_block" and getattr(model, "logit_shift", 0) > 0:
+    is_shifted = getattr(model, "logit_shift", 0) > 0
+    if algorithm == "multi_block" and is_shifted:
         options.setdefault("variant", "dream")
+    if algorithm == "full_attn_multi_block":
+        options.setdefault("threshold", 0.4 if is_shifted else 0.5)
     if len(CACHES[algorithm]) > 1:
         options["cache"] = cache
     return LOOPS[algorithm](model, prompt_ids, **options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.philox import uniform_matrix
-from vllm.diffusion import params
+from vllm.diffusion import decision, fields
 from vllm.diffusion.families import DREAM
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.diffusion.sampling import PhiloxNoise, RowGroup
@@ -29,7 +29,7 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
     """Tokens and scores of rows at canvas positions 3, 4, ... in step 2."""
     rows = torch.arange(len(logits))
     part = RowGroup(
-        params=params.resolve(params.canonical({"seed": 77, **asked}), MODEL, [1]),
+        params=decision.decide(fields.canonical({"seed": 77, **asked}), MODEL, [1]),
         scoring=Scoring(draw="categorical"),
         step=2,
         forbid_mask=False,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.philox import uniform, uniform_matrix
-from vllm.diffusion import ops, params
+from vllm.diffusion import decision, fields, ops
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
@@ -79,7 +79,7 @@ def hidden_rows(num_rows: int, seed: int = 1) -> Tensor:
 
 
 def decided(**asked: Any) -> DiffusionParams:
-    return params.resolve(params.canonical({"seed": 77, **asked}), MODEL, [1])
+    return decision.decide(fields.canonical({"seed": 77, **asked}), MODEL, [1])
 
 
 def group(

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import runpy
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.status, self.answer, self.delay_s = 200, json.dumps(ANSWER), 0.0
+        self.mask_id: int | None = None  # any other is refused, if set
         self.bodies: list[tuple[str, dict[str, Any]]] = []
 
     @property
@@ -46,9 +46,13 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append((self.path, body))
         time.sleep(self.server.delay_s)
-        self.send_response(self.server.status)
+        status, answer, own = self.server.status, self.server.answer, self.server.mask_id
+        if own is not None and body["mask_id"] != own:
+            message = f"mask_id: given {body['mask_id']}; wanted the model's: {own}"
+            status, answer = 400, json.dumps({"error": {"message": message, "param": "mask_id"}})
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(self.server.answer.encode())
+        self.wfile.write(answer.encode())
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -90,8 +94,10 @@ def test_sends_the_documented_body(server: Server, request_once: Callable[..., A
             {
                 "prompt": "What is 2 plus 2?",
                 "apply_chat_template": True,
-                "steps": 8,
+                "max_tokens": 32,
                 "gen_length": 32,
+                "output_length": 32,
+                "steps": 8,
                 "block_length": 16,
                 "temperature": 0.0,
                 "cfg_scale": 0.0,
@@ -102,49 +108,31 @@ def test_sends_the_documented_body(server: Server, request_once: Callable[..., A
     ]
 
 
+STANDARD = {
+    *("prompt", "max_tokens", "gen_length", "output_length", "steps", "block_length"),
+    *("temperature", "cfg_scale", "remasking", "mask_id"),
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "wanted"),
+    ("family", "mask_id", "own"),
     [
-        (
-            "llada",
-            {
-                "block_length": 32,
-                "cfg_scale": 0.0,
-                "remasking": "low_confidence",
-                "mask_id": 126336,
-            },
-        ),
-        ("dream", {"algorithm": "dream", "alg": "entropy", "mask_id": 151666}),
-        (
-            "llada-moe",
-            {
-                "block_length": 32,
-                "cfg_scale": 0.0,
-                "remasking": "low_confidence",
-                "mask_id": 156895,
-            },
-        ),
+        ("llada", 126336, {}),
+        ("dream", 151666, {"algorithm": "dream", "alg": "entropy"}),
+        ("llada-moe", 156895, {}),
     ],
 )
-def test_defaults_of_a_family(
-    server: Server, request_once: Callable[..., Any], family: str, wanted: dict[str, Any]
+def test_every_family_gets_the_standard_fields(
+    server: Server, request_once: Callable[..., Any], family: str, mask_id: int, own: dict[str, Any]
 ) -> None:
-    assert request_once("--model-family", family, "--prompt", "x").returncode == 0
-    common = {
-        "prompt": "x",
-        "apply_chat_template": True,
-        "steps": 32,
-        "gen_length": 32,
-        "temperature": 0.0,
-    }
-    assert server.bodies == [("/generate", common | wanted)]
-
-
-def test_a_block_length_that_is_given_is_sent(
-    server: Server, request_once: Callable[..., Any]
-) -> None:
-    assert request_once("--model-family", "dream", "--block-length", "16").returncode == 0
-    assert server.bodies[0][1]["block_length"] == 16
+    assert request_once("--model-family", family, "--gen-length", "64").returncode == 0
+    ((path, body),) = server.bodies
+    assert path == "/generate"
+    assert body.keys() == STANDARD | {"apply_chat_template"} | own.keys()
+    assert body["mask_id"] == mask_id
+    assert (body["steps"], body["block_length"]) == (32, 32)
+    assert {body[name] for name in ("max_tokens", "gen_length", "output_length")} == {64}
+    assert {name: body[name] for name in own} == own
 
 
 @pytest.mark.parametrize(
@@ -218,16 +206,50 @@ def test_timeout_is_one_line(server: Server, request_once: Callable[..., Any]) -
     assert done.stderr.count("\n") == 1
 
 
-def test_certificates_are_not_read_for_every_request(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+def test_another_checkpoints_mask_id_is_taken_from_its_refusal(
+    server: Server, request_once: Callable[..., Any]
 ) -> None:
-    made = []
-    build = urllib.request.build_opener
-    monkeypatch.setattr(urllib.request, "build_opener", lambda *a: made.append(a) or build(*a))
-    post = runpy.run_path(str(SCRIPT))["post"]
-    for _ in range(3):
-        assert json.loads(post(server.url, {}, 10.0)) == ANSWER
-    assert len(made) == 1
+    server.mask_id = 511
+    done = request_once()
+    assert (done.returncode, json.loads(done.stdout)) == (0, ANSWER)
+    assert done.stderr == "note: the mask token of this server's checkpoint is 511\n"
+    assert [body["mask_id"] for _, body in server.bodies] == [126336, 511]
+    done = request_once("--mask-id", "126336")  # a number that is given is meant
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "mask_id: given 126336; wanted the model's: 511" in done.stderr
+    assert len(server.bodies) == 3
+
+
+def test_a_connection_that_breaks_off_is_one_line(request_once: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        done = request_once(host=f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "broke off the connection" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_python_without_requests(server: Server, tmp_path: Path) -> None:
+    """The set-up's is taken; without it, one line says what is missing."""
+    script = tmp_path / "scripts" / SCRIPT.name
+    script.parent.mkdir()
+    script.write_text(SCRIPT.read_text())
+    command = [sys.executable, "-S", str(script), "--host", server.url]  # -S: no packages
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: no module named requests; scripts/setup.sh installs it\n"
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ANSWER
 
 
 @pytest.mark.parametrize("arguments", [("--model-family", "gpt"), ("--mask-id", "x")])

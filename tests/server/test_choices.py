@@ -13,14 +13,20 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm import SamplingParams
 from vllm.diffusion.api.choices import ChoicesClient
+from vllm.diffusion.api.generate import GenerateHandler
+from vllm.diffusion.api.protocol import GenerateRequest
 from vllm.diffusion.api.report import DiffusionReport, told
+from vllm.diffusion.api.validator import RequestRefused, Validator
+from vllm.diffusion.decision import DECISION, decision_of
+from vllm.diffusion.families import LLADA
+from vllm.diffusion.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 REPORT = {"steps": 4, "num_forwards": 3, "num_forwards_saved": 1, "num_committed": 6}
-TIMES = {"queue_ms": 1.0, "denoise_ms": 2.0}
+TIMES = {"queue_ms": 1.0, "denoise_ms": 2.0, "ignored": []}
 
 
 class Engine:
@@ -47,12 +53,25 @@ class Engine:
             self.num_closed += 1
 
 
-class Door:
-    def decide(self, sampling: SamplingParams, prompt_token_ids: list[int]) -> Any:
-        assert prompt_token_ids == PROMPT["prompt_token_ids"]
-        if sampling.extra_args:
-            raise ValueError("refused")
-        return None
+MODEL = ServedModel(
+    family=LLADA,
+    ids=SpecialIds(mask=51, eos=50, eot=None, stop=frozenset({50})),
+    max_model_len=1024,
+    vocab_size=52,
+)
+
+
+class CountingValidator(Validator):
+    """Decides for a model that nobody serves."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.num_decided = 0
+
+    @property
+    def _model(self) -> ServedModel:
+        self.num_decided += 1
+        return MODEL
 
 
 def output(text: str, finish_reason: str | None, found: dict[str, Any] | None) -> Any:
@@ -61,8 +80,8 @@ def output(text: str, finish_reason: str | None, found: dict[str, Any] | None) -
     return SimpleNamespace(outputs=[completion], kv_transfer_params=carried)
 
 
-def client(engine: Engine) -> Any:
-    return ChoicesClient(engine, Door())  # type: ignore[arg-type]
+def client(engine: Engine, validator: Validator | None = None) -> Any:
+    return ChoicesClient(engine, validator or CountingValidator())  # type: ignore[arg-type]
 
 
 def collect(stream: AsyncGenerator[Any, None]) -> list[Any]:
@@ -77,10 +96,12 @@ def sampled(**fields: Any) -> SamplingParams:
 
 
 def test_one_answer_is_upstreams_request() -> None:
-    engine, sampling = Engine(), sampled(seed=7)
+    engine, sampling = Engine(), sampled(seed=7, max_tokens=20)
     found = collect(client(engine).generate(PROMPT, sampling, "r"))
     assert [f.outputs[0].text for f in found] == ["...", "7"]
-    assert engine.asked == [("r", sampling)]
+    ((request_id, own),) = engine.asked
+    assert (request_id, own.n, own.seed, own.max_tokens) == ("r", 1, 7, 20)
+    assert sampling.extra_args is None  # the caller's stays as it was
     assert client(engine).name == "engine"  # everything else is the engine's
 
 
@@ -119,8 +140,50 @@ def test_without_a_seed_the_engine_draws_each() -> None:
 
 
 def test_a_request_is_refused_before_it_starts() -> None:
-    with pytest.raises(ValueError, match="refused"):
+    with pytest.raises(RequestRefused, match="steps: given 0"):
         client(Engine()).generate(PROMPT, sampled(extra_args={"steps": 0}), "r")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_all_answers_share_one_decision(n: int) -> None:
+    engine, validator = Engine(), CountingValidator()
+    sampling = sampled(n=n, seed=2**64 - 1, extra_args={"gen_length": 64, "steps": 8})
+    collect(client(engine, validator).generate(PROMPT, sampling, "r"))
+    assert validator.num_decided == 1
+    owned = [own for _, own in engine.asked]
+    assert len(owned) == n
+    assert len({id(own.extra_args[DECISION]) for own in owned}) == 1
+    found = [decision_of(own, MODEL, [1, 2, 3]) for own in owned]
+    assert [decided.seed for decided in found] == [(2**64 - 1 + i) % 2**64 for i in range(n)]
+    assert {(decided.gen_length, decided.steps) for decided in found} == {(64, 8)}
+
+
+@pytest.mark.parametrize("body", [{"prompt": [1, 2]}, {"prompt": [[1, 2], [3]], "n": 3}])
+def test_generate_decides_once_a_prompt(body: dict[str, Any]) -> None:
+    validator = CountingValidator()
+    handler = GenerateHandler(Rendering(), validator, ["m"], None)  # type: ignore[arg-type]
+    asked = GenerateRequest(**body, gen_length=64, steps=8, seed=5, temperature=3.5)
+    choices = asyncio.run(handler.choices(asked, "r"))
+    num_prompts, n = len(body["prompt"]) if "n" in body else 1, body.get("n", 1)
+    assert validator.num_decided == num_prompts
+    assert [c.request_id for c in choices] == [f"r-{i}" for i in range(num_prompts * n)]
+    found = [decision_of(c.sampling, MODEL, []) for c in choices]
+    assert [decided.seed for decided in found] == [5 + i for i in range(n)] * num_prompts
+    assert {(d.gen_length, d.steps, d.temperature) for d in found} == {(64, 8, 3.5)}
+
+
+class Rendering:
+    """The part of an engine that makes prompts ready."""
+
+    model_config = SimpleNamespace(max_logprobs=20, is_encoder_decoder=False)
+
+    class renderer:
+        tokenizer = None
+        default_cmpl_tok_params = SimpleNamespace(with_kwargs=lambda **_: None)
+
+        @staticmethod
+        async def render_cmpl_async(prompts: list[Any], _: Any) -> list[Any]:
+            return prompts
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.client import ANSWER, QUESTION
 from tests.server.process import ROOT, environment
-from vllm.diffusion import params
+from vllm.diffusion import fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ TIMEOUT_S = 120
 DIM = b"\x1b[2m"
 
 needs_canvases = pytest.mark.skipif(
-    "stream_canvas" not in {field.name for field in params.FIELDS},
+    "stream_canvas" not in {field.name for field in fields.FIELDS},
     reason="the server does not stream canvases",
 )
 

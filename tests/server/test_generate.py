@@ -136,7 +136,7 @@ def test_shape_of_an_answer(client: Client) -> None:
     report = answer["diffusion"]
     assert {key for key in report if not key.endswith("_bytes")} == {  # memory has its own tests
         *("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"),
-        *("queue_ms", "denoise_ms", "seeds"),
+        *("queue_ms", "denoise_ms", "seeds", "ignored"),
     }
     assert (report["steps"], report["num_forwards"], report["seeds"]) == (32, 32, [9])
     assert report["tokens_per_forward"] == 1.0

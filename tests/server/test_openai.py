@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION, ROUTES
+from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION, ROUTES, body_for
 from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
@@ -230,18 +230,20 @@ def test_streamed_logprobs_equal_those_of_the_plain_answer(
         assert len(choice["logprobs"]["tokens"]) >= 3
 
 
-def test_a_streamed_answer_reports_with_its_usage(openai: OpenAI) -> None:
-    *_, last = openai.chat.completions.create(
-        model=MODEL_NAME,
-        messages=MESSAGES,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"gen_length": 64, "block_length": 16, "steps": 32},
-    )
-    report: dict[str, Any] = (last.model_extra or {})["diffusion"]
-    assert last.choices == []
-    assert report["num_forwards"] + report["num_forwards_saved"] == report["steps"] == 32
-    assert report["num_forwards_saved"] >= 24
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fields", [{}, {"stream_options": {"include_usage": True}}, {"n": 3}])
+def test_a_streamed_answer_reports_in_its_last_event(
+    client: Client, route: str, fields: dict[str, Any]
+) -> None:
+    asked = {"gen_length": 64, "block_length": 16, "steps": 32, "algorithm": "semi_ar"}
+    *rest, last = client.events(route, body_for(route, **asked, **fields))
+    assert not any("diffusion" in event for event in rest)
+    report = last["diffusion"]
+    assert (last["choices"] == []) == ("stream_options" in fields)
+    assert len(report["seeds"]) == fields.get("n", 1)
+    per_answer = (report["num_forwards"] + report["num_forwards_saved"]) / len(report["seeds"])
+    assert per_answer == report["steps"] == 32
+    assert report["ignored"] == []
 
 
 def test_two_turns(openai: OpenAI) -> None:

@@ -13,8 +13,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from tests.server.process import ROOT
 from vllm.diffusion.api import openai_protocol
 from vllm.diffusion.api.openai_protocol import ChatCompletionBody, CompletionBody, prepare
+from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.params import AUTOREGRESSIVE, CANONICAL
+from vllm.diffusion.fields import CANONICAL
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -6,22 +6,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.diffusion import envs, params, startup_log
+from vllm.diffusion import envs, startup_log
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.diffusion.fields import server_defaults
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.platforms import current_platform
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.families import Family
 
 WORKER = "vllm.diffusion.engine.worker.DiffusionWorker"
 SCHEDULER = "vllm.diffusion.engine.scheduler.DiffusionScheduler"
-VALIDATOR = "vllm.diffusion.api.door:DiffusionParamsValidator"
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -51,25 +49,27 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.cache_config.enable_prefix_caching = False
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    params.server_defaults(server_settings(vllm_config.additional_config))
+    server_defaults(server_settings(vllm_config.additional_config))
 
-    # Our worker uses neither of upstream's runners; the second would want validators of its kind.
+    # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
     model = vllm_config.model_config
-    validators = [v for v in (model.logits_processors or []) if v != VALIDATOR]
-    model.logits_processors = [*validators, VALIDATOR]
     if "temperature" not in model.try_get_generation_config():
         # Greedy is what the model authors use; upstream's HTTP default would be 1.
         model.override_generation_config.setdefault("temperature", 0.0)
+
+
+def family_of(vllm_config: VllmConfig) -> Family | None:
+    """The family of the configured model; None where it is none of ours."""
+    listed = vllm_config.model_config.hf_config.architectures or []
+    return next((BY_ARCHITECTURE[a] for a in listed if a in BY_ARCHITECTURE), None)
 
 
 def served_model(vllm_config: VllmConfig) -> ServedModel:
     """The facts that deciding a request's parameters needs."""
     model = vllm_config.model_config
     config = model.hf_config
-    family = next(
-        (BY_ARCHITECTURE[a] for a in config.architectures or [] if a in BY_ARCHITECTURE), None
-    )
+    family = family_of(vllm_config)
     if family is None:
         raise ModelConfigError(
             "architectures", config.architectures, f"wanted one of {sorted(BY_ARCHITECTURE)}"
@@ -81,7 +81,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         max_model_len=model.max_model_len,
         vocab_size=getattr(config, "embedding_size", None) or config.vocab_size,
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=params.server_defaults(server_settings(vllm_config.additional_config)),
+        defaults=server_defaults(server_settings(vllm_config.additional_config)),
         cached_positions=_cached_positions(vllm_config),
         default_steps=envs.default_steps(),
     )
@@ -101,22 +101,6 @@ def _cached_positions(vllm_config: VllmConfig) -> int:
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
     position = per_layer * model.get_num_layers(parallel) * model.dtype.itemsize
     return int(budget // 2 // position)
-
-
-def decide(
-    sampling_params: Any, model: ServedModel, prompt_token_ids: Sequence[int]
-) -> DiffusionParams:
-    """Every parameter of a request, as the door and the scheduler see it.
-
-    Raises:
-        InvalidParameterError: naming the field, the given and the wanted value.
-    """
-    return params.resolve(
-        params.from_sampling_params(sampling_params),
-        model,
-        prompt_token_ids,
-        default_steps=model.default_steps,
-    )
 
 
 def row_budget(vllm_config: VllmConfig) -> int:

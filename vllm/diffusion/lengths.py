@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import ONE_BLOCK_AFTER_THE_OTHER, PACED_BY_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.diffusion.algorithms import Algorithm
     from vllm.diffusion.params import DiffusionParams, ServedModel
 
 DEFAULT_CANVAS = 128
@@ -39,37 +40,35 @@ class Lengths:
 
 def decide_lengths(
     request: Mapping[str, Any],
-    algorithm: str,
+    algorithm: Algorithm,
     model: ServedModel,
     prompt_length: int,
     *,
     upstream_max_tokens: int | None,
-    default_steps: int | None,
 ) -> Lengths:
     """Lengths of a request whose other values are given under canonical names.
 
     Args:
         upstream_max_tokens: a limit that upstream may have filled in itself.
-        default_steps: denoise steps where neither the request nor the server gives any.
 
     Raises:
         InvalidParameterError: naming the field and values that would work.
     """
     canvas, max_tokens = _canvas(request, upstream_max_tokens, model, prompt_length)
     steps = request.get("steps")
-    usual_steps = model.defaults.get("steps", default_steps) or canvas
-    if algorithm == "dream":
+    usual_steps = model.defaults.get("steps", model.default_steps) or canvas
+    if algorithm.blocks == "none":
         return Lengths(canvas, max_tokens, canvas, steps or usual_steps)
     asked = request.get("block_length")
     usual_block = model.defaults.get("block_length", DEFAULT_BLOCK)
-    if algorithm == "full_attn_multi_block":
+    if algorithm.ends_short:
         return Lengths(canvas, max_tokens, asked or min(usual_block, canvas), steps)
-    one_by_one = algorithm in ONE_BLOCK_AFTER_THE_OTHER
-    block_length = _block_length(asked, usual_block, canvas, steps if one_by_one else None)
+    in_turn = algorithm.blocks == "in turn"
+    block_length = _block_length(asked, usual_block, canvas, steps if in_turn else None)
     num_blocks = canvas // block_length
-    if algorithm == "semi_ar":
+    if algorithm.pace == "steps":
         steps = _quota_steps(steps, num_blocks, usual_steps)
-    elif one_by_one and steps is not None and steps < num_blocks:
+    elif in_turn and steps is not None and steps < num_blocks:
         raise InvalidParameterError(
             "steps", steps, f"wanted at least one per block: {num_blocks} or more"
         )
@@ -84,9 +83,10 @@ def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: in
     there would have been; at least one per block that was never begun, or one in all where blocks
     are decoded together.
     """
-    if params.algorithm in PACED_BY_STEPS and params.steps is not None:
+    algorithm = ALGORITHMS[params.algorithm]
+    if algorithm.pace == "steps" and params.steps is not None:
         return max(0, params.steps - num_forwards)
-    if params.algorithm in ONE_BLOCK_AFTER_THE_OTHER:
+    if algorithm.blocks == "in turn":
         return params.num_blocks - -(-num_committed // params.block_length)
     return int(num_committed < params.gen_length)
 
@@ -102,7 +102,7 @@ def _canvas(
     canvas: int | None = request.get("gen_length")
     block_length: int | None = request.get("block_length")
     max_tokens: int | None = request.get("max_tokens")
-    if max_tokens is None and not _filled_in(upstream_max_tokens, canvas, room, model):
+    if max_tokens is None and not _is_no_limit(upstream_max_tokens, canvas, room, model):
         max_tokens = upstream_max_tokens
     if canvas is None:
         if max_tokens is None and model.default_max_tokens is not None:
@@ -126,7 +126,7 @@ def _canvas(
     return canvas, canvas if max_tokens is None else max_tokens
 
 
-def _filled_in(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
+def _is_no_limit(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
     """Whether upstream's limit stands for "no limit given".
 
     Upstream writes all the room that is left. Beside an explicit canvas its defaults, of

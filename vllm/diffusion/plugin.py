@@ -35,12 +35,11 @@ def register() -> None:
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
-            from vllm.diffusion.api import door
+            from vllm.diffusion.api import validator
             from vllm.diffusion.config import configure
-            from vllm.platforms import current_platform
 
             configure(vllm_config)
-            door.install(vllm_config, current_platform)
+            validator.install()
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)

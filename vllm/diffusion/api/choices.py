@@ -12,7 +12,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.report import told
-from vllm.diffusion.params import SEED_BITS
+from vllm.diffusion.decision import attach
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import merge_async_iterators
@@ -20,8 +20,7 @@ from vllm.utils.async_utils import merge_async_iterators
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from vllm.diffusion.api.door import Door
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -32,23 +31,15 @@ class ChoicesClient:
 
     Args:
         engine: upstream's client.
-        door: decides requests of this engine.
+        validator: decides requests of this engine.
     """
 
-    def __init__(self, engine: EngineClient, door: Door) -> None:
+    def __init__(self, engine: EngineClient, validator: Validator) -> None:
         self._engine = engine
-        self._door = door
+        self._validator = validator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
-
-    def decide(self, engine_input: Any, sampling: SamplingParams) -> DiffusionParams:
-        """The request's parameters.
-
-        Raises:
-            RequestRefused: HTTP 400, naming the field.
-        """
-        return self._door.decide(sampling, engine_input["prompt_token_ids"])
 
     def generate(
         self, engine_input: Any, sampling: SamplingParams, request_id: str, **options: Any
@@ -63,33 +54,36 @@ class ChoicesClient:
             RequestRefused: HTTP 400, naming the field.
             GenerationError: from the generator, if the engine could not go on.
         """
-        self.decide(engine_input, sampling)
+        decided = self._validator.decide_sampling(sampling, engine_input["prompt_token_ids"])
+
+        def run(index: int, own_id: str) -> AsyncGenerator[RequestOutput, None]:
+            own = copy(sampling)
+            own.n = 1
+            attach(own, decided, index)
+            return answers(self._engine, engine_input, own, own_id, **options)
+
         if sampling.n == 1:
-            return self._run(engine_input, sampling, request_id, **options)
-        choices = [
-            self._run(engine_input, _choice(sampling, i), f"{request_id}-{i}", **options)
-            for i in range(sampling.n)
-        ]
+            return run(0, request_id)
+        choices = [run(i, f"{request_id}-{i}") for i in range(sampling.n)]
         if sampling.output_kind == RequestOutputKind.FINAL_ONLY:
             return _together(choices)
         return _in_turn(choices)
 
-    async def _run(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        async with aclosing(self._engine.generate(*args, **options)) as outputs:
-            async for output in outputs:
-                if output.outputs[0].finish_reason == "error":
-                    reason = told(output).get(0, {}).get("error", "the engine failed")
-                    raise GenerationError(reason)
-                yield output
 
+async def answers(
+    engine: EngineClient, *args: Any, **options: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """The engine's outputs of a request.
 
-def _choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one answer; its seed is the request's plus its index."""
-    own = copy(sampling)
-    own.n = 1
-    if sampling.seed is not None:
-        own.seed = (sampling.seed + index) % 2**SEED_BITS
-    return own
+    Raises:
+        GenerationError: if the engine could not go on.
+    """
+    async with aclosing(engine.generate(*args, **options)) as outputs:
+        async for output in outputs:
+            if output.outputs[0].finish_reason == "error":
+                reason = told(output).get(0, {}).get("error", "the engine failed")
+                raise GenerationError(reason)
+            yield output
 
 
 async def _in_turn(

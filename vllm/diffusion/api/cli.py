@@ -14,9 +14,10 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import ValidationError
 
-from vllm.diffusion import params
+from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.config import server_settings
 from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.fields import server_defaults
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -28,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--dllm-algorithm",
         metavar="NAME",
-        help=f"decoding algorithm: {', '.join(params.ALGORITHMS)}",
+        help=f"decoding algorithm: {', '.join(ALGORITHMS)}",
     )
     group.add_argument(
         "--dllm-algorithm-config",
@@ -50,7 +51,7 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings["algorithm"] = args.dllm_algorithm
     additional = dict(args.additional_config or {})
     additional["dllm"] = server_settings(additional) | settings
-    params.server_defaults(additional["dllm"])
+    server_defaults(additional["dllm"])
     args.additional_config = additional
 
 

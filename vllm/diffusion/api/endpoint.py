@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm.diffusion.api import gate, metrics
 from vllm.diffusion.api.arguments import warn_of_arguments_without_effect
-from vllm.diffusion.api.door import RequestRefused, current_door
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.openai_protocol import (
@@ -26,6 +25,7 @@ from vllm.diffusion.api.openai_serving import (
     adopt,
 )
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
+from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -134,15 +134,15 @@ class DiffusionEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
         app.include_router(router)
-        if current_door() is not None:  # other models keep upstream's routes
+        if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
         app.add_exception_handler(RequestRefused, refused)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace
     ) -> None:
-        door = current_door()
-        if engine_client is None or door is None:
+        validator = None if engine_client is None else validator_of(engine_client.input_processor)
+        if engine_client is None or validator is None:
             state.diffusion_generate = state.diffusion_lifecycle = None
             return
         warn_of_arguments_without_effect(args)
@@ -151,14 +151,16 @@ class DiffusionEndpoint:
         state.diffusion_lifecycle = Lifecycle(engine_client)
         gate.install(self._app, state.diffusion_lifecycle, args)
         budgets = await engine_client.collective_rpc("activation_budget_bytes")
-        door.learn_budget(min(budgets))
-        state.openai_serving_chat = adopt(state.openai_serving_chat, DiffusionServingChat, door)
+        validator.learn_budget(min(budgets))
+        state.openai_serving_chat = adopt(
+            state.openai_serving_chat, DiffusionServingChat, validator
+        )
         state.openai_serving_completion = adopt(
-            state.openai_serving_completion, DiffusionServingCompletion, door
+            state.openai_serving_completion, DiffusionServingCompletion, validator
         )
         state.diffusion_generate = GenerateHandler(
             engine_client,
-            door,
+            validator,
             args.served_model_name or [args.model],
             ChatParams(
                 chat_template=load_chat_template(args.chat_template),

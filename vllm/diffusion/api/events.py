@@ -31,12 +31,17 @@ DONE = event("[DONE]")
 class Listener:
     """Hears what the scheduler tells with outputs that pass by on their way to a handler.
 
+    Args:
+        num_choices: answers that are made.
+
     Attributes:
         reports: what was told last of every choice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_choices: int = 1) -> None:
         self.reports: dict[int, dict[str, Any]] = {}
+        self._num_choices = num_choices
+        self._num_ended = 0
         self._canvases: dict[int, dict[str, Any]] = {}  # those that nobody has taken yet
         self._news = asyncio.Event()
 
@@ -52,7 +57,13 @@ class Listener:
             if "canvas" in found:
                 self._canvases[choice] = found["canvas"]
                 self._news.set()
+        self._num_ended += sum(c.finish_reason is not None for c in output.outputs)
         return any(c.token_ids or c.finish_reason is not None for c in output.outputs)
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Whether every answer has ended."""
+        return self._num_ended >= self._num_choices
 
     async def between(
         self, chunks: AsyncGenerator[str, None], canvas_event: Callable[[int, dict[str, Any]], str]

@@ -10,23 +10,25 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import ChoicesClient
-from vllm.diffusion.api.door import RequestRefused
+from vllm.diffusion.api.choices import answers
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
+    GenerateBody,
     GenerateCanvas,
     GenerateChunk,
     GenerateResponse,
     TokenLogprob,
     Usage,
-    diffusion_fields,
+    check_body,
     split_prompt,
 )
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
 from vllm.diffusion.api.schema import check_logprobs
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.params import SEED_BITS
+from vllm.diffusion.fields import canonical
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError, VLLMError, VLLMNotFoundError
 from vllm.inputs import TextPrompt, TokensPrompt
@@ -37,8 +39,8 @@ from vllm.utils.async_utils import merge_async_iterators
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
-    from vllm.diffusion.api.door import Door
-    from vllm.diffusion.api.protocol import GenerateBody
+    from vllm.diffusion.api.validator import Validator
+    from vllm.diffusion.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
     from vllm.renderers.params import ChatParams
@@ -62,15 +64,20 @@ class GenerateHandler:
 
     Args:
         engine: the engine's client.
-        door: decides requests of this engine.
+        validator: decides requests of this engine.
         model_names: names under which the model is served; the first is reported.
         chat_params: template settings of the server.
     """
 
     def __init__(
-        self, engine: EngineClient, door: Door, model_names: list[str], chat_params: ChatParams
+        self,
+        engine: EngineClient,
+        validator: Validator,
+        model_names: list[str],
+        chat_params: ChatParams,
     ) -> None:
-        self._engine = ChoicesClient(engine, door)
+        self._engine = engine
+        self._validator = validator
         self._token_texts = TokenTexts(engine.renderer.tokenizer)
         self._model_names = model_names
         self._chat_params = chat_params
@@ -87,22 +94,17 @@ class GenerateHandler:
                 f"model: given {body.model!r}; wanted one of: {', '.join(self._model_names)}"
             )
         try:
-            fields = diffusion_fields(body)
+            asked = _asked(body)
             check_logprobs("logprobs", body.logprobs, self._engine.model_config)
             inputs = await self._render(body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         found: list[_Choice] = []
         for engine_input in inputs:
-            for i in range(body.n):
-                sampling = self._sampling(body, fields, i)
-                decided = self._engine.decide(engine_input, sampling)
-                sampling.max_tokens = decided.max_tokens
-                sampling.extra_args = {
-                    **(sampling.extra_args or {}),
-                    "gen_length": decided.gen_length,
-                    "max_tokens": decided.max_tokens,
-                }
+            decided = self._validator.decide(asked, engine_input["prompt_token_ids"])
+            for index in range(body.n):
+                sampling = _sampling(body, decided)
+                attach(sampling, decided, index)
                 found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling))
         return found
 
@@ -168,36 +170,8 @@ class GenerateHandler:
         parsed = [parse_model_prompt(self._engine.model_config, p) for p in prompts]
         return list(await renderer.render_cmpl_async(parsed, tokenization))
 
-    @staticmethod
-    def _sampling(body: GenerateBody, fields: dict[str, Any], index: int) -> SamplingParams:
-        """Upstream's parameters of choice `index`; greedy unless a temperature is given."""
-        temperature = fields.get("temperature", 0.0)
-        seed = fields.get("seed")
-        # Ours is the temperature among the extra arguments: upstream's own has a narrower range.
-        extra = {k: v for k, v in fields.items() if k != "seed"} | {"temperature": temperature}
-        return SamplingParams(
-            temperature=min(max(temperature, 0.01), 2.0) if temperature > 0 else 0.0,
-            min_p=body.min_p,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logprobs=body.logprobs,
-            seed=None if seed is None else (seed + index) % 2**SEED_BITS,
-            stop=body.stop,
-            stop_token_ids=body.stop_token_ids,
-            include_stop_str_in_output=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            detokenize=body.detokenize,
-            ignore_eos=fields.get("ignore_eos", False),
-            max_tokens=None,
-            output_kind=(
-                RequestOutputKind.CUMULATIVE if body.stream else RequestOutputKind.FINAL_ONLY
-            ),
-            extra_args=extra,
-        )
-
     def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
-        return self._engine.generate(choice.engine_input, choice.sampling, choice.request_id)
+        return answers(self._engine, choice.engine_input, choice.sampling, choice.request_id)
 
     async def _last(self, choice: _Choice) -> RequestOutput:
         last = None
@@ -229,6 +203,38 @@ class GenerateHandler:
             ),
             diffusion=DiffusionReport.of(told(output).get(0, {}) for output in finals),
         )
+
+
+def _asked(body: GenerateBody) -> dict[str, Any]:
+    """What a body asks for under canonical names, unknown fields refused.
+
+    Raises:
+        InvalidParameterError: naming the field.
+    """
+    check_body(body)
+    own = GenerateBody.model_fields
+    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
+    asked = canonical(given, also_known=own)
+    if asked.get("stream_canvas") and not body.stream:
+        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    return {**asked, "stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
+
+
+def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
+    """What upstream's front end does with the outputs; all else is in the decision."""
+    return SamplingParams(
+        temperature=0.0,
+        logprobs=body.logprobs,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        detokenize=body.detokenize,
+        ignore_eos=decided.ignore_eos,
+        max_tokens=decided.max_tokens,
+        output_kind=RequestOutputKind.CUMULATIVE if body.stream else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 class _Cancelling:

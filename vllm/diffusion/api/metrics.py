@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm.diffusion import params
+from vllm.diffusion import fields
 from vllm.diffusion.api.protocol import GenerateBody
 from vllm.diffusion.metrics import (
     BUILD_INFO,
@@ -31,7 +31,7 @@ _REASONS = frozenset(
     {
         *("api_key", "body_size", "draining", "memory"),
         *GenerateBody.model_fields,
-        *(name for field in params.FIELDS for name in (field.name, *field.aliases)),
+        *(name for field in fields.FIELDS for name in (field.name, *field.aliases)),
     }
 )
 _installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion engine

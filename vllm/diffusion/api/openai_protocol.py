@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm.diffusion.api.door import RequestRefused
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.decision import AUTOREGRESSIVE, RESERVED_EXTRA_ARGS
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.params import (
-    AUTOREGRESSIVE,
-    CANONICAL,
-    RESERVED_EXTRA_ARGS,
-    SEED_BITS,
-    canonical,
-)
+from vllm.diffusion.fields import CANONICAL, canonical
+from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,

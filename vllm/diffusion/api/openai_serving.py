@@ -15,10 +15,10 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.diffusion.api.choices import ChoicesClient
-from vllm.diffusion.api.door import RequestRefused
-from vllm.diffusion.api.events import Listener, event
+from vllm.diffusion.api.events import DONE, Listener, event
 from vllm.diffusion.api.openai_protocol import prepare
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
+from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -27,17 +27,17 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from vllm.diffusion.api.door import Door
+    from vllm.diffusion.api.validator import Validator
     from vllm.outputs import RequestOutput
 
 Handler = TypeVar("Handler", bound="DiffusionServingChat | DiffusionServingCompletion")
 
 
-def adopt(upstreams: Any, kind: type[Handler], door: Door) -> Handler:
+def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     """A handler of our kind from the one that upstream made of the server's arguments."""
     handler: Handler = copy(upstreams)
     handler.__class__ = kind
-    handler.engine_client = ChoicesClient(upstreams.engine_client, door)
+    handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
     handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
     return handler
 
@@ -60,7 +60,7 @@ class DiffusionServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        listener = Listener()
+        listener = Listener(request.n or 1)
         heard = _heard(result_generator, listener)
         chunks = super().chat_completion_stream_generator(
             request, heard, request_id, model_name, *args, **kwargs
@@ -108,8 +108,9 @@ class DiffusionServingCompletion(OpenAIServingCompletion):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        listener = Listener()
-        heard = _heard_by_prompt(result_generator, listener, request.n)
+        num_choices = request.n or 1
+        listener = Listener(num_choices * len(engine_inputs))
+        heard = _heard_by_prompt(result_generator, listener, num_choices)
         chunks = super().completion_stream_generator(
             request, engine_inputs, heard, request_id, created_time, model_name, *args, **kwargs
         )
@@ -172,14 +173,25 @@ async def _after_the_first(
 async def _with_report(
     chunks: AsyncGenerator[str, None], listener: Listener
 ) -> AsyncGenerator[str, None]:
-    """Chunks, the report in the one that brings the usage, which is the one without choices."""
+    """Chunks, the report in the last one before [DONE].
+
+    Which one that is shows when the next one comes, so chunks are held back, but only once all
+    answers have ended: then nothing is waited for any more.
+    """
+    held: str | None = None
     async with aclosing(chunks):
         async for text in chunks:
-            if '"choices":[]' in text:
-                content = json.loads(text.removeprefix("data: "))
-                content["diffusion"] = _content(listener.reports)
-                text = event(json.dumps(content))
-            yield text
+            if held is not None:
+                yield _reporting(held, listener.reports) if text == DONE else held
+            held = text if listener.has_heard_all and text != DONE else None
+            if held is None:
+                yield text
+
+
+def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
+    content = json.loads(chunk.removeprefix("data: "))
+    content["diffusion"] = {**content.get("diffusion", {}), **_content(reports)}
+    return event(json.dumps(content))
 
 
 def _report(response: Any, reports: dict[int, dict[str, Any]]) -> None:

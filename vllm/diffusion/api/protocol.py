@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Body and answer of `POST /generate`.
 
-The body's diffusion parameters are the table `params.FIELDS` (see `schema`).
+The body's diffusion parameters are the table `fields.FIELDS` (see `schema`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm.diffusion import params
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
+from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
 
 
@@ -57,24 +57,6 @@ class GenerateBody(BaseModel):
 GenerateRequest = with_diffusion_fields(GenerateBody, "GenerateRequest", "Body of POST /generate.")
 
 
-def diffusion_fields(body: GenerateBody) -> dict[str, Any]:
-    """The diffusion parameters of a body under canonical names, unknown fields refused.
-
-    Raises:
-        InvalidParameterError: naming the field.
-    """
-    given = {
-        name: value
-        for name, value in body.model_dump(exclude_unset=True).items()
-        if name not in GenerateBody.model_fields
-    }
-    check_body(body)
-    fields = params.canonical(given, also_known=tuple(GenerateBody.model_fields))
-    if fields.get("stream_canvas") and not body.stream:
-        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
-    return fields
-
-
 def check_body(body: GenerateBody) -> None:
     """Refuse what can be seen without the model.
 
@@ -83,7 +65,7 @@ def check_body(body: GenerateBody) -> None:
     """
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
-    for name, neutral, wanted in params.AUTOREGRESSIVE:
+    for name, neutral, wanted in AUTOREGRESSIVE:
         value = getattr(body, name, neutral[0])
         if value not in neutral:
             raise InvalidParameterError(name, value, wanted)

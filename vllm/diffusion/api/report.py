@@ -28,6 +28,7 @@ class DiffusionReport(BaseModel):
         tokens_per_forward: canvas tokens committed per forward.
         queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
         seeds: seed of every answer, to repeat it.
+        ignored: standard fields of the request that cannot act beside its algorithm.
         peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
             the steps of these answers, and in that step on average.
         budget_bytes: of the pool.
@@ -41,6 +42,7 @@ class DiffusionReport(BaseModel):
     queue_ms: float
     denoise_ms: float
     seeds: list[int]
+    ignored: list[str]
     peak_bytes: int | None = None
     average_bytes: int | None = None
     budget_bytes: int | None = None
@@ -62,6 +64,7 @@ class DiffusionReport(BaseModel):
             queue_ms=max((t["queue_ms"] for t in found), default=0.0),
             denoise_ms=max((t["denoise_ms"] for t in found), default=0.0),
             seeds=[t["seed"] for t in found],
+            ignored=found[0]["ignored"] if found else [],
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
 
-from vllm.diffusion import params
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.fields import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pydantic import BaseModel
+
+    from vllm.diffusion.values import Field as Parameter
 
 MAX_CHOICES = 128  # answers per prompt
 
@@ -36,7 +38,7 @@ def with_diffusion_fields(
         keep: parameters that `base` declares with types of its own.
     """
     fields: dict[str, Any] = {}
-    for field in params.FIELDS:
+    for field in FIELDS:
         for spelling in (field.name, *field.aliases):
             fields[spelling] = (Any, _described(field))
     for spelling in keep:
@@ -58,7 +60,7 @@ def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
         raise InvalidParameterError(name, given, f"wanted 0 to {most}")
 
 
-def _described(field: params.Field) -> Any:
+def _described(field: Parameter) -> Any:
     extra: dict[str, Any] = {"type": _JSON_TYPES[field.kind]}
     if field.choices:
         extra["enum"] = list(field.choices)
@@ -67,4 +69,6 @@ def _described(field: params.Field) -> Any:
     if field.maximum is not None:
         extra["maximum"] = field.maximum
     text = f"{field.doc} (default: {field.documented_default})"
+    if field.algorithms:
+        text += f"; used by {', '.join(field.algorithms)}"
     return Field(None, description=text, json_schema_extra=extra)

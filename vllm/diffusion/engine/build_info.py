@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import envs
-from vllm.diffusion.layers.attention_backends import available_backends
 from vllm.diffusion.ops.rooms import rooms
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from vllm.diffusion.memory import ActivationPool
@@ -19,7 +20,7 @@ logger = init_logger(__name__)
 
 
 def build_info(
-    device: torch.device, dtype: torch.dtype, head_dim: int, pool: ActivationPool, has_graphs: bool
+    device: torch.device, attention_backends: Sequence[str], pool: ActivationPool, has_graphs: bool
 ) -> dict[str, str]:
     """Values of the labels of `dllm:build_info`, by label."""
     on_gpu = device.type == "cuda"
@@ -28,11 +29,10 @@ def build_info(
         for room in rooms()
         if room.name != "vmm_allocator"
     }
-    backends = available_backends(dtype, head_dim, device)
     return {
         **found,
         "activation_pool": pool.backing_name,
-        "attention": "+".join(backend.name.lower() for backend in backends),
+        "attention": "+".join(attention_backends),
         "graphs": "on" if has_graphs else "off",
     }
 

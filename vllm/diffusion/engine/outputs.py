@@ -107,6 +107,7 @@ def _report(item: Scheduled, result: StepResult) -> dict[str, Any]:
         "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
         "denoise_ms": round(1000 * ran, 3),
         "seed": item.params.seed,
+        "ignored": list(item.params.ignored),
         **(item.largest.report() if item.largest is not None else {}),
         **({"infilled": result.infilled} if result.infilled else {}),
     }

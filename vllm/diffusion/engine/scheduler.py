@@ -14,8 +14,9 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import params, startup_log
-from vllm.diffusion.config import decide, row_budget, served_model
+from vllm.diffusion import startup_log
+from vllm.diffusion.config import row_budget, served_model
+from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
 from vllm.diffusion.engine.admission import WaitingLine
 from vllm.diffusion.engine.messages import (
@@ -31,6 +32,7 @@ from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.params import SEED_BITS
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
@@ -84,15 +86,16 @@ class DiffusionScheduler(SchedulerInterface):
     # ---- requests come and go ----
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. It was validated at the door; what fails here ends as an error."""
+        """Queue a request, with the decision that it brings; what fails here ends as an error."""
         self._observer.arrived(request)
         try:
-            decided = decide(request.sampling_params, self._model, request.prompt_token_ids or [])
+            prompt = request.prompt_token_ids or []
+            decided = decision_of(request.sampling_params, self._model, prompt)
         except InvalidParameterError as error:
             self._refuse(request, str(error), reason="engine")
             return
         if decided.seed is None:
-            decided = decided.with_seed(secrets.randbits(params.SEED_BITS))
+            decided = decided.with_seed(secrets.randbits(SEED_BITS))
         self._waiting.append(
             Scheduled(request, decided, demand_of(decided, request.num_prompt_tokens))
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from vllm.diffusion import params
+from vllm.diffusion import decision, fields
 from vllm.diffusion.engine.graphs import ROW_BUCKETS
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.recovery import OUT_OF_MEMORY
@@ -86,4 +86,4 @@ def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCan
         "steps": canvas,
         "seed": 0,
     }
-    return NewCanvas(req_id, prompt, params.resolve(params.canonical(asked), model, prompt))
+    return NewCanvas(req_id, prompt, decision.decide(fields.canonical(asked), model, prompt))

@@ -100,9 +100,9 @@ class DiffusionWorker(WorkerBase):
 
     def build_info(self) -> dict[str, str]:
         """What the engine runs on; the API server asks for it."""
-        runner, model = self.model_runner, self.model_runner.model
-        has_graphs = runner.graphs is not None
-        return build_info(self._device(), model.dtype, model.head_dim, runner.pool, has_graphs)
+        runner, device = self.model_runner, self._device()
+        backends = runner.model.attention_backends(device)
+        return build_info(device, backends, runner.pool, has_graphs=runner.graphs is not None)
 
     def _activation_budget(self) -> int:
         """Bytes of the activation pool, the same on all ranks."""

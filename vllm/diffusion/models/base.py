@@ -17,7 +17,7 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.layers.attention_backends import can_be_captured
+from vllm.diffusion.layers.attention_backends import available_backends, can_be_captured
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
@@ -202,6 +202,11 @@ class DiffusionModel(nn.Module, SupportsQuant):
     def dtype(self) -> torch.dtype:
         """The model dtype: of the residual stream, the keys and values and the logits."""
         return self.model.norm.weight.dtype
+
+    def attention_backends(self, device: torch.device) -> list[str]:
+        """Names of what may compute its attention on a device."""
+        backends = available_backends(self.dtype, self.head_dim, device)
+        return [backend.name.lower() for backend in backends]
 
     def can_be_captured(self, device: torch.device) -> bool:
         """Whether a CUDA graph can hold the layers: attention needs nothing of the host."""

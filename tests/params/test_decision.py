@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decision on its way: it is made once, crosses processes as it is, and nobody forges it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.params.test_params import MODEL, PROMPT
+from vllm import SamplingParams
+from vllm.diffusion.algorithms import ALGORITHMS, PARAMETERS, AlgorithmParams
+from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
+from vllm.diffusion.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+ASKED: dict[str, Any] = {"gen_length": 64, "steps": 8, "block_length": 32}
+
+
+def decided(sampling: SamplingParams) -> DiffusionParams:
+    return decide(asked_by(sampling), MODEL, PROMPT)
+
+
+def crossed(sampling: SamplingParams) -> SamplingParams:
+    """What the engine's process gets of a front end's request."""
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    received: Any = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+    found: SamplingParams = received.sampling_params
+    return found
+
+
+def no_decision(*_: Any) -> Any:
+    raise AssertionError("decided again")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("crosses", [True, False])
+def test_the_engine_gets_the_decision_as_it_was_made(
+    algorithm: str, crosses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {name: value for name, value in ASKED.items() if name != "steps" or algorithm != "dream"}
+    sampling = SamplingParams(
+        temperature=0.7,
+        seed=2**64 - 1,
+        stop_token_ids=[7],
+        logprobs=2,
+        extra_args={**own, "algorithm": algorithm, "logits_eos_inf": True},
+    )
+    wanted = decided(sampling)
+    attach(sampling, wanted)
+    monkeypatch.setattr("vllm.diffusion.decision.decide", no_decision)
+    received = crossed(sampling) if crosses else sampling.clone()
+    assert decision_of(received, MODEL, PROMPT) == wanted
+
+
+def test_answers_differ_by_their_seed_alone() -> None:
+    sampling = SamplingParams(extra_args={**ASKED, "seed": 2**64 - 2})
+    wanted = decided(sampling)
+    for index, seed in enumerate((2**64 - 2, 2**64 - 1, 0)):
+        own = sampling.clone()
+        attach(own, wanted, index)
+        assert decision_of(own, MODEL, PROMPT) == dataclasses.replace(wanted, seed=seed)
+    drawn = SamplingParams(extra_args=ASKED)
+    attach(drawn, decided(drawn), 5)
+    assert (drawn.seed, decision_of(drawn, MODEL, PROMPT).seed) == (None, None)
+
+
+def test_what_comes_without_a_decision_is_decided_alike() -> None:
+    sampling = SamplingParams(temperature=0.0, extra_args=ASKED)
+    assert not is_decided(sampling)
+    assert decision_of(sampling, MODEL, PROMPT) == decided(sampling)
+
+
+@pytest.mark.parametrize("forged", [{"gen_length": 10**9, "algorithm": "semi_ar"}, "x", 1, [1]])
+def test_a_client_cannot_send_a_decision(forged: Any) -> None:
+    """Of all that JSON can say, nothing is a decision; it is an unknown parameter like others."""
+    sampling = SamplingParams(extra_args={**ASKED, DECISION: forged})
+    assert not is_decided(sampling)
+    with pytest.raises(InvalidParameterError, match=f"^{DECISION}: given .*; unknown parameter"):
+        decided(sampling)
+
+
+def test_a_forged_decision_does_not_pass_a_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a route of upstream's either, which hands on a client's extra_args as they are."""
+    from vllm.diffusion.api import validator
+
+    forged = dataclasses.asdict(decided(SamplingParams(extra_args=ASKED)))
+    sampling = SamplingParams(extra_args={DECISION: {**forged, "stop_ids": []}})
+    request = SimpleNamespace(sampling_params=sampling.clone(), prompt_token_ids=PROMPT)
+    front_end: Any = SimpleNamespace(diffusion_validator=validator.Validator(None))
+    monkeypatch.setattr(validator, "_upstreams", lambda *_, **__: request)
+    for prompt in ("raw", {"type": "token", "prompt_token_ids": PROMPT}):
+        with pytest.raises(validator.RequestRefused, match=f"^{DECISION}: "):
+            validator._process_inputs(front_end, "r", prompt, sampling)
+
+
+def test_parameters_of_algorithms_have_a_type_a_user_and_a_default() -> None:
+    names = {spec.name for spec in PARAMETERS}
+    assert names == {f.name for f in dataclasses.fields(AlgorithmParams)}
+    assert all(spec.algorithms for spec in PARAMETERS)
+    for algorithm in ALGORITHMS.values():
+        assert set(algorithm.parameters) <= names
+        assert set(algorithm.shifted_defaults) <= set(algorithm.defaults)
+        assert set(algorithm.defaults) <= set(algorithm.parameters)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding algorithms, one record each.
+
+Validation, lengths, caches, HTTP schemas and the table of docs/decoding.md follow from these
+records; the rule of an algorithm is in the module of its name in `vllm.diffusion.decoding`. A
+parameter that only some algorithms use is declared here as well, with its range and its type.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm.diffusion.values import Field, in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NEVER = 10_000  # iterations: longer than any answer takes
+CACHES_IN_TURN = ("none", "prefix", "dual")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One decoding algorithm.
+
+    Attributes:
+        name: as requests write it, and its module.
+        rule: class of that module.
+        commits: what is committed in each step, for documentation.
+        source: where it comes from: a number of the list in docs/decoding.md.
+        blocks: filled one after the other ("in turn"), several at the same time ("together"), or
+            none: all of the canvas competes.
+        score: what candidates are compared by; "alg": the parameter of that name says.
+        pace: who says how many are committed: the number of steps, or the rule itself. Then a
+            number of steps is only a bound on the forwards.
+        parameters: those of `PARAMETERS` that it uses.
+        defaults: where they differ from those of `PARAMETERS`.
+        shifted_defaults: the same for families that shift their logits (Dream).
+        caches: kinds of reuse of keys and values that it allows.
+        random_scores: who may replace the score by a random number (`remasking: random`):
+            every family, those that do not shift their logits, or none.
+        draws: whether `temperature` adds noise to the choice of tokens.
+        ends_short: whether the last block may be shorter than the others.
+    """
+
+    name: str
+    rule: str
+    commits: str
+    source: int
+    blocks: Literal["in turn", "together", "none"] = "in turn"
+    score: Literal["confidence", "entropy", "alg"] = "confidence"
+    pace: Literal["steps", "rule"] = "rule"
+    parameters: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    shifted_defaults: Mapping[str, Any] = field(default_factory=dict)
+    caches: tuple[str, ...] = CACHES_IN_TURN
+    random_scores: Literal["all", "unshifted", "none"] = "none"
+    draws: bool = True
+    ends_short: bool = False
+
+    def can_score_at_random(self, *, is_shifted: bool) -> bool:
+        return self.random_scores == "all" or (self.random_scores == "unshifted" and not is_shifted)
+
+
+_SEVERAL_BLOCKS = (
+    "threshold",
+    "block_add_threshold",
+    "decoded_token_threshold",
+    "cache_delay_iter",
+    "refresh_interval",
+)
+
+ALGORITHMS: dict[str, Algorithm] = {
+    a.name: a
+    for a in (
+        Algorithm(
+            "semi_ar",
+            "SemiAutoregressive",
+            "a fixed number of the most confident candidates, block after block",
+            source=1,
+            pace="steps",
+            random_scores="all",
+        ),
+        Algorithm(
+            "threshold",
+            "Threshold",
+            "every candidate of the block whose confidence reaches `threshold`, and always the "
+            "best one",
+            source=2,
+            parameters=("threshold",),
+            random_scores="all",
+        ),
+        Algorithm(
+            "factor",
+            "Factor",
+            "the n best candidates, n as large as the n-th best confidence stays at or above "
+            "1 - `factor` / (n + 1)",
+            source=2,
+            parameters=("factor",),
+            random_scores="all",
+        ),
+        Algorithm(
+            "local_leap",
+            "LocalLeap",
+            "as `threshold`, but `relaxed_threshold` suffices within `radius` positions of a "
+            "candidate that reaches `threshold`",
+            source=3,
+            parameters=("threshold", "relaxed_threshold", "radius", "early_stop"),
+            random_scores="all",
+        ),
+        Algorithm(
+            "entropy_threshold",
+            "EntropyThreshold",
+            "every candidate of the block whose distribution has an entropy below `threshold`, "
+            "and always the lowest",
+            source=4,
+            score="entropy",
+            parameters=("threshold",),
+            defaults={"threshold": 0.95},
+        ),
+        Algorithm(
+            "full_attn_multi_block",
+            "FullAttnMultiBlock",
+            "candidates of several blocks at once whose entropy is below `threshold`; a block "
+            "starts when `block_add_threshold` of the one before is decoded, and is sure of one "
+            "commit a step from `decoded_token_threshold` on",
+            source=4,
+            blocks="together",
+            score="entropy",
+            parameters=_SEVERAL_BLOCKS,
+            defaults={
+                "threshold": 0.5,
+                "block_add_threshold": 0.1,
+                "decoded_token_threshold": 0.95,
+            },
+            shifted_defaults={"threshold": 0.4},
+            caches=("none",),
+            draws=False,
+            ends_short=True,
+        ),
+        Algorithm(
+            "multi_block",
+            "MultiBlock",
+            "the same idea with one commit a step guaranteed over all blocks (on Dream: in the "
+            "first unfinished block), and with the delayed cache",
+            source=5,
+            blocks="together",
+            score="entropy",
+            parameters=(*_SEVERAL_BLOCKS, "early_stop"),
+            defaults={"threshold": 0.5},
+            shifted_defaults={"threshold": 0.9},
+            caches=("none", "delayed"),
+            random_scores="unshifted",
+        ),
+        Algorithm(
+            "hierarchy",
+            "Hierarchy",
+            "the best candidate of each run of masked positions if its confidence exceeds "
+            "`low_threshold`, every candidate above `threshold`, and always the best one",
+            source=6,
+            parameters=("low_threshold", "threshold"),
+        ),
+        Algorithm(
+            "credit",
+            "Credit",
+            "as `threshold`, with confidences raised for tokens that were the best candidate of "
+            "their position in the steps before",
+            source=6,
+            parameters=("threshold",),
+        ),
+        Algorithm(
+            "dream",
+            "Dream",
+            "as many candidates of the whole canvas as a schedule of noise levels says, chosen by "
+            "`alg`",
+            source=7,
+            blocks="none",
+            score="alg",
+            pace="steps",
+            parameters=("alg", "alg_temp", "eps", "top_p", "top_k"),
+            caches=("none",),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmParams:
+    """The values of `PARAMETERS` in a request; `top_p` and `top_k` are None when off."""
+
+    threshold: float
+    factor: float
+    relaxed_threshold: float
+    radius: int
+    low_threshold: float
+    block_add_threshold: float
+    decoded_token_threshold: float
+    cache_delay_iter: int
+    refresh_interval: int
+    early_stop: bool
+    alg: str
+    alg_temp: float
+    eps: float
+    top_p: float | None
+    top_k: int | None
+
+
+def users(uses: Any) -> tuple[str, ...]:
+    """Names of the algorithms of whose records `uses(record)` is true."""
+    return tuple(name for name, algorithm in ALGORITHMS.items() if uses(algorithm))
+
+
+def _of_algorithms(spec: Field) -> Field:
+    """`spec` with what the records say of it."""
+    return dataclasses.replace(
+        spec,
+        algorithms=users(lambda a: spec.name in a.parameters),
+        defaults=_named(spec.name, {a.name: a.defaults for a in ALGORITHMS.values()}),
+        shifted_defaults=_named(
+            spec.name, {a.name: a.shifted_defaults for a in ALGORITHMS.values()}
+        ),
+    )
+
+
+def _named(name: str, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {algorithm: own[name] for algorithm, own in defaults.items() if name in own}
+
+
+PARAMETERS: tuple[Field, ...] = tuple(
+    _of_algorithms(spec)
+    for spec in (
+        Field(
+            "threshold",
+            float,
+            "confidence from which a candidate is committed, or entropy up to which "
+            "(entropy_threshold, full_attn_multi_block, multi_block)",
+            default=0.9,
+            server_wide=True,
+        ),
+        Field(
+            "factor",
+            float,
+            "n candidates are committed while the n-th best reaches 1 - factor / (n + 1)",
+            default=1.0,
+            minimum=0,
+            server_wide=True,
+        ),
+        Field(
+            "relaxed_threshold",
+            float,
+            "threshold of candidates near one that reaches `threshold`",
+            default=0.75,
+            server_wide=True,
+        ),
+        Field("radius", int, "how many positions are near", default=4, minimum=0, server_wide=True),
+        Field(
+            "low_threshold",
+            float,
+            "confidence above which the best of each run of masked positions is committed",
+            default=0.4,
+            server_wide=True,
+        ),
+        Field(
+            "block_add_threshold",
+            float,
+            "share of the last block that must be decoded before the next one starts",
+            default=0.5,
+            aliases=("block_add",),
+            server_wide=True,
+        ),
+        Field(
+            "decoded_token_threshold",
+            float,
+            "share of a block that must be decoded before the next one gets a token in every step",
+            default=0.5,
+            aliases=("decoded_thresh",),
+            server_wide=True,
+        ),
+        Field(
+            "cache_delay_iter",
+            int,
+            "steps after its completion at which a block's keys and values are kept; below "
+            f"{NEVER} it chooses cache: delayed for multi_block (full_attn_multi_block accepts it "
+            "and keeps nothing)",
+            default=NEVER,
+            minimum=0,
+            neutral=(NEVER,),
+            server_wide=True,
+        ),
+        Field(
+            "refresh_interval",
+            int,
+            "with cache: delayed, every such step computes the whole sequence again "
+            "(full_attn_multi_block accepts it and always does)",
+            default=NEVER,
+            minimum=1,
+            neutral=(NEVER,),
+            server_wide=True,
+        ),
+        Field(
+            "early_stop",
+            bool,
+            "multi_block: fill everything after the first end-of-sequence token with it in every "
+            "step; local_leap: end after a block that holds one",
+            default=False,
+            neutral=(False,),
+            server_wide=True,
+        ),
+        Field(
+            "alg",
+            str,
+            "dream: score of a candidate (probability, difference of the two best, negative "
+            "entropy), or origin: positions at random",
+            default="entropy",
+            choices=("entropy", "maskgit_plus", "topk_margin", "origin"),
+            server_wide=True,
+        ),
+        Field(
+            "alg_temp",
+            float,
+            "dream: draw the positions by their scores at this temperature; 0 takes the best",
+            default=0.0,
+            minimum=0,
+            neutral=(0.0,),
+            server_wide=True,
+        ),
+        Field(
+            "eps",
+            float,
+            "dream: end of the schedule, which falls from 1 to it",
+            default=1e-3,
+            minimum=0,
+            maximum=1,
+            server_wide=True,
+        ),
+        Field(
+            "top_p",
+            float,
+            "dream: keep the most likely tokens up to the one that makes their sum exceed it",
+            default_text="off",
+            minimum=0,
+            maximum=1,
+            neutral=(1.0,),
+        ),
+        Field(
+            "top_k",
+            int,
+            "dream: keep so many of the most likely tokens; 0 or -1 keeps all",
+            default_text="off",
+            minimum=-1,
+            neutral=(0, -1),
+        ),
+    )
+)
+
+
+def documented_algorithms(default_of: Mapping[str, str]) -> list[str]:
+    """The rows of the table in docs/decoding.md.
+
+    Args:
+        default_of: algorithm by name of the family whose default it is.
+    """
+    return [
+        f"| `{a.name}` | {a.commits} | {'; '.join(_documented_parameters(a))} | "
+        f"{', '.join(f for f, name in default_of.items() if name == a.name)} | [{a.source}] |"
+        for a in ALGORITHMS.values()
+    ]
+
+
+def _documented_parameters(algorithm: Algorithm) -> list[str]:
+    found = ["`steps` one per canvas token"] if algorithm.pace == "steps" else []
+    for spec in PARAMETERS:
+        if spec.name in algorithm.parameters:
+            default = spec.documented_default_for(algorithm.name)
+            found.append(f"`{spec.name}` {in_words(spec.choices) if spec.choices else default}")
+    if algorithm.blocks != "none":
+        found.append("`block_length` 32")
+    if algorithm.random_scores != "none":
+        found.append("`remasking` low_confidence or random")
+    return found

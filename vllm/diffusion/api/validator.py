@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The validator: a request is decided completely, and once, before it enters the engine.
+
+Our HTTP handlers ask it before they answer anything, and attach the decision to what they hand on.
+Upstream's front end then makes the engine's request of prompt and parameters; there the validator
+decides those that come without a decision: of the offline `LLM`, and of routes that are not ours.
+So everybody is refused in the same words, and engines of other models are left alone.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.config import family_of, served_model
+from vllm.diffusion.decision import asked_by, attach, decide, is_decided
+from vllm.diffusion.engine.sizes import demand_of, make_planner
+from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.diffusion.memory import Planner
+    from vllm.diffusion.params import DiffusionParams, ServedModel
+    from vllm.v1.engine import EngineCoreRequest
+
+_upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
+
+
+class RequestRefused(VLLMValidationError):
+    """HTTP 400; the message names the field already, so nothing is appended to it.
+
+    Attributes:
+        reason: how it is counted: the field at fault, or `memory` for steps that never fit into it.
+    """
+
+    def __init__(self, error: InvalidParameterError) -> None:
+        super().__init__(str(error), parameter=error.field)
+        self.reason = "memory" if isinstance(error, ActivationBudgetError) else error.field
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Validator:
+    """Decides requests for one engine configuration."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._planner: Planner | None = None
+
+    @cached_property
+    def _model(self) -> ServedModel:
+        """Read at first use: it needs the tokenizer, which upstream loads later."""
+        return served_model(self._vllm_config)
+
+    def learn_budget(self, budget_bytes: int) -> None:
+        """From here on, refuse what does not fit into so much activation memory."""
+        self._planner = make_planner(self._vllm_config, budget_bytes)
+
+    def decide(self, asked: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> DiffusionParams:
+        """The parameters of a request that asks for values under canonical names.
+
+        Raises:
+            RequestRefused: naming the field, the given and the wanted value.
+        """
+        try:
+            decided = decide(asked, self._model, prompt_token_ids)
+            if self._planner is not None:
+                self._planner.check(demand_of(decided, len(prompt_token_ids)))
+            return decided
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+
+    def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
+        """The same of what a `SamplingParams` asks for."""
+        try:
+            asked = asked_by(sampling)
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        return self.decide(asked, prompt_token_ids)
+
+
+def install() -> None:
+    """Let every front end of this process have its requests decided."""
+    InputProcessor.process_inputs = _process_inputs
+
+
+def is_installed() -> bool:
+    """Whether an engine for one of our models was configured in this process."""
+    return InputProcessor.process_inputs is _process_inputs
+
+
+def validator_of(front_end: InputProcessor) -> Validator | None:
+    """The validator of an engine's front end, if the engine serves one of our models."""
+    found = vars(front_end)
+    if "diffusion_validator" not in found:
+        is_ours = family_of(front_end.vllm_config) is not None
+        front_end.diffusion_validator = Validator(front_end.vllm_config) if is_ours else None
+    validator: Validator | None = front_end.diffusion_validator
+    return validator
+
+
+def _process_inputs(
+    self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
+) -> EngineCoreRequest:
+    """Upstream's, whose result owns its parameters; then they carry a decision."""
+    validator = validator_of(self)
+    if validator is None or not isinstance(params, SamplingParams) or is_decided(params):
+        return _upstreams(self, request_id, prompt, params, *args, **options)
+    decided = None
+    if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
+        decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
+    request = _upstreams(self, request_id, prompt, params, *args, **options)
+    if decided is None:
+        decided = validator.decide_sampling(params, request.prompt_token_ids or [])
+    attach(request.sampling_params, decided)
+    return request

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision on a request: what is asked for becomes parameters in which nothing is left open.
+
+Explicit values are taken literally or refused with the values that would work; defaults always
+work, so a server-wide default that cannot stand beside what the request asks for gives way.
+
+A request is decided once. The decision travels in its `SamplingParams.extra_args`, under a name
+that no client can give; the scheduler decides only what comes without one.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.diffusion.algorithms import ALGORITHMS, NEVER
+from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.fields import BY_NAME, canonical
+from vllm.diffusion.lengths import decide_lengths
+from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
+from vllm.diffusion.scoring import ONLY_READ, SCORE, score_request
+from vllm.diffusion.values import in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.diffusion.algorithms import Algorithm
+    from vllm.diffusion.params import SpecialIds
+
+DECISION = "dllm_decision"  # the key of extra_args under which it travels
+
+# A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
+# connectors are unknown parameters here: there is no such cache.
+RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
+
+_LEFT_TO_RIGHT = "penalties need a left-to-right order"
+
+# Fields of upstream's SamplingParams that cannot act here: name, values that ask for nothing, and
+# what is wanted.
+AUTOREGRESSIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("min_p", (0.0, None), "wanted 0: it has no meaning for a diffusion language model"),
+    ("presence_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
+    ("frequency_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
+    ("repetition_penalty", (1.0, None), f"wanted 1: {_LEFT_TO_RIGHT}"),
+    ("logit_bias", (None, {}), "wanted none: not supported"),
+    ("bad_words", (None, []), "wanted none: not supported"),
+    ("allowed_token_ids", (None,), "wanted none: not supported"),
+    ("structured_outputs", (None,), "wanted none: not supported"),
+    ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
+    ("logprob_token_ids", (None, []), "wanted none: not supported"),
+    ("repetition_detection", (None,), "wanted none: not supported"),
+    ("thinking_token_budget", (None, -1), "wanted none: not supported"),
+    ("watermarking", (None, False), "wanted false: not supported"),
+)
+
+# Fields of DiffusionParams that are the request's value, else the server's, else the table's.
+_PLAIN: tuple[str, ...] = tuple(
+    f.name
+    for f in dataclasses.fields(DiffusionParams)
+    if f.name in BY_NAME
+    and f.name
+    not in ("algorithm", "cache", "gen_length", "max_tokens", "steps", "block_length", "seed")
+)
+
+
+def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
+    """Let a request's `SamplingParams` carry its decision, in place of what was decided from.
+
+    Args:
+        sampling: changed; no client's own object.
+        decided: the decision.
+        index: which of the request's answers; it adds to the seed, which travels beside the
+            decision.
+    """
+    kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
+    sampling.extra_args = {**kept, DECISION: decided}
+    sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
+
+
+def is_decided(sampling: Any) -> bool:
+    """Whether `attach` was here. What a client sends is never of this type."""
+    return isinstance((sampling.extra_args or {}).get(DECISION), DiffusionParams)
+
+
+def decision_of(
+    sampling: Any, model: ServedModel, prompt_token_ids: Sequence[int]
+) -> DiffusionParams:
+    """The attached decision; of a request that comes without one, the decision now.
+
+    Raises:
+        InvalidParameterError: as `decide`.
+    """
+    attached = (sampling.extra_args or {}).get(DECISION)
+    if attached is None:
+        return decide(asked_by(sampling), model, prompt_token_ids)
+    decided = attached
+    if not isinstance(decided, DiffusionParams):  # it has crossed processes
+        decided = msgspec.convert(attached, DiffusionParams)
+    return decided if sampling.seed is None else decided.with_seed(sampling.seed)
+
+
+def asked_by(sampling: Any) -> dict[str, Any]:
+    """What a vLLM `SamplingParams` asks for, under canonical names; unset values are left out.
+
+    `extra_args` holds the diffusion parameters and wins over the fields of `SamplingParams`.
+
+    Raises:
+        InvalidParameterError: for an unknown key, contradicting spellings, or a field of
+            `SamplingParams` that would act on an autoregressive model but cannot here.
+    """
+    _refuse_autoregressive_fields(sampling)
+    extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
+    score = extra.pop(SCORE, None)
+    if score is not None and extra:
+        raise InvalidParameterError(SCORE, score, f"wanted it without {in_words(sorted(extra))}")
+    given = canonical(extra)
+    if score is not None:
+        given |= {SCORE: score, "gen_length": 1, "allow_infill": True}
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "ignore_eos": sampling.ignore_eos,
+        "min_tokens": sampling.min_tokens,
+    }
+    for name, value in own.items():
+        if value is not None:
+            given.setdefault(name, value)
+    if "max_tokens" not in given:
+        given["upstream_max_tokens"] = sampling.max_tokens
+    given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
+    given["logprobs"] = sampling.logprobs
+    if (sampling.logprobs or 0) < 0:
+        raise InvalidParameterError(
+            "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
+        )
+    return given
+
+
+def _refuse_autoregressive_fields(sampling: Any) -> None:
+    for name, neutral, meaning in AUTOREGRESSIVE:
+        value = getattr(sampling, name, neutral[0])
+        if value not in neutral:
+            raise InvalidParameterError(name, value, meaning)
+
+
+def decide(
+    asked: Mapping[str, Any], model: ServedModel, prompt_token_ids: Sequence[int]
+) -> DiffusionParams:
+    """Decide every parameter of a request.
+
+    Args:
+        asked: values under canonical names, as `canonical` or `asked_by` return them. The latter
+            adds `stop_token_ids`, `logprobs`, and `upstream_max_tokens`: a limit that upstream may
+            have filled in itself.
+        model: the served model.
+        prompt_token_ids: the prompt.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    request = dict(asked)
+    score = request.pop(SCORE, None)
+    stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    logprobs = request.pop("logprobs", None)
+    upstream_max_tokens = request.pop("upstream_max_tokens", None)
+    algorithm = _algorithm(request, model)
+    ignored = _ignored(request, algorithm, model)
+    for name in ignored:
+        del request[name]
+    _check(request, algorithm, model)
+    _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
+    lengths = decide_lengths(
+        request, algorithm, model, len(prompt_token_ids), upstream_max_tokens=upstream_max_tokens
+    )
+    cache = _cache(request, algorithm, model)
+    _check_cached_length(cache, len(prompt_token_ids) + lengths.canvas, model)
+    values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
+    if cache != "none":
+        values["cfg_scale"] = 0.0  # a server-wide one gives way
+    stops = not values["ignore_eos"]
+    values["early_stop"] = values["early_stop"] and stops and model.ids.eos is not None
+    values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
+    values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
+    values["mask_id"] = model.ids.mask
+    params = DiffusionParams(
+        algorithm=algorithm.name,
+        cache=cache,
+        gen_length=lengths.canvas,
+        max_tokens=lengths.max_tokens,
+        steps=lengths.steps,
+        block_length=lengths.block_length,
+        seed=None,
+        eos_id=model.ids.eos,
+        eot_id=model.ids.eot,
+        stop_ids=model.ids.stop | stop_token_ids if stops else frozenset(),
+        logit_shift=model.family.logit_shift,
+        logprobs=logprobs,
+        ignored=ignored,
+        **values,
+    )
+    if score is not None:
+        wanted = score_request(score, len(prompt_token_ids), model.vocab_size)
+        return dataclasses.replace(params, **ONLY_READ, score=wanted)
+    seed = request.get("seed")
+    return params if seed is None else params.with_seed(seed)
+
+
+def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:
+    if "algorithm" in request:
+        return ALGORITHMS[request["algorithm"]]
+    usual = ALGORITHMS[model.defaults.get("algorithm", model.family.default_algorithm)]
+    if "threshold" in request and "threshold" not in usual.parameters:
+        return ALGORITHMS["threshold"]
+    return usual
+
+
+def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
+    """Whether a parameter acts beside an algorithm on this family."""
+    if name == "remasking":
+        return algorithm.can_score_at_random(is_shifted=model.is_shifted)
+    return BY_NAME[name].is_used_by(algorithm.name)
+
+
+def _ignored(
+    request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
+) -> tuple[str, ...]:
+    """Names of the standard fields whose given values cannot act.
+
+    Every client sends the standard fields, whatever the model, so none is refused for being of no
+    use. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn, is
+    not among them.
+    """
+    cannot_act = {
+        "block_length": True,
+        "temperature": request.get("temperature") != 0,
+        "remasking": request.get("remasking") == "low_confidence"
+        and algorithm.score != "confidence",
+    }
+    return tuple(
+        name
+        for name, cannot in cannot_act.items()
+        if cannot and name in request and not _is_used(name, algorithm, model)
+    )
+
+
+def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> None:
+    """Refuse values that can never be had: of this algorithm, model and checkpoint."""
+    for name, value in request.items():
+        spec = BY_NAME[name]
+        if not _is_used(name, algorithm, model) and value not in spec.neutral:
+            neutral = f"{spec.neutral[0]}, or " if spec.neutral else ""
+            others = [other for other in spec.algorithms if other != algorithm.name]
+            raise InvalidParameterError(
+                name,
+                value,
+                f"algorithm {algorithm.name} does not use it; "
+                f"wanted {neutral}algorithm: {in_words(others)}",
+            )
+    if request.get("mask_id", model.ids.mask) != model.ids.mask:
+        wanted = f"wanted the model's: {model.ids.mask}"
+        raise InvalidParameterError("mask_id", request["mask_id"], wanted)
+    if request.get("min_tokens", 0) != 0:
+        raise InvalidParameterError("min_tokens", request["min_tokens"], "wanted 0")
+    _check_special_ids(request, model.ids)
+
+
+def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> Any:
+    """The request's value, else the server's where it is meant for the algorithm, else ours.
+
+    A server-wide value of a parameter whose scale depends on the algorithm (a threshold) is meant
+    for the server-wide algorithm, where there is one.
+    """
+    spec = BY_NAME[name]
+    if name in request:
+        return request[name]
+    if name in model.defaults and _is_used(name, algorithm, model):
+        meant_for = model.defaults.get("algorithm", algorithm.name)
+        if not spec.defaults or meant_for == algorithm.name:
+            return model.defaults[name]
+    return spec.default_for(algorithm.name, is_shifted=model.is_shifted)
+
+
+def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> str:
+    """The kind of cache. One that was not asked for gives way to guidance."""
+    asked = request.get("cache")
+    if asked is not None and asked not in algorithm.caches:
+        others = [name for name, a in ALGORITHMS.items() if asked in a.caches]
+        raise InvalidParameterError(
+            "cache",
+            asked,
+            f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}; "
+            f"{asked} wants algorithm: {in_words(others)}",
+        )
+    chosen = asked or model.defaults.get("cache")
+    if chosen is None and _value("cache_delay_iter", request, algorithm, model) < NEVER:
+        chosen = "delayed"
+    cache = str(chosen) if chosen in algorithm.caches else "none"
+    is_explicit = asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
+    if cache != "none" and request.get("cfg_scale", 0) > 0 and is_explicit:
+        raise InvalidParameterError("cache", cache, "wanted none beside cfg_scale, or cfg_scale: 0")
+    if not is_explicit and _value("cfg_scale", request, algorithm, model) > 0:
+        cache = "none"
+    if "delayed" in algorithm.caches and cache != "delayed":
+        for name in ("cache_delay_iter", "refresh_interval"):
+            if request.get(name, NEVER) != NEVER:
+                raise InvalidParameterError(
+                    name, request[name], f"wanted {NEVER}, or cache: delayed"
+                )
+    return cache
+
+
+def _check_cached_length(cache: str, length: int, model: ServedModel) -> None:
+    if cache != "none" and length > model.cached_positions:
+        raise InvalidParameterError(
+            "cache",
+            cache,
+            f"prompt and canvas have {length} positions and the memory for caches holds "
+            f"{model.cached_positions}; wanted none, or a shorter request",
+        )
+
+
+def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:
+    if not prompt:
+        raise InvalidParameterError("prompt", [], "wanted at least one token")
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= model.vocab_size:
+        raise InvalidParameterError(
+            "prompt",
+            lowest if lowest < 0 else highest,
+            f"wanted token ids from 0 to {model.vocab_size - 1}",
+        )
+    if not allow_infill and model.ids.mask in prompt:
+        raise InvalidParameterError(
+            "prompt",
+            model.ids.mask,
+            "it holds the mask token; wanted a prompt without it, or allow_infill: true",
+        )
+
+
+def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:
+    for option in ("logits_eos_inf", "confidence_eos_eot_inf", "early_stop"):
+        if request.get(option) and ids.eos is None:
+            raise InvalidParameterError(option, True, "the checkpoint has no end-of-sequence token")
+    if request.get("confidence_eos_eot_inf") and ids.eot is None:
+        raise InvalidParameterError(
+            "confidence_eos_eot_inf", True, "the tokenizer has no end-of-turn token"
+        )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request parameter is, and how its values are written.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+@dataclass(frozen=True)
+class Field:
+    """One request parameter.
+
+    Attributes:
+        name: canonical name.
+        kind: int, float, bool or str.
+        doc: one line for users.
+        default: value of a request that gives none; None where there is none, or where it
+            depends on other values.
+        defaults: the default of an algorithm that has its own.
+        shifted_defaults: the same for families that shift their logits (Dream).
+        default_text: what documentation says instead, where the values do not say it.
+        minimum, maximum: smallest and largest accepted number.
+        choices: accepted strings.
+        aliases: other spellings.
+        algorithms: the algorithms that use it; empty means all.
+        neutral: values that change nothing: harmless beside algorithms that do not use it.
+        server_wide: may also be given as a server-wide default.
+    """
+
+    name: str
+    kind: type
+    doc: str
+    default: Any = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    shifted_defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_text: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ()
+    neutral: tuple[Any, ...] = ()
+    server_wide: bool = False
+
+    def default_for(self, algorithm: str, *, is_shifted: bool) -> Any:
+        """The value of a request that gives none."""
+        own = self.defaults.get(algorithm, self.default)
+        return self.shifted_defaults.get(algorithm, own) if is_shifted else own
+
+    def is_used_by(self, algorithm: str) -> bool:
+        return not self.algorithms or algorithm in self.algorithms
+
+    @property
+    def documented_default(self) -> str:
+        """The default in words."""
+        if self.default_text:
+            return self.default_text
+        parts = [] if self.default is None else [as_json(self.default)]
+        parts += [f"{name} {self.documented_default_for(name)}" for name in self.defaults]
+        return "; ".join(parts)
+
+    def documented_default_for(self, algorithm: str) -> str:
+        """The default beside one algorithm, in words."""
+        text = self.default_text or as_json(self.default_for(algorithm, is_shifted=False))
+        if algorithm in self.shifted_defaults:
+            text += f" ({as_json(self.shifted_defaults[algorithm])} on Dream)"
+        return text
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON writes it, strings without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def in_words(names: Iterable[str]) -> str:
+    """a, b or c."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
