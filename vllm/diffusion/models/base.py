@@ -240,7 +240,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
     def head_matrix(self) -> Tensor | None:
         """[V, D] where the logits are its product with normed hidden states; None where more is
         done, or where this rank has not all columns."""
-        if self.num_columns < self.vocab_size or self.config.logits_scale != 1.0:
+        if self.num_columns < self.vocab_size or self.architecture.logits_scale != 1.0:
             return None
         return self.head.matrix(slice(0, self.num_columns))
 
