@@ -19,6 +19,7 @@ from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
 from vllm.diffusion.engine.admission import WaitingLine
+from vllm.diffusion.engine.interface import CanvasInterface
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -33,7 +34,7 @@ from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import take_turns, to_the_end
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
 
@@ -42,18 +43,13 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Planner
-    from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.request import Request
 
 
-class DiffusionScheduler(SchedulerInterface):
-    """Implements upstream's scheduler interface for canvases instead of growing sequences."""
-
-    connector = None
-    ec_connector = None
+class DiffusionScheduler(CanvasInterface):
+    """Says who starts, who takes part in a step, and what clients are told of it."""
 
     def __init__(
         self,
@@ -78,7 +74,6 @@ class DiffusionScheduler(SchedulerInterface):
         self._launched: list[str] = []  # requests of the next step, where it is under way already
         self.slicing = Slicing()
         self._observer = Observer(enabled=log_stats)
-        self._pause_state = PauseState.UNPAUSED
         self._finished_req_ids: set[str] = set()
         self._tells_finished = include_finished_set
         self._finished_by_client: dict[int, set[str]] = defaultdict(set)
@@ -130,10 +125,10 @@ class DiffusionScheduler(SchedulerInterface):
     # ---- one step ----
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
-        admitted = self._admit() if self._pause_state == PauseState.UNPAUSED else []
+        admitted = self._admit() if self.pause_state == PauseState.UNPAUSED else []
         long = self.slicing.long(self._running, self._launched, self._planner)
         rows, next_slice = dict[str, int](), None
-        if self._pause_state != PauseState.PAUSED_ALL:
+        if self.pause_state != PauseState.PAUSED_ALL:
             rows, next_slice = self._next_step(long), self.slicing.next_slice(long)
         if next_slice is not None:
             rows[next_slice.req_id] = self._running[next_slice.req_id].next_rows
@@ -246,34 +241,3 @@ class DiffusionScheduler(SchedulerInterface):
 
     def make_stats(self) -> SchedulerStats | None:
         return self._observer.statistics(*self.get_request_counts())
-
-    @property
-    def pause_state(self) -> PauseState:
-        return self._pause_state
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        self._pause_state = pause_state
-
-    def shutdown(self) -> None:
-        pass
-
-    # ---- parts of upstream's interface without a meaning for canvases ----
-
-    def get_grammar_bitmask(self, scheduler_output: Any) -> GrammarOutput | None:
-        return None
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        pass
-
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: DraftTokenIds, scheduler_output: Any
-    ) -> None:
-        pass
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return True
-
-    def reset_encoder_cache(self) -> None:
-        pass
