@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running, shrink
+from tests.engine.harness import Ask, running, shrink, to_answer
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
 from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.messages import Slice
@@ -301,3 +301,38 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     during = [after for before, after in pairwise(outputs) if before.paused is not None]
     assert len(during) >= 8
     assert all(len(output.req_ids) == 1 for output in during)
+
+
+def test_a_step_whose_keys_were_moved_begins_anew(
+    slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came before it goes, and one that comes needs more room than that left."""
+    engine, _ = slow
+    asked = {**SHORT, "cache": "dual"}
+    asks = [Ask(random_prompt(n, n), asked) for n in (15, 200, 60)]
+    wanted = tokens(engine.ask(*asks))
+    runner, step = engine.runner, engine.llm.llm_engine.step
+    runner.caches.trim()  # so that there is no more room than is in use
+    slicing = engine.scheduler.slicing
+    slicing.seconds = runner.planner.seconds_of(Demand(216, 16), 216) / 30
+    begin, forwards_begun = runner._slices.begin, []
+
+    def recorded(batch: Any, *arguments: Any) -> None:
+        forwards_begun.append(batch.canvases[0].num_forwards)
+        begin(batch, *arguments)
+
+    monkeypatch.setattr(runner._slices, "begin", recorded)
+    names: list[str] = []
+    monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
+    first = start(engine, "first", asks[0])
+    step()
+    names.append(start(engine, "long", asks[1]))
+    answers = {}
+    while first in runner.canvases:
+        answers |= {o.request_id: to_answer(o) for o in step() if o.finished}
+    assert forwards_begun == [0]
+    start(engine, "last", asks[2])
+    answers |= finish(engine)
+    assert tokens([answers[name] for name in ("first", "long", "last")]) == wanted
+    assert forwards_begun.count(0) == 2
+    assert engine.is_idle()

@@ -90,7 +90,7 @@ class DiffusionModelRunner:
         self._recovery = Recovery(self, may_fail_alone=may_fail_alone)
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
         self._compute = Compute(model, pool, self.caches, self.graphs, self.noise, device)
-        self._slices = Slices(self._compute, self._ledger, pool, device)
+        self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
         self._log = StepLog(is_on=is_reporting)
         self._loop = StepLoop(self, self._recovery)
         self._usage = self._idle_usage()  # of the newest step whose results were handed out
@@ -150,7 +150,7 @@ class DiffusionModelRunner:
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Give the device the next slice of a request's step; the step, where it is the last."""
-        if self._slices.req_id != asked.req_id:
+        if not self._slices.is_of(self.canvases[asked.req_id]):
             self._slices.drop()
             batch = self._batch([asked.req_id])
             self._slices.begin(batch, *self._plan(batch, asked.seconds))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -20,16 +20,19 @@ from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.compute import Compute
     from vllm.diffusion.engine.forward import Chunked
     from vllm.diffusion.engine.ledger import Ledger
     from vllm.diffusion.engine.messages import Slice
-    from vllm.diffusion.memory import ActivationPool, Frame, Plan
+    from vllm.diffusion.memory import ActivationPool, CachePool, Frame, Plan
+
+Place: TypeAlias = tuple[int, int]  # of kept keys and values: first row or page, generation
 
 
 @dataclass
 class _Paused:
-    """A step between its slices."""
+    """A step between its slices; `kept_at` is where its request's keys and values lie."""
 
     started: float  # time.perf_counter()
     batch: StepBatch
@@ -37,6 +40,7 @@ class _Paused:
     planner_us: float
     work: Chunked[torch.Tensor]
     frame: Frame
+    kept_at: Place | None
     peak_bytes: int = 0
 
     @property
@@ -51,13 +55,20 @@ class Slices:
         compute: the chunks of a step.
         ledger: what a step took.
         pool: of the device.
+        caches: kept keys and values, in the pool.
         device: where the pool is.
     """
 
     def __init__(
-        self, compute: Compute, ledger: Ledger, pool: ActivationPool, device: torch.device
+        self,
+        compute: Compute,
+        ledger: Ledger,
+        pool: ActivationPool,
+        caches: CachePool,
+        device: torch.device,
     ) -> None:
-        self._compute, self._ledger, self._pool = compute, ledger, pool
+        self._compute, self._ledger = compute, ledger
+        self._pool, self._caches = pool, caches
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
         self._paused: _Paused | None = None
@@ -68,6 +79,21 @@ class Slices:
         """The request whose step is paused, if one is."""
         return None if self._paused is None else self._paused.req_id
 
+    def is_of(self, canvas: Canvas) -> bool:
+        """Whether the paused step is this request's, and its keys and values are where they were.
+
+        Else it cannot go on: what it was told of them is on the device.
+        """
+        paused = self._paused
+        if paused is None or paused.batch.canvases[0] is not canvas:
+            return False
+        return paused.kept_at == self._place(canvas)
+
+    def _place(self, canvas: Canvas) -> Place | None:
+        if canvas.cache is None:
+            return None
+        return canvas.cache.start, self._caches.generation
+
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; there is no other."""
         self._paused = _Paused(
@@ -77,6 +103,7 @@ class Slices:
             planner_us=planner_us,
             work=self._compute.chunks(batch, plan, self._host),
             frame=self._pool.new_frame(),
+            kept_at=self._place(batch.canvases[0]),
         )
 
     def run(self, asked: Slice) -> Step | None:
