@@ -4,10 +4,18 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask
+
+ROOT = Path(__file__).resolve().parents[2]
 
 if TYPE_CHECKING:
     import pytest
@@ -160,6 +168,7 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
     assert RequestStatus.FINISHED_ERROR > RequestStatus.FINISHED_STOPPED
     used = {"kv_transfer_params", "new_logprobs", "new_token_ids", "finish_reason", "stop_reason"}
     assert used <= set(EngineCoreOutput.__struct_fields__)
+    assert SamplingParams(extra_args={"a": [1]}).extra_args == {"a": [1]}
     assert {"outputs", "finished_requests", "scheduler_stats"} <= set(
         EngineCoreOutputs.__struct_fields__
     )
@@ -171,7 +180,7 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     """The line that benchmarks read."""
     import logging
 
-    from vllm.diffusion.engine import model_runner
+    from vllm.diffusion.engine import step_log
 
     class Lines(logging.Handler):
         def __init__(self) -> None:
@@ -181,7 +190,7 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             self.found.append((record.levelno, record.getMessage()))
 
-    lines, logger = Lines(), model_runner.logger
+    lines, logger = Lines(), step_log.logger
     level = logger.level
     logger.addHandler(lines)
     logger.setLevel(logging.DEBUG)
@@ -194,3 +203,131 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     assert len(steps) == 2
     assert all(" ms, requests = 1, rows = 13" in text for text in steps)
     assert ", sampled = 8" in steps[0]
+
+
+# ---- what docs/upstream.md lists ---------------------------------------------------------------
+
+
+def test_every_place_in_the_list_has_a_test_that_exists() -> None:
+    text = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 20
+    for file, test in named:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {test}" in source, f"{file}::{test}"
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "`vllm/" in line]
+    assert all("`tests/" in row for row in rows)
+
+
+def test_tables_that_are_written_to() -> None:
+    from collections.abc import MutableMapping
+
+    import vllm.envs
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    for table in (_CONFIG_REGISTRY, MODELS_CONFIG_MAP, vllm.envs.environment_variables):
+        assert isinstance(table, MutableMapping)
+    assert "llada" in _CONFIG_REGISTRY
+    assert issubclass(MODELS_CONFIG_MAP["LLaDAModelLM"], VerifyAndUpdateConfig)
+    assert all(callable(read) for read in vllm.envs.environment_variables.values())
+
+
+def test_the_servers_client_has_what_is_replaced_and_called() -> None:
+    """Attributes that its constructor sets are read from its source: it would start an engine."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    assert "timeout" in inspect.signature(AsyncLLM.shutdown).parameters
+    assert {"request_id", "internal"} <= set(inspect.signature(AsyncLLM.abort).parameters)
+    made = inspect.getsource(AsyncLLM.__init__)
+    for name in ("output_processor", "output_handler", "logger_manager"):
+        assert f"self.{name}" in made
+    assert callable(OutputProcessor.propagate_error)
+    assert "self.request_states" in inspect.getsource(OutputProcessor.__init__)
+    assert "self.stat_loggers" in inspect.getsource(StatLoggerManager.__init__)
+
+
+def test_the_openai_handlers_take_another_class() -> None:
+    """An instance may change its class where both are laid out alike."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    from vllm.diffusion.api.openai_serving import DiffusionServingChat, DiffusionServingCompletion
+
+    for upstream, ours in (
+        (OpenAIServingChat, DiffusionServingChat),
+        (OpenAIServingCompletion, DiffusionServingCompletion),
+    ):
+        handler = object.__new__(upstream)
+        handler.__class__ = ours
+        assert isinstance(handler, ours)
+
+
+def test_an_application_has_a_stack_to_stand_before() -> None:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    assert app.middleware_stack is None  # it is made at the first request, or by us
+    assert callable(app.build_middleware_stack())
+
+
+def test_arguments_that_are_set_are_upstreams() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
+    assert found.keys() >= {
+        *("disable_uvicorn_access_log", "disable_access_log_for_endpoints", "shutdown_timeout"),
+        *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    }
+
+
+def test_loaders_empty_the_accelerators_cache() -> None:
+    """Where they no longer do, or it no longer raises, nothing needs to be replaced."""
+    from vllm.model_executor.model_loader import base_loader
+
+    assert "torch.accelerator.empty_cache()" in inspect.getsource(base_loader)
+    if not torch.accelerator.is_available():
+        code = "import torch; torch.accelerator.empty_cache()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+        assert done.returncode != 0
+
+
+def test_layers_can_be_kept_as_they_were_loaded() -> None:
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    assert linear.LinearBase and vocab_parallel_embedding.VocabParallelEmbedding
+    assert callable(UnquantizedEmbeddingMethod.process_weights_after_loading)
+    folder = Path(inspect.getfile(linear)).parents[1]
+    readers = [f for f in folder.rglob("*.py") if "_cpu_skip_gemm_dispatch" in f.read_text()]
+    assert readers, "nothing reads it any more"
+
+
+def test_the_chunk_with_the_usage_has_no_choices() -> None:
+    """And is written without spaces, by which its text is told from the others."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
+    from vllm.entrypoints.openai.completion.protocol import CompletionStreamResponse
+
+    for response in (ChatCompletionStreamResponse, CompletionStreamResponse):
+        chunk = response(model="m", choices=[], created=0)
+        assert '"choices":[]' in chunk.model_dump_json(exclude_unset=True)
+
+
+def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
+    from vllm.v1 import utils
+    from vllm.v1.engine import utils as engine_utils
+    from vllm.v1.executor import multiproc_executor
+
+    from vllm.diffusion.watchdog import _PROCESS_NAMES
+
+    for module, name in (
+        (engine_utils, 'else "EngineCore"'),
+        (engine_utils, 'f"EngineCore_DP{'),
+        (multiproc_executor, 'f"VllmWorker-{'),
+        (utils, 'f"ApiServer_{'),
+    ):
+        assert name in inspect.getsource(module)
+        assert name.partition('"')[2].startswith(_PROCESS_NAMES)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+SCREEN = 40  # lines
 STEP_LINE = r"execute_diffusion_once time = [\d.]+ ms"
 LLADA_SCRIPT = ROOT / "scripts" / "run_llada_server.sh"
 # Libraries of a GPU can leave handlers behind under which a wait goes on after a signal.
@@ -76,7 +77,7 @@ def servers(
             DLLM_MAX_REQUEST_BYTES="10000",
         ),
         "to be killed": ServerProcess(
-            [*SERVER, str(model_dir), "--dtype", "float32"],
+            [*SERVER, str(model_dir), "--dtype", "float32", "--enable-prefix-caching"],
             folder / "killed.log",
             VLLM_SERVER_DEV_MODE="1",  # has routes that pause
         ),
@@ -88,6 +89,22 @@ def servers(
     finally:
         for process in found.values():
             process.kill()
+
+
+def test_the_log_of_a_start_fits_on_a_screen(servers: dict[str, ServerProcess]) -> None:
+    """It says what the engine runs on, and once which arguments cannot act."""
+    server = servers["to be killed"]
+    text, _, _ = server.log().partition("Application startup complete")
+    assert len(text.splitlines()) <= SCREEN, text
+    for line in ("flash_sample: ", "fused_ops: ", "gather_gemm: ", "vmm_allocator: "):
+        assert text.count(line) == 1, text
+    for line in ("activation pool: ", "attention: ", "CUDA graphs: "):
+        assert text.count(f"] {line}") == 1, text
+    named = "without effect on a diffusion language model: --enable-prefix-caching"
+    assert text.count(named) == 1
+    assert "without effect" not in servers["script"].log()
+    for other in ("Route: ", "Initializing a V1 LLM engine", "You are using a model of type"):
+        assert other not in text
 
 
 def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None:
@@ -230,6 +247,14 @@ def failed_starts(
             *("--model", str(model_dir), "--port", str(free_port())),
             *("--additional-config", '{"dllm": {"stepz": 8}}'),
         ],
+        "no key": [
+            *("--model", str(model_dir), "--port", str(free_port())),
+            *("--ssl-keyfile", "/no/key.pem", "--ssl-certfile", "/no/certificate.pem"),
+        ],
+        "no certificate": [
+            *("--model", str(model_dir), "--port", str(free_port())),
+            *("--ssl-keyfile", "/no/key.pem"),
+        ],
     }
     started = {
         name: ServerProcess([*SERVER, *arguments], folder / f"{name}.log", port=server.port)
@@ -268,6 +293,18 @@ def test_a_setting_that_does_not_exist(failed_starts: dict[str, str]) -> None:
     log = failed_starts["unknown setting"]
     assert "stepz: given 8; unknown parameter" in last_line(log)
     assert "Traceback" not in log
+
+
+def test_a_missing_key_ends_the_start_before_a_model_is_loaded(
+    failed_starts: dict[str, str],
+) -> None:
+    log = failed_starts["no key"]
+    assert last_line(log).startswith(
+        "error: --ssl-keyfile /no/key.pem, --ssl-certfile /no/certificate.pem: "
+    )
+    assert "EngineCore" not in log and "Traceback" not in log
+    log = failed_starts["no certificate"]
+    assert last_line(log) == "error: --ssl-certfile: wanted beside --ssl-keyfile, given none"
 
 
 def test_the_script_names_the_variables_of_a_missing_model(tmp_path: Path) -> None:

@@ -133,3 +133,43 @@ def test_stuck_processes_end_and_those_of_a_user_are_left_alone(tmp_path: Path) 
         assert users.is_running()
     finally:
         users.kill()
+
+
+FORKED = """
+import importlib.util, multiprocessing, os, signal, sys, time
+
+spec = importlib.util.spec_from_file_location("watchdog", sys.argv[1])
+watchdog = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(watchdog)
+context = multiprocessing.get_context("fork")
+
+def worker():
+    watchdog.follow_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+def engine():
+    watchdog.follow_parent()
+    context.Process(target=worker, name="VllmWorker-0").start()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    child = context.Process(target=engine, name="EngineCore")
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_worker_that_was_forked_from_a_watching_engine_watches_too(tmp_path: Path) -> None:
+    script = tmp_path / "forked.py"
+    script.write_text(FORKED)
+    command = [sys.executable, str(script), watchdog.__file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout is not None
+            engine, worker = (psutil.Process(int(program.stdout.readline())) for _ in range(2))
+            engine.kill()
+            assert still_alive([worker]) == []
+        finally:
+            program.kill()

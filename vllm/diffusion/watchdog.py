@@ -15,7 +15,7 @@ import threading
 
 # Names of the processes that upstream starts and in which it loads plugins.
 _PROCESS_NAMES = ("EngineCore", "VllmWorker-", "ApiServer_")
-_watching = threading.Event()
+_watching_pid: int | None = None  # a fork takes the variable along, and no thread
 
 
 def follow_parent() -> None:
@@ -25,11 +25,12 @@ def follow_parent() -> None:
     The watching thread ends the process without asking the main thread, which may be inside a
     long kernel launch or wait for a message that never comes.
     """
+    global _watching_pid
     parent = multiprocessing.parent_process()
     is_ours = multiprocessing.current_process().name.startswith(_PROCESS_NAMES)
-    if parent is None or not is_ours or _watching.is_set():
+    if parent is None or not is_ours or _watching_pid == os.getpid():
         return
-    _watching.set()
+    _watching_pid = os.getpid()
     threading.Thread(
         target=_end_with, args=(parent.pid, parent.sentinel), name="watchdog", daemon=True
     ).start()

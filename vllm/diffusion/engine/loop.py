@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from vllm.diffusion.engine.messages import Slice, StepResult
-    from vllm.diffusion.engine.model_runner import DiffusionModelRunner
     from vllm.diffusion.engine.recovery import Attempt, Recovery
+    from vllm.diffusion.engine.step import StepRunner
 
 
 class StepLoop:
@@ -28,7 +28,7 @@ class StepLoop:
         num_rows: of the step that was collected last.
     """
 
-    def __init__(self, runner: DiffusionModelRunner, recovery: Recovery) -> None:
+    def __init__(self, runner: StepRunner, recovery: Recovery) -> None:
         self._runner, self._recovery = runner, recovery
         self._ahead: Attempt | None = None
         self.num_rows = 0

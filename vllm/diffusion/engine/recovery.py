@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.messages import NewCanvas, Slice
-    from vllm.diffusion.engine.model_runner import DiffusionModelRunner
-    from vllm.diffusion.engine.step import Step
+    from vllm.diffusion.engine.step import Step, StepRunner
 
 logger = init_logger(__name__)
 
@@ -56,7 +55,7 @@ class Recovery:
             where other ranks run the same step and would wait for this one.
     """
 
-    def __init__(self, runner: DiffusionModelRunner, *, may_fail_alone: bool) -> None:
+    def __init__(self, runner: StepRunner, *, may_fail_alone: bool) -> None:
         self._runner = runner
         self._may_fail_alone = may_fail_alone
 

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion import startup_log
+from vllm.diffusion import startup_log, watchdog
 from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
@@ -63,6 +63,7 @@ class DiffusionScheduler(CanvasInterface):
         log_stats: bool = False,
     ) -> None:
         startup_log.leave_out_what_does_not_apply()
+        watchdog.follow_parent()  # a forked process has not passed the plugin
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
         self._row_budget = row_budget(vllm_config)

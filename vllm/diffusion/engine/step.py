@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that the device has been given."""
+"""A step that the device has been given, and who gives it one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from vllm.diffusion import ops
     from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.ledger import StepMemory
+    from vllm.diffusion.engine.messages import NewCanvas, Slice, StepResult
+    from vllm.diffusion.memory import ActivationPool, CachePool, Planner
 
 
 class Step(NamedTuple):
@@ -29,3 +32,25 @@ class Step(NamedTuple):
     @property
     def req_ids(self) -> list[str]:
         return [canvas.req_id for canvas in self.batch.canvases]
+
+
+class StepRunner(Protocol):
+    """What the loop over steps and the recovery from their errors need of a model runner."""
+
+    canvases: dict[str, Canvas]
+    planner: Planner
+    pool: ActivationPool
+    caches: CachePool
+
+    @property
+    def kept_bytes(self) -> int: ...
+
+    def start(self, new: NewCanvas) -> None: ...
+
+    def launch(self, req_ids: list[str]) -> Step: ...
+
+    def launch_slice(self, asked: Slice) -> Step | None: ...
+
+    def drop_slices(self) -> bool: ...
+
+    def collect(self, step: Step) -> dict[str, StepResult]: ...

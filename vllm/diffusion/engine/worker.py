@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.config import set_current_vllm_config
-from vllm.diffusion import envs, startup_log
+from vllm.diffusion import envs, startup_log, watchdog
 from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.build_info import build_info, log_build_info
@@ -43,6 +43,7 @@ class DiffusionWorker(WorkerBase):
     model_runner: DiffusionModelRunner
 
     def init_device(self) -> None:
+        watchdog.follow_parent()  # a forked process has not passed the plugin
         startup_log.leave_out_what_does_not_apply()
         if self.device_config.device_type == "cuda":
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)

@@ -10,7 +10,7 @@ head width, V logit columns.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -41,14 +41,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.diffusion.models.modules import FeedForward
     from vllm.model_executor.layers.quantization import QuantizationConfig
-
-
-class FeedForward(Protocol):
-    """The feed-forward stage of a layer."""
-
-    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
-        """x [R, D] += feed-forward of its norm, in place."""
 
 
 class DiffusionLayer(nn.Module):

@@ -8,7 +8,7 @@ by Llama's names where they go.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
@@ -25,9 +25,18 @@ from vllm.model_executor.layers.linear import (
 )
 
 if TYPE_CHECKING:
-    from vllm.diffusion.models.base import FeedForward
+    from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
+
+
+class FeedForward(Protocol):
+    """The feed-forward stage of a layer."""
+
+    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
+        """x [R, D] += feed-forward of its norm, in place."""
 
 
 class AttentionWeights(nn.Module):

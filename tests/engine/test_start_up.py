@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells when it starts: what it runs on, and nothing that does not apply."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_case
+from tests.engine.test_overlay import engine_config, llama  # noqa: F401
+from vllm.diffusion import startup_log
+from vllm.diffusion.api import arguments
+from vllm.diffusion.engine import build_info
+from vllm.diffusion.metrics import BUILD_INFO
+from vllm.diffusion.ops.rooms import BUILD, Room, rooms
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ROOMS = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.levelno, record.getMessage()))
+
+
+def told(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
+    """Levels and texts of what a call logs."""
+    function, *given = call
+    lines = Lines()
+    logger.addHandler(lines)
+    try:
+        function(*given)
+    finally:
+        logger.removeHandler(lines)
+    return lines.found
+
+
+# ---- what the engine runs on -------------------------------------------------------------------
+
+
+def test_an_engine_says_what_it_runs_on(engine: Engine) -> None:
+    (info,) = engine.llm.collective_rpc("build_info")
+    assert info.keys() == set(BUILD_INFO.facts)
+    if engine.runner.device.type == "cpu":
+        assert {info[room] for room in ROOMS[:-1]} == {"reference"}
+        assert (info["activation_pool"], info["attention"], info["graphs"]) == (
+            "torch",
+            "sdpa",
+            "off",
+        )
+
+
+def test_every_room_is_told_of() -> None:
+    assert tuple(room.name for room in rooms()) == ROOMS
+
+
+@pytest.mark.parametrize("missing", ROOMS)
+def test_a_room_that_a_gpu_lacks_is_a_warning(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tuple(Room(name, is_built=name != missing) for name in ROOMS)
+    monkeypatch.setattr(build_info, "rooms", lambda: found)
+    info = {"activation_pool": "vmm", "attention": "sdpa+flash3+split"}
+    lines = told(build_info.logger, build_info.log_build_info, info, GPU, 3 << 30, None)
+    warnings = [text for level, text in lines if level == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{missing}: not built") and BUILD in warnings[0]
+    texts = [text for level, text in lines if level == logging.INFO]
+    assert texts == [
+        *(f"{name}: kernels" for name in ROOMS if name != missing),
+        "activation pool: 3.00 GiB, virtual memory",
+        "attention: sdpa, flash3, split",
+        "CUDA graphs: captured before the first request",
+    ]
+
+
+def test_without_a_gpu_nothing_is_missing() -> None:
+    info = {"activation_pool": "torch", "attention": "sdpa"}
+    given = (info, CPU, 1 << 30, "none (no GPU)")
+    lines = told(build_info.logger, build_info.log_build_info, *given)
+    assert {level for level, _ in lines} == {logging.INFO}
+    assert [text for _, text in lines] == [
+        *(f"{name}: PyTorch reference (no GPU)" for name in ROOMS),
+        "activation pool: 1.00 GiB, PyTorch's allocator (no GPU)",
+        "attention: sdpa",
+        "CUDA graphs: none (no GPU)",
+    ]
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [("0", "VLLM_USE_VMM=0"), ("1", "no vmm_allocator")])
+def test_why_a_pool_is_not_virtual_memory(
+    wanted: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_VMM", wanted)
+    info = {"activation_pool": "torch", "attention": "sdpa"}
+    given = (info, GPU, 1 << 30, None)
+    texts = [text for _, text in told(build_info.logger, build_info.log_build_info, *given)]
+    assert f"activation pool: 1.00 GiB, PyTorch's allocator ({reason})" in texts
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_all_rooms_has_all_kernels(checkpoint: Any) -> None:
+    from tests.engine.harness import running
+
+    with running(checkpoint("mha"), dtype="bfloat16") as engine:
+        (info,) = engine.llm.collective_rpc("build_info")
+    built = {room.name: room.is_built for room in rooms()}
+    for name in ROOMS[:-1]:
+        assert info[name] == ("kernels" if built[name] else "reference")
+    assert info["activation_pool"] == ("vmm" if built["vmm_allocator"] else "torch")
+    assert "sdpa" in info["attention"].split("+")
+
+
+# ---- arguments without effect ------------------------------------------------------------------
+
+
+def server_arguments(*given: str) -> Namespace:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(list(given))
+    return parsed
+
+
+def test_arguments_without_effect_are_upstreams() -> None:
+    assert vars(server_arguments()).keys() >= arguments.WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], None),
+        (["--max-num-seqs", "7", "--dtype", "bfloat16", "--enforce-eager"], None),
+        (["--enable-prefix-caching"], "--enable-prefix-caching"),
+        (
+            ["--attention-backend", "FLASH_ATTN", "--enable-chunked-prefill", "-cc", '{"mode": 3}'],
+            "--attention-backend, --compilation-config, --enable-chunked-prefill",
+        ),
+        (["--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes"),
+    ],
+)
+def test_those_that_were_given_are_named_in_one_line(given: list[str], named: str | None) -> None:
+    warn = arguments.warn_of_arguments_without_effect
+    lines = told(arguments.logger, warn, server_arguments(*given))
+    text = f"without effect on a diffusion language model: {named}"
+    assert lines == ([] if named is None else [(logging.WARNING, text)])
+
+
+# ---- lines of upstream's -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", startup_log.LEFT_OUT)
+def test_the_lines_that_are_left_out_are_upstreams(module: str) -> None:
+    """A line that upstream words otherwise would come back unnoticed."""
+    source = inspect.getsource(importlib.import_module(module))
+    for beginning in startup_log.LEFT_OUT[module]:
+        assert f'"{beginning}' in source, beginning
+
+
+def test_other_lines_of_the_same_loggers_stay() -> None:
+    startup_log.leave_out_what_does_not_apply()
+    startup_log.leave_out_what_does_not_apply()
+    logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
+    assert [type(f).__name__ for f in logger.filters].count("_Without") == 1
+    assert told(logger, logger.warning, "Route: %s, Methods: %s", "/x", "GET") == []
+    assert told(logger, logger.warning, "port %s is used", 7) == [
+        (logging.WARNING, "port 7 is used")
+    ]
+
+
+def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:  # noqa: F811
+    startup_log.shorten_the_configuration()
+    logger = logging.getLogger("vllm.v1.engine.core")
+    (tmp_path / "ours").mkdir()
+    text = "Initializing a V1 LLM engine (v%s) with config: %s"
+    ours = engine_config(make_case(tmp_path / "ours" / "model", "mha"), dtype="float32")
+    ((_, line),) = told(logger, logger.warning, text, "0.32.0", ours)
+    assert line.startswith("engine of vLLM 0.32.0: model ") and len(line) < 300
+    assert line.endswith("float32, 64 positions, 1 tensor-parallel ranks")
+    ((_, line),) = told(logger, logger.warning, text, "0.32.0", engine_config(llama))
+    assert line.startswith("Initializing a V1 LLM engine")
+
+
+TOKENIZER = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from transformers import AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("case", ["mha", "dream", "moe"])
+def test_a_tokenizer_knows_the_models_type(case: str, checkpoint: Any) -> None:
+    """In a process that has read no configuration through upstream."""
+    command = [sys.executable, "-c", TOKENIZER, str(checkpoint(case))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "You are using a model of type" not in done.stdout + done.stderr

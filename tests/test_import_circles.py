@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No module of ours needs another that needs it, type checking included."""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+import grimp
+
+PACKAGES = ("vllm", "flash_sample", "vmm_allocator", "vllm_add_llada", "gather_gemm")
+
+
+def circle_of(imports: dict[str, set[str]]) -> list[str]:
+    """Modules of one circle, the first one again at the end; nothing where there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def test_a_circle_is_seen() -> None:
+    assert set(circle_of({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def test_there_is_no_circle() -> None:
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    assert "vllm.diffusion.sampling.sampler" in graph.modules
+    imports = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
+    assert not circle_of(imports)
