@@ -77,6 +77,9 @@ OUR_FAMILY_CASES: dict[str, Case] = {
         {"vocab_size": 300, "num_key_value_heads": 1, "tie_word_embeddings": True},
         "dream",
     ),
+    # heads whose widths do not sum up to the hidden size
+    "dream_wide_heads": Case(20, {"head_dim": 32}, "dream"),
+    "moe_narrow_heads": Case(20, {"head_dim": 8, "num_key_value_heads": 2}, "moe"),
     # half of a head's channels turn; most elements of q, k and v are clipped
     "moe_partial_clipped": Case(
         20, {"partial_rotary_factor": 0.5, "clip_qkv": 0.5, "num_key_value_heads": 2}, "moe"

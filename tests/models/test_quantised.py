@@ -21,11 +21,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import assert_same_logits, logits, staged_logits
 from tests.reference.llada_model import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.errors import CheckpointError
+from vllm.diffusion.models.llada import LLaDAConfig
+from vllm.diffusion.models.weights import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,3 +174,24 @@ def test_a_quantised_layer_without_tensors_is_named(
     tensors = {n: t for n, t in load_file(file).items() if not n.startswith(missing)}
     with pytest.raises(CheckpointError, match=missing):
         model.load_weights(tensors.items())
+
+
+def test_names_in_a_quantisations_lists_become_those_of_the_model() -> None:
+    """Whole paths of the checkpoint, names within a layer, and patterns of either."""
+    config = LLaDAConfig.from_dict(llada_config(n_layers=12))
+    mapper = module_names(config.architecture)
+    assert mapper.apply_list(
+        [
+            "model.transformer.ff_out",
+            "model.transformer.blocks.1.ff_out",
+            "model.transformer.blocks.11.up_proj",
+            "attn_out",
+            "re:.*ff_proj$",
+        ]
+    ) == [
+        "lm_head",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.11.mlp.up_proj",
+        "self_attn.o_proj",
+        "re:.*mlp.gate_proj$",
+    ]

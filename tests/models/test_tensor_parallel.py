@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 NUM_RANKS = 2
 CASES = ["gqa", "one_kv_head", "odd_vocab_tied", "all_biases"]
-CASES += ["dream", "dream_odd_tied", "moe", "moe_fused_mix", "moe_partial_clipped"]
+CASES += [
+    "dream",
+    "dream_odd_tied",
+    "moe",
+    "moe_fused_mix",
+    "moe_partial_clipped",
+    "dream_wide_heads",
+]
 IDS = torch.arange(3, 250, 13)
 
 

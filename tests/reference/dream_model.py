@@ -44,13 +44,10 @@ class DreamSettings:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DreamSettings:
@@ -61,13 +58,15 @@ class DreamSettings:
         for name, wanted in SUPPORTED.items():
             if config.get(name, wanted) != wanted:
                 raise ValueError(f"{name}: the reference wants {wanted!r}, got {config[name]!r}")
+        num_heads = config["num_attention_heads"]
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=config.get("rope_theta", 10000.0),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
@@ -77,15 +76,15 @@ class DreamSettings:
 def tensor_shapes(settings: DreamSettings) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with its shape; matrices are stored [out, in]."""
     d, m, v = settings.hidden_size, settings.intermediate_size, settings.vocab_size
-    kv = settings.num_kv_heads * settings.head_dim
+    q, kv = (n * settings.head_dim for n in (settings.num_heads, settings.num_kv_heads))
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
     for layer in range(settings.num_layers):
         block = f"model.layers.{layer}"
         shapes[f"{block}.input_layernorm.weight"] = (d,)
-        for part, num_out in (("q", d), ("k", kv), ("v", kv)):
+        for part, num_out in (("q", q), ("k", kv), ("v", kv)):
             shapes[f"{block}.self_attn.{part}_proj.weight"] = (num_out, d)
             shapes[f"{block}.self_attn.{part}_proj.bias"] = (num_out,)
-        shapes[f"{block}.self_attn.o_proj.weight"] = (d, d)
+        shapes[f"{block}.self_attn.o_proj.weight"] = (d, q)
         shapes[f"{block}.post_attention_layernorm.weight"] = (d,)
         shapes[f"{block}.mlp.gate_proj.weight"] = (m, d)
         shapes[f"{block}.mlp.up_proj.weight"] = (m, d)

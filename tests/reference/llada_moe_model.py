@@ -48,6 +48,7 @@ class LLaDAMoESettings:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     num_experts: int
     num_experts_per_tok: int
     expert_intermediate_size: int
@@ -60,10 +61,6 @@ class LLaDAMoESettings:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LLaDAMoESettings:
@@ -80,6 +77,8 @@ class LLaDAMoESettings:
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"],
             num_experts=config["num_experts"],
             num_experts_per_tok=config["num_experts_per_tok"],
             expert_intermediate_size=config["expert_intermediate_size"],
