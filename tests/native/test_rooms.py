@@ -191,9 +191,10 @@ def run_setup(folder, **environment):
 )
 def test_code_for_one_target_leaves_no_warnings_on_others(source, tmp_path):
     """What a target does not compile must not leave names behind that nothing uses."""
+    output = str(tmp_path / "ptx")
+    flags = ["-std=c++17", "-Werror=all-warnings", "-arch=compute_80", "-ptx"]
     result = subprocess.run(
-        ["nvcc", "-std=c++17", "-Werror=all-warnings", "-arch=compute_80", "-ptx", str(source)]
-        + ["-o", str(tmp_path / "ptx")],
+        ["nvcc", *flags, str(source), "-o", output],
         capture_output=True,
         text=True,
         check=False,
