@@ -10,7 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import LaunchConfig, TopConfig
 
 
-@triton.jit
+# Row counts come and go: no kernel of its own for 1, or for multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_gemm_kernel(
     x,  # [T, D]
     rows,  # [R] int64, or None when not GATHERED
@@ -94,7 +95,8 @@ def launch(
 
 @triton.jit
 def _hide(logits, column_ids, bits, c0, c1, c2, c3):
-    """-inf in those columns c of logits [ROWS, COLUMNS] whose bit is set: of a row, or of all."""
+    """-inf in those columns c of logits [ROWS, COLUMNS] whose bit is set in bits [ROWS]."""
+    bits = bits[:, None]
     logits = tl.where((column_ids == c0)[None, :] & ((bits & 1) != 0), -float("inf"), logits)
     logits = tl.where((column_ids == c1)[None, :] & ((bits & 2) != 0), -float("inf"), logits)
     logits = tl.where((column_ids == c2)[None, :] & ((bits & 4) != 0), -float("inf"), logits)
@@ -106,8 +108,8 @@ def _is_within(column, first, COLUMNS: tl.constexpr):
     return (column >= first) & (column < first + COLUMNS)
 
 
-# What changes from step to step has no kernel of its own for 1, or for multiples of 16.
-_NUMBERS = ["num_rows", "forbidden", "excluded", "c0", "c1", "c2", "c3"]
+_NUMBERS = ["num_rows", "forbidden", "excluded", "has_forbidden_rows", "has_excluded_rows"]
+_NUMBERS += ["c0", "c1", "c2", "c3"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -118,8 +120,12 @@ def top_tiles_kernel(
     maximum,  # [R, tiles] fp32
     column,  # [R, tiles] int32
     sum_exp,  # [R, tiles] fp32
-    forbidden,  # [R] int32 where BY_ROW, else a number: bit i is for column ci, which reads as -inf
+    forbidden,  # bit i is set: column ci of all rows reads as -inf
+    forbidden_rows,  # [R] int32, the same by row, read where has_forbidden_rows
+    has_forbidden_rows,
     excluded,  # likewise; the column is not in the sum
+    excluded_rows,
+    has_excluded_rows,
     c0,
     c1,
     c2,
@@ -130,7 +136,6 @@ def top_tiles_kernel(
     x_stride,
     num_tiles,
     GATHERED: tl.constexpr,
-    BY_ROW: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -173,16 +178,17 @@ def top_tiles_kernel(
     is_special |= _is_within(c1, first_column, BLOCK_COLUMNS)
     is_special |= _is_within(c2, first_column, BLOCK_COLUMNS)
     is_special |= _is_within(c3, first_column, BLOCK_COLUMNS)
-    if BY_ROW:
-        forbidden = tl.load(forbidden + row_ids, mask=row_mask, other=0)[:, None]
-        excluded = tl.load(excluded + row_ids, mask=row_mask, other=0)[:, None]
     if is_special:
-        logits = _hide(logits, column_ids, forbidden, c0, c1, c2, c3)
+        has_own = row_mask & (has_forbidden_rows != 0)
+        bits = tl.load(forbidden_rows + row_ids, mask=has_own, other=forbidden)
+        logits = _hide(logits, column_ids, bits, c0, c1, c2, c3)
     best = tl.max(logits, axis=1)
     is_best = logits == best[:, None]
     lowest = tl.min(tl.where(is_best, column_ids[None, :], num_columns - 1), axis=1)
     if is_special:
-        logits = _hide(logits, column_ids, excluded, c0, c1, c2, c3)
+        has_own = row_mask & (has_excluded_rows != 0)
+        bits = tl.load(excluded_rows + row_ids, mask=has_own, other=excluded)
+        logits = _hide(logits, column_ids, bits, c0, c1, c2, c3)
     shift = tl.where(best == -float("inf"), 0.0, best)
     sums = tl.sum(tl.exp(logits - shift[:, None]), axis=1)
     at = row_ids.to(tl.int64) * num_tiles + tile
@@ -191,7 +197,7 @@ def top_tiles_kernel(
     tl.store(sum_exp + at, sums, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=_NUMBERS[2:])
+@triton.jit(do_not_specialize=["excluded", "has_excluded_rows", "c0", "c1", "c2", "c3"])
 def merge_tiles_kernel(
     tile_maximum,  # [R, tiles] fp32
     tile_column,  # [R, tiles] int32
@@ -200,14 +206,15 @@ def merge_tiles_kernel(
     column,  # [R] int64
     sum_exp,  # [R] fp32
     probability,  # [R] fp32
-    excluded,  # as above
+    excluded,  # this and what follows as above
+    excluded_rows,
+    has_excluded_rows,
     c0,
     c1,
     c2,
     c3,
     num_tiles,
     num_columns,
-    BY_ROW: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -225,13 +232,12 @@ def merge_tiles_kernel(
     tl.store(column + row, lowest.to(tl.int64))
     total = tl.sum(sums * tl.exp(maxima - shift), axis=0)
     tl.store(sum_exp + row, total)
-    if BY_ROW:
-        excluded = tl.load(excluded + row)
+    bits = tl.load(excluded_rows + row, mask=has_excluded_rows != 0, other=excluded)
     is_zero = best == -float("inf")
-    is_zero |= (lowest == c0) & ((excluded & 1) != 0)
-    is_zero |= (lowest == c1) & ((excluded & 2) != 0)
-    is_zero |= (lowest == c2) & ((excluded & 4) != 0)
-    is_zero |= (lowest == c3) & ((excluded & 8) != 0)
+    is_zero |= (lowest == c0) & ((bits & 1) != 0)
+    is_zero |= (lowest == c1) & ((bits & 2) != 0)
+    is_zero |= (lowest == c2) & ((bits & 4) != 0)
+    is_zero |= (lowest == c3) & ((bits & 8) != 0)
     tl.store(probability + row, tl.where(is_zero & (total == total), 0.0, 1.0 / total))
 
 
@@ -245,11 +251,7 @@ def launch_top(
     top: tuple[Tensor, Tensor, Tensor, Tensor],
     config: TopConfig,
 ) -> None:
-    """Enqueue `gather_top` into `top` on the current stream; the arguments are checked.
-
-    Both masks are numbers, or both int32 [R].
-    """
-    by_row = isinstance(excluded, Tensor)
+    """Enqueue `gather_top` into `top` on the current stream; the arguments are checked."""
     num_rows, num_columns = len(top[0]), len(weight)
     num_tiles = triton.cdiv(num_columns, config.block_columns)
     partials = torch.empty((3, num_rows, num_tiles), dtype=torch.float32, device=x.device)
@@ -261,8 +263,8 @@ def launch_top(
         partials[0],
         tile_columns,
         partials[2],
-        forbidden,
-        excluded,
+        *_mask(forbidden, tile_columns),
+        *_mask(excluded, tile_columns),
         *columns,
         num_rows,
         num_columns,
@@ -270,7 +272,6 @@ def launch_top(
         x.stride(0),
         num_tiles,
         GATHERED=rows is not None,
-        BY_ROW=by_row,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         BLOCK_DEPTH=config.block_depth,
@@ -284,11 +285,15 @@ def launch_top(
         tile_columns,
         partials[2],
         *top,
-        excluded,
+        *_mask(excluded, tile_columns),
         *columns,
         num_tiles,
         num_columns,
-        BY_ROW=by_row,
         BLOCK_TILES=triton.next_power_of_2(num_tiles),
         num_warps=4,
     )
+
+
+def _mask(mask: int | Tensor, unread: Tensor) -> tuple[int, Tensor, int]:
+    """A mask as the kernels take it: of all rows, of each row, and whether those count."""
+    return (0, mask, 1) if isinstance(mask, Tensor) else (mask, unread, 0)

@@ -80,11 +80,6 @@ def gather_top(
     num_rows = _check_top(x, rows, weight, columns, forbidden, excluded)
     if num_rows == 0 or not has_top(x, weight):
         return Top(*reference.gather_top(x, rows, weight, columns, forbidden, excluded))
-    if isinstance(forbidden, Tensor) or isinstance(excluded, Tensor):
-        forbidden, excluded = (
-            mask if isinstance(mask, Tensor) else _filled(num_rows, mask, x.device)
-            for mask in (forbidden, excluded)
-        )
     maximum, sum_exp, probability = torch.empty(3, num_rows, dtype=torch.float32, device=x.device)
     column = torch.empty(num_rows, dtype=torch.int64, device=x.device)
     top = Top(maximum, column, sum_exp, probability)
@@ -133,10 +128,6 @@ def _check_top(
                 f"got {mask.dtype} {list(mask.shape)} on {mask.device}"
             )
     return num_rows
-
-
-def _filled(num_rows: int, mask: int, device: torch.device) -> Tensor:
-    return torch.full((num_rows,), mask, dtype=torch.int32, device=device)
 
 
 def _is_describable(weight: Tensor) -> bool:

@@ -11,7 +11,8 @@ measured in the same run, or the arithmetic at the rate of a large matrix produc
 longer. "route" is the product with the router and the choice.
 
 With --sweep the launches of each kernel that could be chosen are timed instead, and printed with
-the fastest first; those of `gather_gemm` are marked by a star.
+the fastest first; the tiles that `gather_gemm` takes, and what `vllm.diffusion.ops` runs, are marked
+by a star.
 """
 
 from __future__ import annotations
@@ -34,15 +35,9 @@ from benchmarks.gpu_timing import (  # noqa: E402
     matmul_rate,
     write_record,
 )
-from gather_gemm import (  # noqa: E402
-    add_terms,
-    gated_gemm,
-    grouped_gemm,
-    route,
-    route_rows,
-    weighted_gemm,
-)
+from gather_gemm import add_terms, gated_gemm, route  # noqa: E402
 from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product  # noqa: E402
+from vllm.diffusion.ops.experts import route_rows, weighted_terms  # noqa: E402
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 
 if TYPE_CHECKING:
@@ -60,7 +55,6 @@ EPS = 1e-5
 COLUMNS = (
     *("rows", "experts touched", "floor us", "stage us", "of floor", "torch stage us"),
     *("gated us", "weighted us", "route us", "sum us", "torch route us"),
-    *("grouped w1 us", "torch w1 us", "grouped w2 us", "torch w2 us", "worst of torch"),
 )
 # Launches to be timed: columns, depth, warps and stages of a tile, of as many rows as are chosen
 # today and of half as many.
@@ -86,7 +80,6 @@ class Layer:
     w2: Tensor  # [E, D, I]
     x: Tensor  # [R, D]
     routing: Routing
-    rows: Tensor  # [R * k, D], gathered by expert
     inner: Tensor  # [R * k, I]
     terms: Tensor  # [R, k, D]
 
@@ -139,9 +132,8 @@ def make_layer(num_rows: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor
     normed = fused_ops.rms_norm(x, norm, EPS)
     routing = route_rows(normed, gate, NUM_CHOSEN)
     inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, w1, routing.ends)
-    terms = weighted_gemm(inner, w2, routing.ends, routing.slots, routing.weights)
-    rows = normed[routing.slots // NUM_CHOSEN]
-    return Layer(norm, gate, w1, w2, x, routing, rows, inner, terms)
+    terms = weighted_terms(inner, w2, routing)
+    return Layer(norm, gate, w1, w2, x, routing, inner, terms)
 
 
 def measure(layers: list[Layer], repeats: int) -> list[float]:
@@ -152,14 +144,11 @@ def measure(layers: list[Layer], repeats: int) -> list[float]:
 
     us = time(stage=stage, torch=torch_stage)
     us |= time(gated=gated, weighted=weighted, route=routed, sum=summed, torch_route=torch_routed)
-    us |= time(w1=grouped_w1, torch_w1=torch_w1, w2=grouped_w2, torch_w2=torch_w2)
     num_touched = sum(count_touched(layer) for layer in layers) / len(layers)
     floor = floor_us(layers[0], num_touched)
     return [
         *(len(layers[0].x), num_touched, floor, us["stage"], us["stage"] / floor, us["torch"]),
         *(us["gated"], us["weighted"], us["route"], us["sum"], us["torch_route"]),
-        *(us["w1"], us["torch_w1"], us["w2"], us["torch_w2"]),
-        max(us["w1"] / us["torch_w1"], us["w2"] / us["torch_w2"]),
     ]
 
 
@@ -177,9 +166,9 @@ def times_us(
 
 def sweep(layers: list[Layer], repeats: int) -> None:
     """Print the time of every launch of every kernel at this number of rows."""
-    from gather_gemm import grouped_kernel, grouped_native, routing_kernel, routing_native
+    from gather_gemm import grouped_kernel, routing_kernel
 
-    num_slots = len(layers[0].rows)
+    num_slots = len(layers[0].inner)
     shared_bytes = grouped_kernel._shared_bytes(layers[0].x.device)
 
     def launch_gated(layer: Layer, config: GroupedConfig) -> None:
@@ -189,23 +178,20 @@ def sweep(layers: list[Layer], repeats: int) -> None:
     def launch_product(layer: Layer, config: GroupedConfig) -> None:
         weights, slots, ends = layer.routing
         terms = layer.terms.flatten(0, 1)
-        grouped_kernel.launch_product(
+        grouped_kernel.launch_weighted(
             layer.inner, layer.w2, ends, slots, weights, terms, early=True, config=config
         )
 
     def compiled_product(layer: Layer) -> None:
         weights, slots, ends = layer.routing
-        terms = layer.terms.flatten(0, 1)
-        grouped_native.launch_weighted(
-            layer.inner, layer.w2, ends, slots, weights, terms, early=True
-        )
+        fused_ops.weighted_gemm(layer.inner, layer.w2, ends, slots, weights, early=True)
 
     def launch_route(layer: Layer, block: tuple[int, int]) -> None:
         parts = routing_kernel.launch_score(layer.x, layer.gate)
         routing_kernel.launch_route(parts, NUM_CHOSEN, None, *layer.routing, block)
 
     def compiled_route(layer: Layer) -> None:
-        routing_native.launch_route(layer.x, layer.gate, NUM_CHOSEN, None, *layer.routing)
+        fused_ops.route_rows(layer.x, layer.gate, NUM_CHOSEN)
 
     grouped = (
         ("gated", launch_gated, choose_gated, GATED_TILES, 2),
@@ -227,16 +213,16 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
             for config in fitting
         }
-        if kernel == "weighted" and grouped_native.takes(layers[0].inner, layers[0].w2):
+        if kernel == "weighted" and fused_ops.has_weighted_gemm(layers[0].inner, layers[0].w2):
             variants["compiled"] = compiled_product
         print_sweep(kernel, layers, times_us(layers, repeats, variants))
     routes: dict[str, Callable[[Layer], object]] = {
         f"{block[0]} elements a block, {block[1]} warps": partial(launch_route, block=block)
         for block in CHOICES
     }
-    if routing_native.takes(layers[0].x, layers[0].gate):
+    if fused_ops.has_router(layers[0].x, layers[0].gate):
         routes["compiled"] = compiled_route
-    routes["as gather_gemm chooses *"] = routed
+    routes["as chosen *"] = routed
     routes["PyTorch's product, then the choice"] = lambda layer: route(
         layer.x @ layer.gate.t(), NUM_CHOSEN
     )
@@ -256,7 +242,7 @@ def floor_us(layer: Layer, num_touched: float) -> float:
     """Time of the touched experts and the router at the bandwidth of a copy, or of the sums."""
     elements = layer.w1[0].numel() + layer.w2[0].numel()
     num_bytes = 2 * (num_touched * elements + layer.gate.numel())
-    flops = 2 * elements * len(layer.rows)
+    flops = 2 * elements * len(layer.inner)
     return 1e6 * max(num_bytes / copy_bandwidth(), flops / matmul_rate())
 
 
@@ -266,8 +252,7 @@ def gated(layer: Layer) -> Tensor:
 
 
 def weighted(layer: Layer) -> Tensor:
-    weights, slots, ends = layer.routing
-    return weighted_gemm(layer.inner, layer.w2, ends, slots, weights, early=True)
+    return weighted_terms(layer.inner, layer.w2, layer.routing)
 
 
 def routed(layer: Layer) -> Routing:
@@ -281,25 +266,9 @@ def summed(layer: Layer) -> None:
 def stage(layer: Layer) -> None:
     """The feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
-    weights, slots, ends = route_rows(normed, layer.gate, NUM_CHOSEN)
-    inner = gated_gemm(normed, slots, NUM_CHOSEN, layer.w1, ends)
-    add_terms(layer.x, weighted_gemm(inner, layer.w2, ends, slots, weights, early=True))
-
-
-def grouped_w1(layer: Layer) -> Tensor:
-    return grouped_gemm(layer.rows, layer.w1, layer.routing.ends)
-
-
-def torch_w1(layer: Layer) -> Tensor:
-    return torch._grouped_mm(layer.rows, layer.w1.transpose(-2, -1), offs=layer.routing.ends)
-
-
-def grouped_w2(layer: Layer) -> Tensor:
-    return grouped_gemm(layer.inner, layer.w2, layer.routing.ends)
-
-
-def torch_w2(layer: Layer) -> Tensor:
-    return torch._grouped_mm(layer.inner, layer.w2.transpose(-2, -1), offs=layer.routing.ends)
+    routing = route_rows(normed, layer.gate, NUM_CHOSEN)
+    inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, layer.w1, routing.ends)
+    add_terms(layer.x, weighted_terms(inner, layer.w2, routing))
 
 
 def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,7 +91,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 read,
                 [partial(gather_top, x, None, weight)],
                 [partial(sample, x)],
-                dispatch.samples_in_head(num_rows, device),
+                dispatch.samples_in_head(num_rows, VOCABULARY, device),
             )
         if "gather" in ops:
             yield Case(

@@ -59,12 +59,14 @@ def test_without_the_card_there_is_no_kernel() -> None:
 
 def test_the_head_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert not dispatch.multiplies_head(1, 126464, cpu) and not dispatch.samples_in_head(1, cpu)
+    for serves in (dispatch.multiplies_head, dispatch.samples_in_head):
+        assert not serves(1, 126464, cpu)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: device == gpu)
     rows = (0, 1, 64, 65, 128, 129)
     assert [num for num in rows if dispatch.multiplies_head(num, 126464, gpu)] == [1, 64]
-    assert not dispatch.multiplies_head(1, 24576, gpu)
-    assert [num for num in rows if dispatch.samples_in_head(num, gpu)] == [1, 64, 65, 128]
+    assert [num for num in rows if dispatch.samples_in_head(num, 126464, gpu)] == [1, 64, 65, 128]
+    for serves in (dispatch.multiplies_head, dispatch.samples_in_head):
+        assert not serves(1, 24576, gpu)
 
 
 def test_experts_by_their_rows() -> None:

@@ -183,6 +183,25 @@ def run_setup(folder, **environment):
     )
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    "source",
+    [path for path in sorted(ROOT.glob("vllm_add_llada/**/*.cu")) if "SM90" in path.read_text()],
+    ids=lambda path: path.stem,
+)
+def test_code_for_one_target_leaves_no_warnings_on_others(source, tmp_path):
+    """What a target does not compile must not leave names behind that nothing uses."""
+    output = str(tmp_path / "ptx")
+    flags = ["-std=c++17", "-Werror=all-warnings", "-arch=compute_80", "-ptx"]
+    result = subprocess.run(
+        ["nvcc", *flags, str(source), "-o", output],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("folder", [".", *ON_PATH])
 def test_missing_compiler_is_one_line(folder, tmp_path):
     pytest.importorskip("setuptools")

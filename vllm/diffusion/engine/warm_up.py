@@ -36,6 +36,9 @@ def warm_up(
 ) -> None:
     """One real step of a lone request and of two, with and without a cache, per graph bucket.
 
+    Tokens are drawn where there is a cache, and the most likely ones where there is none, as each
+    of them is sampled by kernels of its own.
+
     Args:
         runner: with its model loaded and no request running.
         model: the facts about it.
@@ -84,6 +87,7 @@ def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCan
         "gen_length": canvas,
         "block_length": canvas,
         "steps": canvas,
+        "temperature": 0.0 if cache == "none" else 1.0,
         "seed": 0,
     }
     return NewCanvas(req_id, prompt, decision.decide(fields.canonical(asked), model, prompt))

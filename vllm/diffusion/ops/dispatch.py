@@ -92,19 +92,23 @@ def linear_tiling(
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether Triton's products with the output matrix were measured on such a card."""
+    """Whether the card is of compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def multiplies_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
     """Whether Triton's product of sample rows and an output matrix is not slower than cuBLAS's."""
-    is_head = num_columns >= _HEAD_COLUMNS
-    return is_head and 0 < num_rows <= _HEAD_ROWS and is_hopper(device)
+    return _is_head(num_columns, device) and 0 < num_rows <= _HEAD_ROWS
 
 
-def samples_in_head(num_rows: int, device: torch.device) -> bool:
-    """Whether sampling in the product is faster than storing the logits and reading them."""
-    return 0 < num_rows <= _TOP_ROWS and is_hopper(device)
+def samples_in_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
+    """Whether sampling in that product is faster than storing the logits and reading them."""
+    return _is_head(num_columns, device) and 0 < num_rows <= _TOP_ROWS
+
+
+def _is_head(num_columns: int, device: torch.device) -> bool:
+    """Whether this is what was measured: an output matrix, on such a card."""
+    return num_columns >= _HEAD_COLUMNS and is_hopper(device)
 
 
 def routes_compiled(num_rows: int) -> bool:

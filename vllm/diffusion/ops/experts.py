@@ -45,6 +45,22 @@ def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = N
     return gather_gemm.route(torch.mm(x, gate.t()), num_chosen, bias)
 
 
+def weighted_terms(inner: Tensor, w2: Tensor, routing: Routing) -> Tensor:
+    """Each row's terms [R, k, D]: the experts' second products, weighted.
+
+    Args:
+        inner: [R * k, I], what `gather_gemm.gated_gemm` gave just before: the routing and w2 are
+            read while that runs out.
+        w2: [E, D, I], model dtype.
+        routing: the rows' experts.
+    """
+    streams = dispatch.streams_experts(len(inner), len(w2))
+    streams = streams and fused_ops.has_weighted_gemm(inner, w2)
+    weighted_gemm = fused_ops.weighted_gemm if streams else gather_gemm.weighted_gemm
+    weights, slots, ends = routing
+    return weighted_gemm(inner, w2, ends, slots, weights, early=True)
+
+
 def add_experts(
     x: Tensor, normed: Tensor, routing: Routing, w1: Tensor, w2: Tensor, scratch: Buffers
 ) -> None:
@@ -66,11 +82,7 @@ def add_experts(
     scratch.expect("activated of experts", num_terms * w2.shape[2] * x.element_size())
     scratch.expect("terms of experts", num_terms * row_bytes)
     inner = gather_gemm.gated_gemm(normed, slots, weights.shape[1], w1, ends)
-    streams = dispatch.streams_experts(len(inner), len(w2))
-    streams = streams and fused_ops.has_weighted_gemm(inner, w2)
-    weighted_gemm = fused_ops.weighted_gemm if streams else gather_gemm.weighted_gemm
-    # early, as the kernel before is that of the gated product
-    terms = weighted_gemm(inner, w2, ends, slots, weights, early=True)
+    terms = weighted_terms(inner, w2, routing)
     del inner  # before the sum allocates its own
     if get_tensor_model_parallel_world_size() == 1:
         gather_gemm.add_terms(x, terms)

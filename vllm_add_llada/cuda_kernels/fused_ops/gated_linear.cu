@@ -25,12 +25,8 @@ namespace {
 
 constexpr int kColumns = 96;               // of a tile of the result
 constexpr int kWeightRows = 2 * kColumns;  // that it takes: gates, then ups
-constexpr int kBand = 8;                   // tiles of rows whose products run side by side
 constexpr int kGroups = 2;                 // of four warps that multiply; a third one copies
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-// Registers of a thread that multiplies, and of one that copies; together those of the card.
-constexpr int kMultiplyRegisters = 232;
-constexpr int kCopyRegisters = 40;
 
 // Sizes of a block whose groups multiply `kTall` times 64 rows each.
 template <int kTall>
@@ -53,6 +49,11 @@ struct KernelParams {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kBand = 8;  // tiles of rows whose products run side by side
+// Registers of a thread that multiplies, and of one that copies; together those of the card.
+constexpr int kMultiplyRegisters = 232;
+constexpr int kCopyRegisters = 40;
 
 struct Tile {
   int row, column;  // the first of the result

@@ -18,11 +18,8 @@ namespace {
 
 constexpr int kBlocks = 8;  // of the cluster
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
 constexpr int kMaxSteps = kMaxRouterDepth / kRouterDepthStep;
 constexpr int kTileBytes = kGroupRows * kRowBytes;
-constexpr int kPitch = kRoutedExperts + 4;  // of a row of scores: rows apart in the banks
-constexpr int kShare = kMaxRoutedRows / kBlocks;
 constexpr int kOperandBytes = kMaxSteps * kTileBytes;  // of the router, and of the rows
 static_assert(kRoutedExperts == kGroupRows && kMaxRoutedRows == kGroupRows, "one product");
 static_assert(kRoutedExperts == 2 * 32, "two experts a lane");
@@ -36,6 +33,10 @@ struct KernelParams {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kWarps = kThreads / 32;
+constexpr int kPitch = kRoutedExperts + 4;  // of a row of scores: rows apart in the banks
+constexpr int kShare = kMaxRoutedRows / kBlocks;
 
 struct Shared {
   unsigned long long barriers[2];
