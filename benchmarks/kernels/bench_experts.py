@@ -11,8 +11,8 @@ measured in the same run, or the arithmetic at the rate of a large matrix produc
 longer. "route" is the product with the router and the choice.
 
 With --sweep the launches of each kernel that could be chosen are timed instead, and printed with
-the fastest first; the tiles that `gather_gemm` takes, and what `vllm.diffusion.ops` runs, are marked
-by a star.
+the fastest first; the tiles that `gather_gemm` takes, and what `vllm.diffusion.ops` runs, are
+marked by a star.
 """
 
 from __future__ import annotations
