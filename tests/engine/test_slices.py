@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from tests.checkpoints import random_prompt
+from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.harness import Ask, running, shrink, to_answer
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
 from tests.engine.test_running_ahead import finish, start
@@ -20,8 +21,9 @@ from vllm.diffusion.memory.planner import Plan, StageSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from tests.engine.harness import Engine
+    from tests.engine.harness import Answer, Engine
 
 LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
@@ -336,3 +338,71 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     assert tokens([answers[name] for name in ("first", "long", "last")]) == wanted
     assert forwards_begun.count(0) == 2
     assert engine.is_idle()
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_vmm", ["0", "1"])
+def test_slices_on_a_gpu_give_the_same_tokens(
+    use_vmm: str, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams, pinned memory, and steps that are launched ahead of a slice's results."""
+    monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
+    with running(checkpoint("mha"), enforce_eager=True) as engine:
+        wanted = [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)]
+        for plan in PLANS.values():
+            sliced = replace(plan, chunk_seconds=SECOND)
+            with monkeypatch.context() as planned:
+                planned.setattr(engine.runner.planner, "plan", lambda *_, plan=sliced: plan)
+                slicer = Slicer(engine, planned, seconds=3.0)
+                assert run_beside(engine, slicer) == wanted
+                assert len(slicer.paused) >= 4
+            assert engine.is_idle()
+        assert [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)] == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_vmm", ["0", "1"])
+def test_graphs_are_replayed_beside_a_paused_step(
+    use_vmm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they write lies in front of the paused step's buffers, which have the same names."""
+    monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
+    folder = make_checkpoint(tmp_path, seed=3, dtype=torch.bfloat16)
+    long, short = Ask(random_prompt(200, 1), SHORT), Ask(random_prompt(20, 2), SHORT)
+    with running(folder, dtype="bfloat16", max_model_len=256) as engine:
+        plan, run = engine.runner.planner.plan, engine.runner.graphs.run
+        cut, replays = replace(CUT, chunk_seconds=SECOND), []
+
+        def long_cut(step: StepShape, *arguments: Any) -> Plan:
+            return cut if step.rows > 100 else plan(step, *arguments)
+
+        def recorded(*arguments: Any) -> Any:
+            body = run(*arguments)
+            if engine.runner.pool.has_frame:
+                replays.append(body is not None)
+            return body
+
+        monkeypatch.setattr(engine.runner.planner, "plan", long_cut)
+        wanted = [tokens(engine.ask(ask))[0] for ask in (long, short)]
+        monkeypatch.setattr(engine.runner.graphs, "run", recorded)
+        slicer = Slicer(engine, monkeypatch, seconds=2.0)
+        slicer.long = {start(engine, "long", long)}
+        for number in range(5):
+            start(engine, f"short {number}", short)
+            answers = finish_one(engine, f"short {number}")
+            assert tokens([answers[f"short {number}"]]) == wanted[1:]
+        assert tokens([finish(engine)["long"]]) == wanted[:1]
+        assert len(replays) >= 10 and all(replays)
+
+
+def finish_one(engine: Engine, name: str) -> dict[str, Answer]:
+    """Step until one request has ended."""
+    answers: dict[str, Answer] = {}
+    while name not in answers:
+        for output in engine.llm.llm_engine.step():
+            if output.finished:
+                answers[output.request_id] = to_answer(output)
+    return answers
