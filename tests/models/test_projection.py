@@ -13,7 +13,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
 from vllm.diffusion import ops
-from vllm.diffusion.ops import projection
+from vllm.diffusion.ops import dispatch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -123,8 +123,7 @@ BF16 = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and the multiprocessors of an H200."""
-    monkeypatch.setattr(projection, "native", object())
-    monkeypatch.setattr(projection, "hopper_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
 
 @pytest.mark.usefixtures("hopper")
