@@ -192,16 +192,6 @@ CUresult Arena::give_access(const std::vector<Range>& runs) {
   return result;
 }
 
-void Arena::unmap(size_t offset, size_t num_bytes, bool keep) {
-  require_own_process();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  require_usable();
-  covering(offset, num_bytes);  // throws where it is not in the range
-  const size_t first = round_up(offset, chunk_bytes_) / chunk_bytes_;
-  const size_t end = (offset + num_bytes) / chunk_bytes_;
-  if (first < end) unmap_range({first, end}, keep);
-}
-
 void Arena::shrink(size_t num_bytes, bool keep) {
   require_own_process();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -257,45 +247,6 @@ void Arena::note_unmapped(Range range) {
   while (front_mapped_end_ > 0 && !positions_[front_mapped_end_ - 1].is_mapped) {
     --front_mapped_end_;
   }
-}
-
-void Arena::move(size_t source, size_t destination, size_t num_bytes) {
-  require_own_process();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  require_usable();
-  if (source % chunk_bytes_ || destination % chunk_bytes_ || num_bytes % chunk_bytes_) {
-    throw std::invalid_argument(
-        "Arena.move: source, destination and num_bytes must be multiples "
-        "of the chunk size of " +
-        std::to_string(chunk_bytes_) + ", got " + std::to_string(source) + ", " +
-        std::to_string(destination) + " and " + std::to_string(num_bytes));
-  }
-  const Range from = covering(source, num_bytes), to = covering(destination, num_bytes);
-  if (num_bytes == 0 || source == destination) return;
-  if (!runs(from, false).empty()) {
-    throw std::invalid_argument("Arena.move: the source must be mapped, got a hole");
-  }
-  for (const Range run : runs(to, true)) {
-    if (run.first < from.first || run.end > from.end) {
-      throw std::invalid_argument("Arena.move: the destination must not be mapped");
-    }
-  }
-  require_unheld(from);
-  const CurrentContext current(context_);
-  wait();
-  std::vector<Chunk> chunks;
-  check("cuMemUnmap", detach(from, chunks));
-  note_unmapped(from);
-  const char* call = nullptr;
-  const CUresult result = attach({to}, chunks, &call);
-  ++counters_.num_moves;
-  if (result == CUDA_SUCCESS) return note_mapped(to);
-  if (attach({from}, chunks, &call) == CUDA_SUCCESS) {
-    note_mapped(from);
-  } else {
-    store_->put(chunks, true);  // their contents have no address any more
-  }
-  throw DriverError(call, result);
 }
 
 void Arena::trim(size_t num_bytes) {

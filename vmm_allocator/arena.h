@@ -28,7 +28,6 @@ struct Statistics {
   size_t peak_in_use_bytes;
   size_t num_maps;    // calls that mapped something
   size_t num_unmaps;  // calls that unmapped something
-  size_t num_moves;
   size_t num_chunks_mapped;
   size_t num_chunks_unmapped;
   size_t num_chunks_created;
@@ -44,7 +43,7 @@ struct Statistics {
 // One reserved range of device addresses, parts of which are backed by chunks of memory.
 //
 // The front of the range grows and shrinks; pools take their addresses from its end. Whatever is
-// not unmapped or moved keeps its address and contents. Offsets count from the base of the range.
+// not unmapped keeps its address and contents. Offsets count from the base of the range.
 //
 // Who keeps a pointer says so by `hold`: chunks that are held are not unmapped (InUse). Teardown
 // order: views and segments end, then wait for the device, unmap, release the chunks, free the
@@ -65,17 +64,11 @@ class Arena {
   // Maps the chunks that overlap the range and are not mapped yet, spares first; or none at all
   // where it throws (OutOfMemory, LimitExceeded, ReservationExceeded, DriverError).
   void map(size_t offset, size_t num_bytes);
-  // Waits for the device, then unmaps the chunks that lie wholly within the range; they become
-  // spares (`keep`) or are released. Throws InUse.
-  void unmap(size_t offset, size_t num_bytes, bool keep);
   // map(0, num_bytes), within the front.
   void grow(size_t num_bytes);
-  // unmap from `num_bytes` to the end of the front.
+  // Waits for the device, then unmaps the chunks from `num_bytes` to the end of the front; they
+  // become spares (`keep`) or are released. Throws InUse.
   void shrink(size_t num_bytes, bool keep);
-  // Waits for the device, then gives the chunks of one range, with their contents, the addresses of
-  // another one. All three are multiples of the chunk size; the source is mapped and nobody holds
-  // it, the destination (outside the source) is not mapped. Copies nothing.
-  void move(size_t source, size_t destination, size_t num_bytes);
   // Releases spares until at most `num_bytes` of them are left.
   void trim(size_t num_bytes);
   void set_limit(size_t num_bytes);

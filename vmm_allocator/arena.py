@@ -44,7 +44,6 @@ class Statistics:
     peak_in_use_bytes: int
     num_maps: int  # calls that mapped something
     num_unmaps: int  # calls that unmapped something
-    num_moves: int
     num_chunks_mapped: int
     num_chunks_unmapped: int
     num_chunks_created: int
@@ -65,8 +64,8 @@ class Statistics:
 class Arena:
     """A reserved range of device addresses, parts of which are backed by chunks of memory.
 
-    The front of the range grows and shrinks in whole chunks. What is neither unmapped nor moved
-    keeps its address and its contents, so tensors and captured graphs there stay good. Chunks that
+    The front of the range grows and shrinks in whole chunks. What is not unmapped keeps its address
+    and its contents, so tensors and captured graphs there stay good. Chunks that
     are unmapped with ``keep=True`` become spares: the next mapping takes them, wherever it is,
     before it creates any. A `TorchPool` takes addresses from the end of the range and chunks from
     the same spares, under the same limit.
@@ -84,8 +83,7 @@ class Arena:
     * In a child made by fork every method raises `ForkedArenaError`, and teardown does nothing.
 
     Methods may be called from several threads, and let other Python threads run meanwhile. Mapping
-    is allowed while a stream is being captured; whatever waits for the device (`unmap`, `shrink`,
-    `move`) is not.
+    is allowed while a stream is being captured; `shrink`, which waits for the device, is not.
     """
 
     def __init__(
@@ -195,38 +193,6 @@ class Arena:
         check_count("Arena", "num_bytes", num_bytes, 0)
         self._arena.shrink(num_bytes, keep)
         return self.front_bytes
-
-    def map(self, offset_bytes: int, num_bytes: int) -> None:
-        """Map the chunks that overlap a range and are not mapped yet. Raises as `grow` does."""
-        check_count("Arena", "offset_bytes", offset_bytes, 0)
-        check_count("Arena", "num_bytes", num_bytes, 0)
-        self._arena.map(offset_bytes, num_bytes)
-
-    def unmap(self, offset_bytes: int, num_bytes: int, *, keep: bool = False) -> None:
-        """Unmap the chunks that lie wholly within a range. Waits and raises as `shrink` does."""
-        check_count("Arena", "offset_bytes", offset_bytes, 0)
-        check_count("Arena", "num_bytes", num_bytes, 0)
-        self._arena.unmap(offset_bytes, num_bytes, keep)
-
-    def move(self, source_bytes: int, destination_bytes: int, num_bytes: int) -> None:
-        """Give the chunks of one range, with their contents, other addresses; copies nothing.
-
-        Waits for the device. The ranges may overlap.
-
-        Args:
-            source_bytes: Offset of a mapped range that no tensor refers to.
-            destination_bytes: Offset of a range that, outside the source, is not mapped.
-            num_bytes: Size of both. All three are multiples of the chunk size.
-
-        Raises:
-            ValueError: An argument is none of these.
-            InUseError, ReservationError, DriverError: Nothing has changed.
-            ClosedArenaError: The arena is closed.
-        """
-        check_count("Arena", "source_bytes", source_bytes, 0)
-        check_count("Arena", "destination_bytes", destination_bytes, 0)
-        check_count("Arena", "num_bytes", num_bytes, 0)
-        self._arena.move(source_bytes, destination_bytes, num_bytes)
 
     def trim(self, num_bytes: int = 0) -> None:
         """Give spare chunks back to the device until at most ``num_bytes`` of them are left."""

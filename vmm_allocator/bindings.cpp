@@ -66,7 +66,6 @@ void bind_arena(py::module_& module) {
       .def_readonly("peak_in_use_bytes", &Statistics::peak_in_use_bytes)
       .def_readonly("num_maps", &Statistics::num_maps)
       .def_readonly("num_unmaps", &Statistics::num_unmaps)
-      .def_readonly("num_moves", &Statistics::num_moves)
       .def_readonly("num_chunks_mapped", &Statistics::num_chunks_mapped)
       .def_readonly("num_chunks_unmapped", &Statistics::num_chunks_unmapped)
       .def_readonly("num_chunks_created", &Statistics::num_chunks_created)
@@ -80,13 +79,8 @@ void bind_arena(py::module_& module) {
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init<int, size_t, size_t, size_t>(), py::arg("device"), py::arg("reserve_bytes"),
            py::arg("chunk_bytes"), py::arg("limit_bytes"), release)
-      .def("map", &Arena::map, py::arg("offset"), py::arg("num_bytes"), release)
-      .def("unmap", &Arena::unmap, py::arg("offset"), py::arg("num_bytes"), py::arg("keep"),
-           release)
       .def("grow", &Arena::grow, py::arg("num_bytes"), release)
       .def("shrink", &Arena::shrink, py::arg("num_bytes"), py::arg("keep"), release)
-      .def("move", &Arena::move, py::arg("source"), py::arg("destination"), py::arg("num_bytes"),
-           release)
       .def("trim", &Arena::trim, py::arg("num_bytes"), release)
       .def("set_limit", &Arena::set_limit, py::arg("num_bytes"), release)
       .def("reset_peaks", &Arena::reset_peaks, release)

@@ -4,8 +4,8 @@
     python benchmarks/kernels/bench_vmm.py --json vmm.json
 
 * Mapping: microseconds a chunk, for one call over many chunks and for one call a chunk. `grow`
-  creates and maps, `keep` unmaps to spares, `regrow` maps spares, `move` gives chunks other
-  addresses, `shrink` unmaps and releases. Medians of several rounds.
+  creates and maps, `keep` unmaps to spares, `regrow` maps spares, `shrink` unmaps and releases.
+  Medians of several rounds.
 * Speed: a matrix product and a copy into the arena against the same into ordinary memory, turn by
   turn; medians of event times.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
-OPERATIONS = ("grow", "keep", "regrow", "move", "shrink")
+OPERATIONS = ("grow", "keep", "regrow", "shrink")
 PHASES = ("create", "map", "access", "unmap", "release", "wait")
 
 
@@ -49,13 +49,11 @@ def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> 
         times[name].append((time.perf_counter() - start) / num_chunks * 1e6)
 
     size = per_call * chunk_bytes
-    with Arena(4 * total, chunk_bytes=chunk_bytes) as arena:
+    with Arena(total, chunk_bytes=chunk_bytes) as arena:
         for _ in range(rounds):
             timed("grow", arena.grow)
             timed("keep", lambda end: arena.shrink(end - size, keep=True), reverse=True)
             timed("regrow", arena.grow)
-            timed("move", lambda end: arena.move(end - size, end - size + total, size))
-            arena.move(total, 0, total)
             timed("shrink", lambda end: arena.shrink(end - size), reverse=True)
         actual = arena.statistics()
     row = {name: statistics.median(values) for name, values in times.items()}

@@ -184,68 +184,18 @@ def test_random_cycles_keep_contents(memory):
 
 
 @pytest.mark.gpu
-def test_spares_are_mapped_elsewhere_before_any_chunk_is_created(memory):
+def test_spares_are_mapped_before_any_chunk_is_created(memory):
     memory.grow(16 * CHUNK)
     memory.shrink(0, keep=True)
     assert memory.statistics().spare_bytes == 16 * CHUNK
-    memory.map(GIB, 10 * CHUNK)
+    memory.grow(10 * CHUNK)
     statistics = memory.statistics()
     assert statistics.num_chunks_created == 16 and statistics.spare_bytes == 6 * CHUNK
-    assert statistics.mapped_bytes == 10 * CHUNK and statistics.front_bytes == 0
+    assert statistics.mapped_bytes == statistics.front_bytes == 10 * CHUNK
     memory.trim(4 * CHUNK)
     assert memory.statistics().spare_bytes == 4 * CHUNK
     memory.trim()
     assert memory.statistics().held_bytes == 10 * CHUNK
-
-
-@pytest.mark.gpu
-def test_holes_are_mapped_and_unmapped(memory):
-    memory.grow(8 * CHUNK)
-    kept = memory.tensor(0, (CHUNK // 4,), torch.int32).copy_(pattern(CHUNK // 4))
-    memory.unmap(2 * CHUNK + 1, 4 * CHUNK)  # chunks 3, 4 and 5 lie wholly within
-    assert memory.front_bytes == 3 * CHUNK
-    assert memory.statistics().mapped_bytes == 5 * CHUNK
-    memory.map(4 * CHUNK, 1)
-    assert memory.front_bytes == 3 * CHUNK
-    assert memory.grow(3 * CHUNK) == 3 * CHUNK
-    assert memory.grow(3 * CHUNK + 1) == 5 * CHUNK
-    assert memory.grow(8 * CHUNK) == 8 * CHUNK
-    assert torch.equal(kept, pattern(CHUNK // 4))
-    assert memory.shrink(CHUNK) == CHUNK
-    with pytest.raises(ReservationError):
-        memory.map(64 * GIB, 1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("source", "destination"), [(0, 512), (4, 2), (2, 5), (6, 0)])
-def test_chunks_move_with_their_contents(memory, source, destination):
-    count = 4 * CHUNK // 4
-    memory.map(source * CHUNK, 4 * CHUNK)
-    memory.tensor(source * CHUNK, (count,), torch.int32).copy_(pattern(count))
-    created = memory.statistics().num_chunks_created
-    memory.move(source * CHUNK, destination * CHUNK, 4 * CHUNK)
-    assert torch.equal(memory.tensor(destination * CHUNK, (count,), torch.int32), pattern(count))
-    statistics = memory.statistics()
-    assert statistics.num_chunks_created == created and statistics.num_moves == 1
-    assert statistics.mapped_bytes == 4 * CHUNK
-    with pytest.raises(ValueError, match="must be mapped"):
-        memory.tensor(source * CHUNK, (count,), torch.int32)
-
-
-@pytest.mark.gpu
-def test_a_move_that_cannot_be_changes_nothing(memory):
-    memory.grow(4 * CHUNK)
-    for arguments, message in [
-        ((1, 8 * CHUNK, CHUNK), "multiples of the chunk size"),
-        ((3 * CHUNK, 8 * CHUNK, 2 * CHUNK), "source must be mapped"),
-        ((0, CHUNK, CHUNK), "destination must not be mapped"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            memory.move(*arguments)
-    tensor = memory.tensor(0, (10,), torch.float32).fill_(4)
-    with pytest.raises(InUseError):
-        memory.move(0, 8 * CHUNK, CHUNK)
-    assert memory.front_bytes == 4 * CHUNK and tensor.sum().item() == 40
 
 
 @pytest.mark.gpu
@@ -346,11 +296,11 @@ def test_the_limit_counts_mapped_and_spare_chunks():
         assert caught.value.limit_bytes == memory.limit_bytes == 5 * CHUNK + 1
         assert memory.front_bytes == 4 * CHUNK
         memory.shrink(CHUNK, keep=True)
-        memory.map(100 * CHUNK, 4 * CHUNK)  # three spares and one more
+        memory.grow(5 * CHUNK)  # three spares and one more
         with pytest.raises(LimitError):
-            memory.grow(2 * CHUNK)
+            memory.grow(6 * CHUNK)
         memory.limit_bytes = 6 * CHUNK
-        assert memory.grow(2 * CHUNK) == 2 * CHUNK
+        assert memory.grow(6 * CHUNK) == 6 * CHUNK
 
 
 @pytest.mark.gpu
