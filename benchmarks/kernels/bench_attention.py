@@ -15,6 +15,7 @@ turns.
     flash       microseconds of torch's variable-length kernel
     flash3      microseconds of upstream's FlashAttention 3, where its binary is
     split       microseconds of our kernel that splits the keys, up to 2,048 queries a sequence
+    in pages    of the same to kept keys, in shuffled pages of a store
     chosen      what the dispatch takes
     of best     time of the chosen over the fastest
     TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
@@ -36,7 +37,8 @@ import torch
 from benchmarks.gpu_timing import attention_flops, compare, rotating, write_record
 from vllm.diffusion.layers.attention_backends import Backend, attend, can_serve, choose_backend
 from vllm.diffusion.layers.split_attention import CONFIG, SplitConfig, split_attention
-from vllm.diffusion.spans import AttentionLayout, Span
+from vllm.diffusion.pages import PAGE_SIZE
+from vllm.diffusion.spans import AttentionLayout, PageTable, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +84,7 @@ MOST_SPLIT_QUERIES = 2048
 LEAST_CALLS = 8  # in one graph, so that its own launch does not count
 COLUMNS = (
     *("family", "sequences", "queries x keys", "sdpa", "first ms", "flash", "flash3", "split"),
-    *("chosen", "of best", "TFLOP/s", "TB/s"),
+    *("in pages", "chosen", "of best", "TFLOP/s", "TB/s"),
 )
 
 
@@ -111,7 +113,12 @@ class Case:
         heads = 2 * self.num_queries * num_heads + 2 * self.num_keys * num_kv_heads
         return 2.0 * self.num_sequences * heads * HEAD_DIM
 
-    def layout(self) -> AttentionLayout:
+    @property
+    def is_window(self) -> bool:
+        """Its keys may be kept ones, in whole pages."""
+        return self.num_queries < self.num_keys and self.num_keys % PAGE_SIZE == 0
+
+    def layout(self, pages: PageTable | None = None) -> AttentionLayout:
         queries, keys = self.num_queries, self.num_keys
         return AttentionLayout.of(
             [
@@ -119,7 +126,24 @@ class Case:
                 for i in range(self.num_sequences)
             ],
             DEVICE,
+            pages,
         )
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_sequences * self.num_keys // PAGE_SIZE
+
+    def pages(self) -> PageTable:
+        """A random order of the pages of a store; each holds keys, then values, of one layer."""
+        order = torch.randperm(self.num_pages, device=DEVICE)
+        return PageTable((2 * PAGE_SIZE * order).int(), PAGE_SIZE)
+
+    def stored_heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the store's rows from its first keys and from its first values on."""
+        num_heads, num_kv_heads = NUM_HEADS[self.family]
+        rows = random(2 * PAGE_SIZE * self.num_pages, num_kv_heads, HEAD_DIM)
+        q = random(self.num_sequences * self.num_queries, num_heads, HEAD_DIM)
+        return q, rows, rows[PAGE_SIZE:]
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, as views into a fused product where the rows are the same."""
@@ -160,20 +184,21 @@ def measure(case: Case, repeats: int) -> list[object]:
     attend(q, k, v, layout, backend=Backend.SDPA)
     torch.cuda.synchronize()
     first_ms = 1000 * (time.perf_counter() - started)
-    times = compare(
-        {
-            backend.name: calls_of(partial(attend, layout=layout, backend=backend), inputs)
-            for backend in backends
-        },
-        repeats=repeats,
-        warm_up_s=0.02,
-    )
+    calls = {
+        backend.name: calls_of(partial(attend, layout=layout, backend=backend), inputs)
+        for backend in backends
+    }
+    if case.is_window and Backend.SPLIT in backends:
+        paged = partial(attend, layout=case.layout(case.pages()))
+        calls["in pages"] = calls_of(paged, rotating(case.stored_heads))
+    times = compare(calls, repeats=repeats, warm_up_s=0.02)
     us = {name: timing.median_us for name, timing in times.items()}
+    in_pages = us.pop("in pages", None)
     chosen = choose_backend(q, layout).name
     return [
         *(case.family, case.num_sequences, case.shape, rounded(us["SDPA"]), round(first_ms, 1)),
         *(rounded(us.get(name)) for name in ("FLASH", "FLASH3", "SPLIT")),
-        *(chosen.lower(), round(us[chosen] / min(us.values()), 3)),
+        *(rounded(in_pages), chosen.lower(), round(us[chosen] / min(us.values()), 3)),
         round(case.flops / us[chosen] / 1e6, 1),
         round(case.num_bytes / us[chosen] / 1e6, 2),
     ]

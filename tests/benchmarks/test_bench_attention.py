@@ -29,6 +29,20 @@ def test_heads_and_layout_fit_together(monkeypatch: pytest.MonkeyPatch, keys: in
     assert layout.spans is not None and layout.spans[-1].kv_end == len(k)
 
 
+def test_windows_read_every_page_of_a_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_attention, "random", lambda *shape: torch.randn(*shape))
+    monkeypatch.setattr(bench_attention, "DEVICE", "cpu")
+    case = Case("dream", num_sequences=2, num_queries=5, num_keys=128)
+    assert case.is_window
+    q, k, v = case.stored_heads()
+    assert q.shape == (10, 28, 128) and len(k) == len(v) + 64 == 2 * 2 * 128
+    rows = case.pages().rows_of(0, 256)
+    stored = torch.cat([rows, rows + 64])  # keys, and values a page behind them
+    assert stored.sort().values.tolist() == list(range(512))
+    assert not Case("dream", 1, 128, 128).is_window
+    assert not Case("dream", 1, 5, 100).is_window
+
+
 def test_a_graph_has_enough_calls() -> None:
     calls = calls_of(lambda x: len(x), [(torch.zeros(3),), (torch.zeros(4),), (torch.zeros(5),)])
     assert len(calls) >= LEAST_CALLS

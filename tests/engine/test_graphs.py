@@ -12,8 +12,10 @@ import torch
 
 from tests.checkpoints import MASK_ID, make_checkpoint
 from tests.engine.harness import Ask, running
+from tests.pages import store_with
 from vllm.diffusion import decision, fields
 from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.forward import run_body, run_to_end, upload
@@ -21,11 +23,13 @@ from vllm.diffusion.engine.graphs import ROW_BUCKETS, Bucket, find_bucket
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.step_inputs import SequenceBounds, StepInputs, fill
 from vllm.diffusion.families import LLADA
-from vllm.diffusion.memory import CacheRange
 from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.spans import Span
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from vllm.diffusion.memory import KeptSequence
 
 MODEL = ServedModel(
     family=LLADA,
@@ -35,7 +39,7 @@ MODEL = ServedModel(
 )
 
 
-def canvas(length: int, cache: CacheRange | None = None, name: str = "a", **asked: Any) -> Canvas:
+def canvas(length: int, cache: KeptSequence | None = None, name: str = "a", **asked: Any) -> Canvas:
     """A request of `length` positions, the last 8 of them masked."""
     asked = {"gen_length": 8, "block_length": 8, "steps": 8, "seed": 0, **asked}
     if cache is not None:
@@ -43,6 +47,11 @@ def canvas(length: int, cache: CacheRange | None = None, name: str = "a", **aske
     prompt = [2 + i % 90 for i in range(length - 8)]
     decided = decision.decide(fields.canonical(asked), MODEL, prompt)
     return Canvas(NewCanvas(name, prompt, decided), cache)
+
+
+def kept(*lengths: int) -> list[KeptSequence]:
+    """Pages of so many requests."""
+    return store_with(*lengths)[1]
 
 
 def batch_of(*canvases: Canvas) -> StepBatch:
@@ -76,9 +85,9 @@ def test_the_smallest_bucket_that_holds_a_batch(lengths: list[int], wanted: Buck
 
 
 def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
-    cached = canvas(40, CacheRange(100, 40))
+    cached = canvas(40, *kept(40))
     assert find_bucket(batch_of(cached)) == Bucket(48, 1, True)
-    assert find_bucket(batch_of(canvas(40), canvas(40, CacheRange(0, 40)))) is None
+    assert find_bucket(batch_of(canvas(40), canvas(40, *kept(40)))) is None
 
 
 def padded_inputs(batch: StepBatch, bucket: Bucket) -> tuple[StepInputs[Any], SequenceBounds[Any]]:
@@ -108,16 +117,36 @@ def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
 
 
 def test_padding_of_windows_reads_and_writes_nothing() -> None:
-    first, second = CacheRange(70, 30), CacheRange(5, 20)
+    first, second = kept(30, 20)
     batch = batch_of(canvas(30, first), canvas(20, second, name="b"))
     bucket = find_bucket(batch)
     assert bucket is not None
     inputs, bounds = padded_inputs(batch, bucket)
-    slots = [*range(70, 100), *range(5, 25)] + [-1] * (bucket.rows - 50)
+    slots = [*first.slots, *second.slots] + [-1] * (bucket.rows - 50)
     assert inputs.slot_mapping.tolist() == slots
     assert bounds.query_ends[:4].tolist() == [0, 30, 50, bucket.rows]
-    assert bounds.key_starts[:2].tolist() == [70, 5]
+    assert bounds.key_starts[:2].tolist() == [first.start, second.start] == [128, 192]
     assert bounds.key_counts[:3].tolist() == [30, 20, 0]
+
+
+def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
+    """Kept keys are read by windows of some positions; these come last."""
+    part, whole = map(canvas, (100, 100), kept(100, 100), "pw")
+    eligible = part.begin().eligible
+    scores = torch.zeros(len(eligible), dtype=torch.float64)
+    part.commit(Candidates(eligible, torch.full_like(eligible, 5), scores))
+    batch = batch_of(part, whole, canvas(30))
+    assert [c.req_id for c in batch.canvases] == ["a", "w", "p"]
+    groups = batch.span_groups(slice(0, batch.num_rows))
+    assert [(group.is_cached, group.rows) for group in groups] == [
+        (False, slice(0, 130)),
+        (True, slice(130, 138)),
+    ]
+    assert groups[0].spans == (Span(0, 30, 0, 30), Span(30, 130, 30, 130))
+    assert part.cache is not None
+    assert groups[1].spans == (Span(0, 8, part.cache.start, part.cache.start + 100),)
+    assert (batch.num_whole, batch.shape.kept_keys) == (30, 100)
+    assert batch_of(whole, canvas(30)).shape.kept_keys == 0
 
 
 @pytest.mark.gpu
@@ -145,7 +174,7 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     ]
     batch = batch_of(*(canvas(n, r) for n, r in zip(lengths, ranges, strict=True)))
     plan = runner.planner.plan(batch.shape)
-    inputs, _ = upload(batch, plan, [], runner.device)
+    inputs, _ = upload(batch, plan, [], runner.caches)
     fresh = FreshBuffers(runner.device)
     eager = run_to_end(run_body(runner.model, inputs, plan, fresh, fresh, runner.caches))
     wanted = [eager.x.clone(), eager.k.clone(), eager.v.clone()]

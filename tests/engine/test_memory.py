@@ -131,7 +131,7 @@ def test_kept_keys_and_values_are_counted_and_given_back(
 ) -> None:
     """Caches have half of the pool; afterwards a long step may have all of it."""
     row = shape.cache_bytes
-    set_pool(2 * 150 * row)
+    set_pool(2 * 200 * row)  # three pages of 64
     with running(checkpoint("mha")) as small:
         ask = Ask(random_prompt(100), {**CACHED, "ignore_eos": True})
         first, second = small.ask(ask, ask)  # 132 positions each: one after the other

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import MASK_ID
+from tests.pages import store_with
 from vllm.diffusion import decision, fields
 from vllm.diffusion.decoding import Work
 from vllm.diffusion.engine.batch import build_batch
@@ -17,7 +18,7 @@ from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.layers.attention_backends import attend
-from vllm.diffusion.memory import CacheRange, chunks
+from vllm.diffusion.memory import chunks
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.diffusion.spans import AttentionLayout
 from vllm.diffusion.visibility import BlockCausal, Forward, Full
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.diffusion.engine.batch import SpanGroup, StepBatch
+    from vllm.diffusion.memory import KeptSequence, PageStore
     from vllm.diffusion.visibility import Visibility
 
 MODEL = ServedModel(
@@ -94,7 +96,7 @@ def canvas(
     visibility: Visibility,
     sampled: Iterable[int],
     window: tuple[int, int] | None = None,
-    cache: CacheRange | None = None,
+    cache: KeptSequence | None = None,
     **asked: Any,
 ) -> Canvas:
     extra = {"gen_length": 8, "block_length": 4, "steps": 8, "seed": 0, **asked}
@@ -110,7 +112,7 @@ def canvas(
 class Tensors:
     """Queries, keys and values by request and position, and what attention should make of them."""
 
-    def __init__(self, batch: StepBatch, num_cached: int) -> None:
+    def __init__(self, batch: StepBatch, store: PageStore) -> None:
         generator = torch.Generator().manual_seed(5)
 
         def rows(count: int, heads: int) -> torch.Tensor:
@@ -118,14 +120,17 @@ class Tensors:
 
         self.q = rows(batch.num_rows, HEADS)
         self.k, self.v = rows(batch.num_rows, KV_HEADS), rows(batch.num_rows, KV_HEADS)
-        self.cached_k, self.cached_v = rows(num_cached, KV_HEADS), rows(num_cached, KV_HEADS)
+        num_kept = len(store.keys(1))
+        self.kept_k, self.kept_v = rows(num_kept, KV_HEADS), rows(num_kept, KV_HEADS)
+        self.pages = store.table
 
     def attend(self, groups: Iterable[SpanGroup], q: torch.Tensor) -> torch.Tensor:
         """Attention of rows that are cut into groups, as layers run it."""
         found = []
         for rows, spans, is_cached in groups:
-            k, v = (self.cached_k, self.cached_v) if is_cached else (self.k, self.v)
-            found.append(attend(q[rows], k, v, AttentionLayout.of(spans, "cpu")))
+            k, v = (self.kept_k, self.kept_v) if is_cached else (self.k, self.v)
+            pages = self.pages if is_cached else None
+            found.append(attend(q[rows], k, v, AttentionLayout.of(spans, "cpu", pages)))
         return torch.cat(found)
 
     def dense(
@@ -145,11 +150,11 @@ def wanted_rows(tensors: Tensors, batch: StepBatch, made: list[Canvas]) -> torch
         first, end = (0, one.length) if one.cache is None else one.rule.work.rows  # type: ignore[attr-defined]
         for _ in range(copies):
             rows = slice(start, start + end - first)
-            if one.cache is None:
+            if one.cache is None or (first, end) == (0, one.length):
                 k, v = tensors.k[rows], tensors.v[rows]
             else:
-                keys = slice(one.cache.start, one.cache.end)
-                k, v = tensors.cached_k[keys], tensors.cached_v[keys]
+                slots = one.cache.slots
+                k, v = tensors.kept_k[slots], tensors.kept_v[slots]
             mask = [[sees(one.visibility, q, k) for k in range(len(k))] for q in range(first, end)]
             found.append(tensors.dense(tensors.q[rows], k, v, mask))
             start = rows.stop
@@ -160,15 +165,22 @@ def wanted_rows(tensors: Tensors, batch: StepBatch, made: list[Canvas]) -> torch
 @pytest.mark.parametrize("visibility", [Full(), BlockCausal()])
 @pytest.mark.parametrize("rows_per_chunk", [1000, 13])
 def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_chunk: int) -> None:
-    """Block lengths differ in a batch; one request is guided, two keep their keys and values."""
+    """Block lengths differ in a batch; one request is guided, three keep their keys and values.
+
+    One of these computes all of its positions, and reads the keys that it computes.
+    """
+    store, (whole, first, second) = store_with(18, 130, 17)
     made = [
         canvas("a", 21, visibility, (13, 15, 20)),
         canvas("b", 16, visibility, (8, 9), cfg_scale=1.5, block_length=8),
-        canvas("c", 30, visibility, (24, 25), (24, 28), CacheRange(40, 30)),
-        canvas("d", 17, visibility, (9, 16), (5, 17), CacheRange(3, 17), block_length=2),
+        canvas("e", 18, visibility, (12, 16), (0, 18), whole),
+        canvas("c", 130, visibility, (124, 125), (124, 128), first),
+        canvas("d", 17, visibility, (9, 16), (5, 17), second, block_length=2),
     ]
-    batch = build_batch(made, logit_shift=0)
-    tensors = Tensors(batch, num_cached=80)
+    batch = build_batch([*made[:2], *made[:1:-1]], logit_shift=0)  # what reads kept keys, moves
+    assert [one.req_id for one in batch.canvases] == ["a", "b", "e", "d", "c"]
+    made[3:] = made[:2:-1]
+    tensors = Tensors(batch, store)
     wanted = wanted_rows(tensors, batch, made)
     found = [
         tensors.attend(batch.span_groups(rows), tensors.q[rows])

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may share a step, how stages are cut, and what caches hold."""
+"""Which requests may share a step, and how stages are cut."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +18,6 @@ from vllm.diffusion.engine.turns import take_turns
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.families import LLADA
 from vllm.diffusion.memory import (
-    ActivationPool,
-    CachePool,
-    CacheRange,
     Demand,
     Experts,
     HostBuffers,
@@ -33,7 +28,6 @@ from vllm.diffusion.memory import (
     StepShape,
     chunks,
 )
-from vllm.diffusion.memory.activation_pool import TorchBacking
 from vllm.diffusion.memory.footprint import (
     ROUNDING_BYTES,
     Footprint,
@@ -467,7 +461,7 @@ def test_first_forwards_need_the_memory_of_one_shared_step() -> None:
     largest = smallest_budget([Demand(75, 75)] * 2, row_budget=150)
     assert smallest_budget([demand(100, window=8)] * 4, row_budget=150) == largest
     cached = [demand(100, keeps_cache=True, window=8)] * 4
-    kept = 4 * 100 * TINY.cache_bytes
+    kept = 4 * 128 * TINY.cache_bytes  # whole pages
     assert smallest_budget(cached, row_budget=150) == max(largest + kept, 2 * kept)
 
 
@@ -476,7 +470,7 @@ def test_a_forward_beyond_the_row_budget_must_fit_beside_all_kept_keys_and_value
     large = demand(5000, window=8)
     alone = smallest_budget([large], row_budget=100)
     together = smallest_budget([*kept, large], row_budget=100)
-    assert together == alone + 4 * 50 * TINY.cache_bytes
+    assert together == alone + 4 * 64 * TINY.cache_bytes  # whole pages
 
 
 @st.composite
@@ -520,12 +514,29 @@ def test_every_step_of_admitted_requests_has_a_plan(
 
 
 def test_kept_keys_and_values_have_half_of_the_budget() -> None:
-    planner = Planner(TINY, 300 * TINY.cache_bytes, row_budget=1000)
-    assert planner.cached_positions == 150
+    """In whole pages of 64 positions: a request's last page is its own."""
+    planner = Planner(TINY, 2 * 250 * TINY.cache_bytes, row_budget=1000)
+    assert planner.cached_positions == 192  # not 250
     running = [demand(100, keeps_cache=True)]
-    assert planner.admits(running, demand(50, keeps_cache=True))
-    assert not planner.admits(running, demand(51, keeps_cache=True))
-    assert not planner.admits([], demand(151, keeps_cache=True))
+    assert planner.admits(running, demand(64, keeps_cache=True))
+    assert not planner.admits(running, demand(65, keeps_cache=True))
+    assert planner.admits([demand(64, keeps_cache=True)], demand(65, keeps_cache=True))
+    assert not planner.admits([], demand(193, keeps_cache=True))
+
+
+def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:
+    """Of the longest sequence, one group of heads at a time."""
+    step = StepShape(rows=64, sample_rows=8, longest=500, kept_keys=500)
+    copying = replace(TINY, collects_keys=True)
+
+    def peak(shape: ModelShape, step: StepShape) -> int:
+        return Planner(shape, GIB, row_budget=1000).plan(step).predicted_peak_bytes
+
+    without = peak(copying, step._replace(kept_keys=0))
+    assert peak(copying, step) == without + 500 * TINY.key_value_bytes
+    assert peak(TINY, step) == without
+    grouped = Footprint(copying).collected_keys(Layout(False, head_groups=4))
+    assert grouped == TINY.key_value_bytes // 4
 
 
 @pytest.mark.parametrize("guided", [1, 2])
@@ -570,63 +581,3 @@ def test_host_buffers_are_reused_and_grow() -> None:
     assert again.data_ptr() == large.data_ptr()
     assert pool.take("y", (8, 8), torch.float32).data_ptr() != large.data_ptr()
     assert pool.num_bytes == 2 * 8 * 8 * 4
-
-
-def pool_of(num_layers: int = 3) -> CachePool:
-    pool = ActivationPool(1 << 20, TorchBacking(CPU))
-    return CachePool(num_layers, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, pool=pool)
-
-
-def mark(pool: CachePool, taken: CacheRange, value: float) -> None:
-    for layer in range(3):
-        pool.keys(layer)[taken.start : taken.end] = value + layer
-        pool.values(layer)[taken.start : taken.end] = -value - layer
-
-
-def assert_marked(pool: CachePool, taken: CacheRange, value: float) -> None:
-    for layer in range(3):
-        assert (pool.keys(layer)[taken.start : taken.end] == value + layer).all()
-        assert (pool.values(layer)[taken.start : taken.end] == -value - layer).all()
-
-
-def test_caches_are_counted_and_released() -> None:
-    pool, row_bytes = pool_of(), 3 * 2 * 2 * 4 * 2
-    taken = pool.allocate("a", 10)
-    assert pool.keys(0).shape == pool.values(2).shape == (10, 2, 4)
-    assert (taken.start, taken.end, pool.num_bytes) == (0, 10, 10 * row_bytes)
-    pool.allocate("b", 5)
-    pool.release("a")
-    pool.release("never there")
-    assert pool.num_bytes == 5 * row_bytes
-    assert pool.reserved_bytes >= 15 * row_bytes
-
-
-def test_a_released_range_is_used_again_without_moving_anything() -> None:
-    pool = pool_of()
-    taken = {name: pool.allocate(name, 10) for name in "abc"}
-    generation = pool.generation
-    pool.release("b")
-    assert pool.allocate("d", 4).start == 10
-    assert pool.allocate("e", 6).start == 14
-    assert (taken["c"].start, pool.generation) == (20, generation)
-
-
-def test_ranges_keep_their_contents_when_gaps_close_and_the_buffer_grows() -> None:
-    """Random requests come and go; every one finds what it wrote."""
-    pool, rng = pool_of(), random.Random(5)
-    running: dict[str, tuple[CacheRange, float]] = {}
-    most = 0
-    for number in range(200):
-        if len(running) > 4 or (running and rng.random() < 0.4):
-            name = rng.choice(sorted(running))
-            running.pop(name)
-            pool.release(name)
-        taken = pool.allocate(str(number), rng.randint(1, 30))
-        mark(pool, taken, float(number % 100))
-        running[str(number)] = taken, float(number % 100)
-        most = max(most, pool.used_rows)
-        for held, value in running.values():
-            assert_marked(pool, held, value)
-        ranges = sorted((held.start, held.end) for held, _ in running.values())
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
-    assert len(pool.keys(0)) <= 2 * most  # gaps are closed before the buffer grows

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.pages import in_pages
 from vllm.diffusion.layers import attention_backends
 from vllm.diffusion.layers.attention_backends import (
     Backend,
@@ -23,6 +24,7 @@ from vllm.diffusion.layers.attention_backends import (
     can_be_captured,
     can_serve,
     choose_backend,
+    reads_pages,
 )
 from vllm.diffusion.layers.split_attention import (
     MAX_SPLITS,
@@ -31,7 +33,7 @@ from vllm.diffusion.layers.split_attention import (
     choose_splits,
     split_attention,
 )
-from vllm.diffusion.spans import AttentionLayout, Span, check_tiling
+from vllm.diffusion.spans import AttentionLayout, PageTable, Span, check_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +52,15 @@ LAYOUTS = [
     [Span(0, 2, 0, 4), Span(2, 4, 4, 4)],  # a sequence without keys
     [Span(0, 0, 0, 0)],
     [],
+]
+PAGE_SIZE = 4
+NUM_PAGED_KEYS = 30
+PAGED_LAYOUTS = [
+    [Span(0, 9, 0, 9)],
+    [Span(0, 3, 8, 12)],  # whole pages
+    [Span(0, 2, 8, 13), Span(2, 5, 0, 7), Span(5, 6, 16, 17)],  # ragged ends, another order
+    [Span(0, 2, 0, 30), Span(2, 4, 4, 30)],  # pages in common
+    [Span(0, 2, 0, 5), Span(2, 2, 8, 11), Span(2, 4, 12, 12)],  # no queries, no keys
 ]
 
 
@@ -88,6 +99,33 @@ def test_attend_equals_its_definition(spans: list[Span], num_kv_heads: int) -> N
     out = torch.full_like(q, torch.nan)
     assert attend(q, k, v, layout, out=out) is out
     assert torch.equal(out, result)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("spans", PAGED_LAYOUTS)
+def test_attend_reads_pages_in_any_order(spans: list[Span], num_kv_heads: int) -> None:
+    q = heads(spans[-1].q_end, 4, seed=1)
+    k, v = (heads(NUM_PAGED_KEYS, num_kv_heads, seed=seed) for seed in (2, 3))
+    wanted = attend(q, k, v, AttentionLayout.of(spans, "cpu"))
+    for seed in range(3):
+        *stored, pages = in_pages(k, v, PAGE_SIZE, seed)
+        layout = AttentionLayout.of(spans, "cpu", pages)
+        result = attend(q, *stored, layout)
+        assert torch.equal(result, wanted)
+        out = torch.full_like(q, torch.nan)
+        assert attend(q, *stored, layout, out=out) is out
+        assert torch.equal(out, wanted)
+    parts = [rows[:, :1] for rows in stored]  # one group of heads, as a streamed forward reads it
+    group = attend(q[:, : 4 // num_kv_heads], *parts, layout)
+    wanted = plain_attention(q, k, v, spans)[:, : 4 // num_kv_heads]
+    torch.testing.assert_close(group.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_keys_in_pages() -> None:
+    pages = PageTable(torch.tensor([70, 40, 10], dtype=torch.int32), 4)
+    assert pages.rows_of(4, 4).tolist() == []
+    assert pages.rows_of(0, 3).tolist() == [70, 71, 72]
+    assert pages.rows_of(4, 10).tolist() == [40, 41, 42, 43, 10, 11]
 
 
 def test_views_into_a_fused_product_give_the_same_bits() -> None:
@@ -264,6 +302,24 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     assert choose_backend(q, long) is Backend.SDPA
 
 
+def test_choice_for_keys_in_pages(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that splits the keys reads them where they lie; else they are copied together."""
+    pages = PageTable(torch.zeros(1024, dtype=torch.int32), 64)
+    for layout in (layout_of(1, 16384, 65536), layout_of(1, 1024, 1024), layout_of(32, 32, 4096)):
+        q = shaped(layout)
+        paged = layout._replace(pages=pages)
+        assert choose_backend(q, paged) is Backend.SPLIT
+        assert choose_backend(q, paged._replace(spans=None)) is Backend.SPLIT
+        served = [backend for backend in Backend if can_serve(backend, q, paged)]
+        assert served == [Backend.SDPA, Backend.SPLIT]
+        assert choose_backend(shaped(layout, torch.float32), paged) is Backend.SDPA
+    assert reads_pages(q.dtype, 128, q.device)
+    assert not reads_pages(torch.float32, 128, q.device)
+    monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
+    assert choose_backend(q, paged) is Backend.SDPA
+    assert not reads_pages(q.dtype, 128, q.device)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_flash3_is_for_hopper(
     hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
@@ -324,6 +380,41 @@ def run_split() -> None:
             )
             assert result is out
             torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
+    run_split_in_pages()
+
+
+def run_split_in_pages() -> None:
+    """As above, the keys in shuffled pages of one tile and of several."""
+    spans = [Span(0, 5, 64, 191), Span(5, 5, 0, 9), Span(5, 14, 32, 32), Span(14, 15, 192, 193)]
+    generator = torch.Generator().manual_seed(20261122)
+    q = torch.randn(15, 4, 16, generator=generator)
+    k, v = (torch.randn(200, 2, 16, generator=generator) for _ in range(2))
+    wanted = plain_attention(q, k, v, spans)
+    for size, programs in ((16, 0), (16, 64), (32, 0), (32, 64)):
+        *stored, pages = in_pages(k, v, size)
+        layout = AttentionLayout.of(spans, "cpu", pages)
+        result = split_attention(
+            *(q, *stored, *layout[:3]),
+            max_queries=layout.max_queries,
+            max_keys=layout.max_keys,
+            page_rows=pages.rows,
+            page_size=pages.size,
+            config=SplitConfig(16, 16, programs, num_warps=4, num_stages=1),
+        )
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+    try:
+        split_attention(
+            *(q, *stored, *layout[:3]),
+            max_queries=5,
+            max_keys=200,
+            page_rows=pages.rows,
+            page_size=24,
+            config=SplitConfig(16, 16, 0, num_warps=4, num_stages=1),
+        )
+    except ValueError as error:
+        assert "page_size: wanted a multiple of 16, given 24" in str(error)
+    else:
+        raise AssertionError("pages that are not whole tiles were taken")
 
 
 def test_number_of_splits() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.pages import in_pages
 from vllm.diffusion.layers.attention_backends import (
     Backend,
     attend,
@@ -16,6 +17,7 @@ from vllm.diffusion.layers.attention_backends import (
     choose_backend,
 )
 from vllm.diffusion.layers.split_attention import HEAD_DIMS, SplitConfig, split_attention
+from vllm.diffusion.pages import PAGE_SIZE
 from vllm.diffusion.spans import AttentionLayout, Span
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +41,20 @@ LAYOUTS = {
     ],
     "more than are counted at once": [Span(i, i + 1, i, 2 * i) for i in range(150)],
     "no keys": [Span(0, 40, 9, 9)],
+}
+# Keys of a sequence start with a page of 64.
+PAGED_LAYOUTS = {
+    "a window": [Span(0, 32, 128, 4999)],
+    "one row": [Span(0, 1, 64, 4900)],
+    "few keys": [Span(0, 32, 64, 65)],
+    "whole pages": [Span(0, 33, 0, 64), Span(33, 65, 256, 512)],
+    "many rows": [Span(0, 513, 0, 1025)],
+    "windows": [Span(32 * i, 32 * i + 32, 64 * i, 64 * i + 3 * i * i) for i in range(32)],
+    "ragged": [
+        *(Span(0, 17, 0, 2000), Span(17, 17, 0, 300), Span(17, 80, 2560, 2560)),
+        *(Span(80, 81, 4992, 5000), Span(81, 337, 1024, 1281)),
+    ],
+    "no keys": [Span(0, 40, 64, 64)],
 }
 
 
@@ -95,6 +111,44 @@ def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spa
     assert torch.equal(out, result)
 
 
+@pytest.mark.parametrize("backend", [Backend.SDPA, Backend.SPLIT])
+@pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS)
+@pytest.mark.parametrize("spans", PAGED_LAYOUTS.values(), ids=PAGED_LAYOUTS)
+def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spans):
+    """Keys in shuffled pages, as a store has them: nothing else of the store is read."""
+    if backend is Backend.SDPA and (len(spans) > 8 or dtype != torch.bfloat16):
+        pytest.skip("cuDNN makes a plan for every shape, which takes long")
+    q = random(generator, dtype, spans[-1].q_end, num_heads, HEAD_DIM)
+    k, v = (random(generator, dtype, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
+    wanted = definition(q, k, v, spans)
+    *stored, pages = in_pages(k, v, PAGE_SIZE)
+    layout = AttentionLayout.of(spans, "cuda", pages)
+    assert choose_backend(q, layout) is Backend.SPLIT
+    result = attend(q, *stored, layout, backend=backend)
+    assert result.is_contiguous() and result.dtype == dtype
+    assert_close(result, wanted, dtype)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("programs", [0, 1, 64])
+def test_pages_of_other_heads(generator, head_dim, programs):
+    spans = PAGED_LAYOUTS["ragged"]
+    q = random(generator, torch.bfloat16, spans[-1].q_end, 4, head_dim)
+    k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
+    wanted = definition(q, k, v, spans)
+    *stored, pages = in_pages(k, v, PAGE_SIZE)
+    layout = AttentionLayout.of(spans, "cuda", pages)
+    result = split_attention(
+        *(q, *stored, *layout[:3]),
+        max_queries=layout.max_queries,
+        max_keys=layout.max_keys,
+        page_rows=pages.rows,
+        page_size=pages.size,
+        config=SplitConfig(64, 32, programs, num_warps=4, num_stages=3),
+    )
+    assert_close(result, wanted, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("head_dim", "rows"), list(zip(HEAD_DIMS, (64, 32, 64, 16), strict=True)))
 def test_split_in_other_tiles(generator, head_dim, rows):
     spans = LAYOUTS["ragged"]
@@ -123,7 +177,8 @@ def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     num_heads, num_kv_heads = 6, 3  # of no other test
-    pool = random(generator, torch.bfloat16, NUM_KEYS, 2 * num_kv_heads, HEAD_DIM)
+    kept = random(generator, torch.bfloat16, 2, NUM_KEYS, num_kv_heads, HEAD_DIM)
+    *stored, pages = in_pages(*kept, PAGE_SIZE)
     for num_rows in (16, 17, 48, 112, 640, 1024):
         product = random(generator, torch.bfloat16, num_rows, 12, HEAD_DIM)
         q, k, v = product.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -132,9 +187,9 @@ def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
             ends[0] = 0
             layout = AttentionLayout(ends, 0 * ends, ends[1:], num_rows, num_rows, None)
             attend(q, k, v, layout, backend=Backend.SPLIT)
-            layout = layout._replace(max_keys=NUM_KEYS)
-            attend(q, *pool.chunk(2, dim=1), layout, backend=Backend.SPLIT)
-    assert compiled.count("part_kernel") == 2  # with the keys split, and not
+            layout = layout._replace(max_keys=NUM_KEYS, pages=pages)
+            attend(q, *stored, layout, backend=Backend.SPLIT)
+    assert compiled.count("part_kernel") == 4  # with the keys split, and not; in pages, and not
     assert compiled.count("merge_kernel") <= 1
 
 
@@ -174,6 +229,28 @@ def test_a_graph_follows_its_layout(generator, backend, dtype, num_heads, num_kv
     ):
         layout = AttentionLayout.of(spans, "cuda")
         for old, new in zip(captured[:3], layout[:3], strict=True):
+            old.copy_(new)
+        graph.replay()
+        assert_close(result, definition(q, k, v, spans), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS[:2])
+def test_a_graph_follows_its_table(generator, dtype, num_heads, num_kv_heads):
+    """The table and what it names may change between replays."""
+    num_rows = 96
+    q = random(generator, dtype, num_rows, num_heads, HEAD_DIM)
+    k, v = (random(generator, dtype, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
+    *stored, pages = in_pages(k, v, PAGE_SIZE)
+    # the last sequence pads the rows: it has no keys, and its first one lies past the table
+    spans = [Span(0, 32, 0, 2000), Span(32, 90, 2048, 5000), Span(90, 96, 10**9, 10**9)]
+    layout = AttentionLayout.of(spans, "cuda", pages)._replace(spans=None, max_keys=NUM_KEYS)
+    attend(q, *stored, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = attend(q, *stored, layout)
+    for seed in range(3):
+        *others, table = in_pages(k, v, PAGE_SIZE, seed)
+        for old, new in zip((*stored, pages.rows), (*others, table.rows), strict=True):
             old.copy_(new)
         graph.replay()
         assert_close(result, definition(q, k, v, spans), dtype)

@@ -10,6 +10,7 @@ from vllm.diffusion import envs, startup_log
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE
 from vllm.diffusion.fields import server_defaults
+from vllm.diffusion.pages import PAGE_SIZE
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.platforms import current_platform
 from vllm.tokenizers.registry import cached_tokenizer_from_config
@@ -88,7 +89,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
 
 
 def _cached_positions(vllm_config: VllmConfig) -> int:
-    """Positions whose keys and values fit into the memory for caches, on each rank.
+    """Positions of the pages of keys and values that fit into the memory for them, on each rank.
 
     That memory is half of the activation pool, whose size is VLLM_ACTIVATION_POOL_SIZE_BYTES, else
     at most what the engine may use.
@@ -100,7 +101,7 @@ def _cached_positions(vllm_config: VllmConfig) -> int:
         budget = int(total * vllm_config.cache_config.gpu_memory_utilization)
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
     position = per_layer * model.get_num_layers(parallel) * model.dtype.itemsize
-    return int(budget // 2 // position)
+    return int(budget // 2 // (PAGE_SIZE * position) * PAGE_SIZE)
 
 
 def row_budget(vllm_config: VllmConfig) -> int:

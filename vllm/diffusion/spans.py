@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Span(NamedTuple):
     """Queries of one sequence and all keys of that sequence, as half-open row ranges.
 
-    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values.
+    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values;
+    where these lie in pages, rows as a `PageTable` counts them.
     """
 
     q_start: int
@@ -30,12 +31,30 @@ class Span(NamedTuple):
     kv_end: int
 
 
+class PageTable(NamedTuple):
+    """Where keys and values lie that are kept in pages.
+
+    Key j, as `Span` and `key_starts` count them, is the row rows[j // size] + j % size of the keys
+    and values. The keys of a sequence start with a page.
+    """
+
+    rows: Tensor  # [E] int32 on the device: the first row of every page
+    size: int  # rows of a page
+
+    def rows_of(self, start: int, end: int) -> Tensor:
+        """[end - start] int32: the rows of keys `start` to `end`, the first of them of a page."""
+        pages = self.rows[start // self.size : -(-end // self.size), None]
+        rows = pages + torch.arange(self.size, dtype=torch.int32, device=pages.device)
+        return rows.flatten()[: end - start]
+
+
 class AttentionLayout(NamedTuple):
     """Which rows attend to which: S sequences, each with queries and keys of its own.
 
     The queries of the sequences tile the R query rows in order. The keys of a sequence are any
-    range of the N key rows; a sequence without keys gets zeros. A captured graph reads the
-    tensors again at every replay, so what they hold may change, within the two bounds.
+    range of the N key rows, or of those that `pages` names; a sequence without keys gets zeros. A
+    captured graph reads the tensors again at every replay, so what they hold may change, within
+    the two bounds.
     """
 
     query_ends: Tensor  # [S + 1] int32 on the device: 0, then the end of each sequence's queries
@@ -44,9 +63,12 @@ class AttentionLayout(NamedTuple):
     max_queries: int  # at least the queries of every sequence
     max_keys: int  # at least the keys of every sequence
     spans: tuple[Span, ...] | None  # the same on the host; None in a captured graph
+    pages: PageTable | None = None  # None: the keys of a sequence are one range of rows
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device | str) -> AttentionLayout:
+    def of(
+        cls, spans: Sequence[Span], device: torch.device | str, pages: PageTable | None = None
+    ) -> AttentionLayout:
         """The layout of `spans`, copied to `device`.
 
         Raises:
@@ -66,6 +88,7 @@ class AttentionLayout(NamedTuple):
             max_queries=max((span.q_end - span.q_start for span in spans), default=0),
             max_keys=max(key_counts, default=0),
             spans=spans,
+            pages=pages,
         )
 
 

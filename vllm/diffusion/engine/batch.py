@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
-    from vllm.diffusion.visibility import Seen
 
 
 class PackedSequence(NamedTuple):
@@ -35,13 +34,15 @@ class PackedSequence(NamedTuple):
 
     Attributes:
         rows: of the batch.
-        keys: rows of this step's own keys, or of the pool of kept ones.
-        is_cached: which of the two.
+        keys: rows of the batch, or kept keys by the store's table.
+        is_cached: which of the two; kept ones only where this step does not compute them all.
+        kept: the keys by the store's table, where they are kept.
     """
 
     rows: slice
     keys: slice
     is_cached: bool
+    kept: slice | None = None
 
 
 Sequences: TypeAlias = tuple[PackedSequence, ...]
@@ -53,7 +54,7 @@ class SpanGroup(NamedTuple):
     Attributes:
         rows: of whatever is cut into groups: a chunk of the batch, or sample rows.
         spans: their sequences; queries count from the first of `rows`.
-        is_cached: the keys lie in the pool of kept ones.
+        is_cached: the keys are kept ones, by the store's table.
     """
 
     rows: slice
@@ -104,8 +105,9 @@ class StepBatch:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, from 0 in every sequence.
-        slot_mapping: [W] int64, the cache row of each of the last W rows, which are of windows.
-        sequences: they tile the rows; those with cached keys come last.
+        slot_mapping: [W] int64, the store's row of each of the last W rows, which are of windows.
+        sequences: they tile the rows; those that keep keys come last, after windows of all
+            positions those of some.
         canvases: the requests, in the order of their rows.
         works: per request, what the forward is for.
         predicting: per request, its sample rows.
@@ -138,6 +140,9 @@ class StepBatch:
             sample_rows=self.num_sampled + num_unconditional,
             longest=max(sequence.keys.stop - sequence.keys.start for sequence in self.sequences),
             num_sequences=len(self.sequences),
+            kept_keys=max(
+                (s.keys.stop - s.keys.start for s in self.sequences if s.is_cached), default=0
+            ),
         )
 
     @property
@@ -233,24 +238,44 @@ def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
     packing = _Packing()
-    ordered = sorted(canvases, key=lambda canvas: canvas.cache is not None)
-    works = tuple(canvas.begin() for canvas in ordered)
+    windows = sorted(map(_Window.of, canvases), key=_Window.place)
     predicting = tuple(
-        packing.add(number, canvas, work, logit_shift)
-        for number, (canvas, work) in enumerate(zip(ordered, works, strict=True))
+        packing.add(number, window, logit_shift) for number, window in enumerate(windows)
     )
     return StepBatch(
         token_ids=np.concatenate(packing.token_ids),
         positions=np.concatenate(packing.positions),
         slot_mapping=np.concatenate([_NO_SLOTS, *packing.slots]),
         sequences=tuple(packing.sequences),
-        canvases=tuple(ordered),
-        works=works,
+        canvases=tuple(window.canvas for window in windows),
+        works=tuple(window.work for window in windows),
         predicting=predicting,
     )
 
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
+class _Window(NamedTuple):
+    """What is computed of a request in this step, and what for."""
+
+    canvas: Canvas
+    work: Work
+    forward: Forward
+
+    @classmethod
+    def of(cls, canvas: Canvas) -> _Window:
+        kept = 0 if canvas.cache is None else canvas.cache.length
+        return cls(canvas, canvas.begin(), Forward(canvas.window, kept))
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether it may read keys that this step does not compute."""
+        return self.forward.num_keys > len(self.forward.window)
+
+    def place(self) -> tuple[bool, bool]:
+        """In the batch: what keeps nothing comes first, what reads kept keys last."""
+        return self.canvas.cache is not None, self.is_cached
 
 
 class _Packing:
@@ -263,44 +288,44 @@ class _Packing:
         self.sequences: list[PackedSequence] = []
         self._num_rows = 0
 
-    def add(self, number: int, canvas: Canvas, work: Work, logit_shift: int) -> _Predicting:
-        positions, window = work.eligible.numpy(), canvas.window
-        rows = np.maximum(positions - logit_shift, 0) if logit_shift else positions
+    def add(self, number: int, window: _Window, logit_shift: int) -> _Predicting:
+        canvas, first = window.canvas, window.forward.window.start
+        positions = window.work.eligible.numpy()
+        rows = (np.maximum(positions - logit_shift, 0) if logit_shift else positions) - first
+        own = self._append(window, canvas.tokens.numpy())
         on_canvas = positions - canvas.prompt_length
-        kept = 0 if canvas.cache is None else canvas.cache.length
-        spans, rows = canvas.visibility.spans(Forward(window, kept)), rows - window.start
-        own = self._append(canvas, canvas.tokens.numpy(), spans)
         predicting = _Predicting(number, on_canvas, rows + own[0].rows.start, own)
         if canvas.cache is not None or canvas.params.cfg_scale == 0:
             return predicting
-        unconditional = self._append(canvas, canvas.unconditional_tokens().numpy(), spans)
+        unconditional = self._append(window, canvas.unconditional_tokens().numpy())
         return predicting._replace(
             unconditional_rows=rows + unconditional[0].rows.start,
             unconditional_sequences=unconditional,
         )
 
-    def _append(self, canvas: Canvas, tokens: Array, spans: tuple[Seen, ...]) -> Sequences:
-        """Put the window that the spans tile behind the rows so far."""
-        cache, start = canvas.cache, self._num_rows
-        window = slice(spans[0].queries.start, spans[-1].queries.stop)
-        positions = canvas.positions[window]
-        if cache is not None:
-            self.slots.append(positions + cache.start)
-        self.token_ids.append(tokens[window])
-        self.positions.append(positions)
-        self._num_rows += window.stop - window.start
-        # Without a cache the keys are this step's own, and the window starts at position 0.
-        first_row, first_key = start - window.start, start if cache is None else cache.start
-        sequences = tuple(
-            PackedSequence(
-                slice(first_row + seen.queries.start, first_row + seen.queries.stop),
-                slice(first_key + seen.keys.start, first_key + seen.keys.stop),
-                cache is not None,
-            )
-            for seen in spans
-        )
+    def _append(self, window: _Window, tokens: Array) -> Sequences:
+        """Put a window behind the rows so far, as the sequences that its visibility makes of it."""
+        canvas, positions, is_cached = window.canvas, window.forward.window, window.is_cached
+        computed = slice(positions.start, positions.stop)
+        self.token_ids.append(tokens[computed])
+        self.positions.append(canvas.positions[computed])
+        first_row = self._num_rows - positions.start
+        self._num_rows += len(positions)
+        if canvas.cache is not None:
+            self.slots.append(canvas.cache.slots[computed])
+        sequences = []
+        for queries, keys in canvas.visibility.spans(window.forward):
+            rows = _moved(queries, first_row)
+            kept = None if canvas.cache is None else _moved(keys, canvas.cache.start)
+            read = kept if is_cached and kept is not None else _moved(keys, first_row)
+            sequences.append(PackedSequence(rows, read, is_cached, kept))
         self.sequences += sequences
-        return sequences
+        return tuple(sequences)
+
+
+def _moved(positions: range, start: int) -> slice:
+    """Positions of a sequence, counted by where its position 0 is."""
+    return slice(start + positions.start, start + positions.stop)
 
 
 class _PartBuilder:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import NewCanvas
-    from vllm.diffusion.memory import CacheRange
+    from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Visibility
@@ -44,7 +44,7 @@ class Canvas:
     """
 
     def __init__(
-        self, new: NewCanvas, cache: CacheRange | None = None, visibility: Visibility = FULL
+        self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
     ) -> None:
         self.req_id = new.req_id
         self.visibility = visibility.with_blocks_of(new.params.block_length)

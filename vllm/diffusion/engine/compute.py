@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.forward import BodyOutputs, Chunked
     from vllm.diffusion.engine.graphs import GraphRunner
-    from vllm.diffusion.memory import ActivationPool, CachePool, HostBuffers, Plan
+    from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.sampling import NoiseSource
 
@@ -45,7 +45,7 @@ class Compute:
         self,
         model: DiffusionModel,
         pool: ActivationPool,
-        caches: CachePool,
+        caches: PageStore,
         graphs: GraphRunner | None,
         noise: NoiseSource,
         device: torch.device,
@@ -79,9 +79,9 @@ class Compute:
             pool.expect("inputs", batch.num_rows * INPUT_BYTES)
             pool.expect("results", batch.shape.sample_rows * (READ_INPUT_BYTES + RESULT_BYTES))
             if body is not None:
-                samples = upload_samples(parts, self._device)
+                samples = upload_samples(parts, caches)
             else:
-                inputs, samples = upload(batch, plan, parts, self._device)
+                inputs, samples = upload(batch, plan, parts, caches)
             if body is None and plan.is_streamed:
                 streamed = StreamedForward(model, plan, inputs, pool, host, caches)
                 yield from streamed.run(samples)

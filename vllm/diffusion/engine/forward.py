@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
     from vllm.diffusion.engine.step_inputs import SampleInputs, SequenceBounds, StepInputs
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.memory import CachePool, Plan
+    from vllm.diffusion.memory import PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.spans import PageTable
 
 _ALL = slice(None)
 
@@ -47,7 +48,7 @@ class Attending(NamedTuple):
     Attributes:
         rows: of the chunk.
         layout: of these rows.
-        is_cached: the keys lie in the pool of kept ones.
+        is_cached: the keys lie in the store of kept ones.
     """
 
     rows: slice
@@ -60,7 +61,7 @@ class BodyInputs(NamedTuple):
 
     Attributes:
         token_ids, positions: [T] int64.
-        slot_mapping: [W] int64, the cache row of each of the last W rows; negative for none.
+        slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
         attending: for every chunk of the attend stage, what its rows read.
     """
 
@@ -114,21 +115,25 @@ def run_to_end(work: Chunked[T]) -> T:
 
 
 def upload(
-    batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], device: torch.device
+    batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], caches: PageStore
 ) -> tuple[BodyInputs, list[Samples]]:
     """All that the device must be told of a step, in one copy."""
     groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
     packed = pack(batch, groups), tuple(map(pack_samples, parts))
     inputs: StepInputs[Tensor]
-    inputs, samples = ops.to_device(packed, device)
-    attending = tuple(map(_attending, groups, inputs.bounds))
+    inputs, samples = ops.to_device(packed, caches.device)
+    attending = tuple(
+        _attending(own, bounds, caches.table)
+        for own, bounds in zip(groups, inputs.bounds, strict=True)
+    )
     body = BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
-    return body, _samples(parts, samples)
+    return body, _samples(parts, samples, caches.table)
 
 
-def upload_samples(parts: Sequence[SamplePart], device: torch.device) -> list[Samples]:
+def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[Samples]:
     """What the device must be told of the sample rows, where a graph knows the rest."""
-    return _samples(parts, ops.to_device(tuple(map(pack_samples, parts)), device))
+    inputs = ops.to_device(tuple(map(pack_samples, parts)), caches.device)
+    return _samples(parts, inputs, caches.table)
 
 
 def run_body(
@@ -137,7 +142,7 @@ def run_body(
     plan: Plan,
     residents: Buffers,
     scratch: Buffers,
-    caches: CachePool,
+    caches: PageStore,
 ) -> Chunked[BodyOutputs]:
     """All layers of all rows, but for what follows the keys and values of the last one.
 
@@ -192,7 +197,7 @@ def run_last_layer(
     body: BodyOutputs,
     samples: Iterable[Samples],
     scratch: Buffers,
-    caches: CachePool,
+    caches: PageStore,
 ) -> Generator[Tensor]:
     """The rest of the last layer, for the sample rows alone: [r, D], part by part.
 
@@ -215,7 +220,7 @@ def run_last_layer(
 
 
 def keep(
-    k: Tensor, v: Tensor, index: int, slot_mapping: Tensor, caches: CachePool, heads: slice = _ALL
+    k: Tensor, v: Tensor, index: int, slot_mapping: Tensor, caches: PageStore, heads: slice = _ALL
 ) -> None:
     """Store a layer's keys and values of the rows that have slots; these are the last rows.
 
@@ -237,7 +242,7 @@ def sources_of(
     k: Tensor,
     v: Tensor,
     index: int,
-    caches: CachePool,
+    caches: PageStore,
     heads: slice = _ALL,
 ) -> list[KeySource]:
     """Where the rows of a chunk find their keys and values; arguments as for `keep`."""
@@ -249,19 +254,21 @@ def sources_of(
     ]
 
 
-def _samples(parts: Iterable[SamplePart], inputs: Iterable[SampleInputs[Tensor]]) -> list[Samples]:
+def _samples(
+    parts: Iterable[SamplePart], inputs: Iterable[SampleInputs[Tensor]], pages: PageTable
+) -> list[Samples]:
     """The parts of the sample rows with what the device was told of each."""
     return [
-        Samples(part, own.rows, own.positions, _attending(part.span_groups, own.bounds))
+        Samples(part, own.rows, own.positions, _attending(part.span_groups, own.bounds, pages))
         for part, own in zip(parts, inputs, strict=True)
     ]
 
 
 def _attending(
-    groups: Sequence[SpanGroup], bounds: Sequence[SequenceBounds[Tensor]]
+    groups: Sequence[SpanGroup], bounds: Sequence[SequenceBounds[Tensor]], pages: PageTable
 ) -> tuple[Attending, ...]:
     """Span groups, with their bounds on the device."""
     return tuple(
-        Attending(group.rows, layout_of(group, on_device), group.is_cached)
+        Attending(group.rows, layout_of(group, on_device, pages), group.is_cached)
         for group, on_device in zip(groups, bounds, strict=True)
     )

@@ -16,14 +16,14 @@ from vllm.diffusion import ops
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.engine import step_inputs
 from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, run_body, run_to_end
-from vllm.diffusion.spans import AttentionLayout
+from vllm.diffusion.spans import AttentionLayout, PageTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.step_inputs import StepInputs
-    from vllm.diffusion.memory import ActivationPool, CachePool, GraphMemory, Plan
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
 
@@ -62,7 +62,7 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: ops.Staging
     outputs: BodyOutputs
-    generation: int  # of the cache pool whose addresses the graph holds
+    generation: int  # of the store whose addresses the graph holds
 
 
 class GraphRunner:
@@ -81,7 +81,7 @@ class GraphRunner:
         self,
         model: DiffusionModel,
         pool: ActivationPool,
-        caches: CachePool,
+        caches: PageStore,
         memory: GraphMemory,
         max_keys: int,
     ) -> None:
@@ -91,6 +91,9 @@ class GraphRunner:
         self._caches = caches
         self._memory = memory
         self._max_keys = max_keys
+        self._reads_pages = model.reads_pages(caches.device)
+        self._table = caches.table  # at the address that graphs know
+        self._copied: PageTable | None = None  # what it holds
         self._captured: dict[Bucket, _Captured] = {}
 
     def __len__(self) -> int:
@@ -105,8 +108,10 @@ class GraphRunner:
         if not plan.is_whole(batch.num_rows):
             return None
         bucket = find_bucket(batch)
-        if bucket is None:
+        if bucket is None or (bucket.is_cached and not self._reads_pages):
             return None
+        if bucket.is_cached:
+            self._copy_table()
         captured = self._captured.get(bucket)
         if captured is None or captured.generation != self._caches.generation * bucket.is_cached:
             captured = self._capture(bucket, batch, plan)
@@ -115,6 +120,16 @@ class GraphRunner:
         step_inputs.fill(captured.inputs.arrays, batch)
         captured.graph.replay()
         return captured.outputs
+
+    def _copy_table(self) -> None:
+        """Let graphs read what the store's table says now."""
+        table = self._caches.table
+        if table is self._copied:
+            return
+        if len(self._table.rows) != self._caches.reserved_pages:
+            self._table = PageTable(table.rows.new_empty(self._caches.reserved_pages), table.size)
+        self._table.rows[: len(table.rows)].copy_(table.rows)
+        self._copied = table
 
     def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
         if self._pool.has_frame:
@@ -149,6 +164,7 @@ class GraphRunner:
             max_queries=bucket.rows,
             max_keys=self._max_keys if bucket.is_cached else bucket.rows,
             spans=None,
+            pages=self._table if bucket.is_cached else None,
         )
         rows = slice(0, bucket.rows)
         attending = ((Attending(rows, layout, bucket.is_cached),),)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vllm.diffusion.memory import ActivationPool, CachePool, GraphMemory, Plan
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
 
 
 class StepMemory(NamedTuple):
@@ -49,7 +49,7 @@ class Ledger:
     def __init__(
         self,
         pool: ActivationPool,
-        caches: CachePool,
+        caches: PageStore,
         graphs: GraphMemory | None,
         device: torch.device,
     ) -> None:

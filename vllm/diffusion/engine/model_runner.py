@@ -26,7 +26,7 @@ from vllm.diffusion.engine.slices import Slices
 from vllm.diffusion.engine.step import Step
 from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import CachePool, HostBuffers
+from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class DiffusionModelRunner:
         self.noise = noise or PhiloxNoise()
         self.pool = pool
         self.host = HostBuffers(is_pinned=device.type == "cuda")
-        self.caches = CachePool(
+        self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
         self.graphs: GraphRunner | None = None
@@ -129,8 +129,7 @@ class DiffusionModelRunner:
     def launch(self, req_ids: list[str]) -> Step:
         """Give the device one denoise step of the named requests, and do not wait for a GPU."""
         started = time.perf_counter()
-        batch = self._batch(req_ids)
-        plan, planner_us = self._plan(batch)
+        batch, plan, planner_us = self._planned(req_ids)
         with self._ledger.measuring(plan, batch.num_rows) as meter:
             sampled = self._compute.whole(batch, plan, self.host)
         memory = self._ledger.memory(plan, planner_us, meter)
@@ -152,8 +151,8 @@ class DiffusionModelRunner:
         """Give the device the next slice of a request's step; the step, where it is the last."""
         if not self._slices.is_of(self.canvases[asked.req_id]):
             self._slices.drop()
-            batch = self._batch([asked.req_id])
-            self._slices.begin(batch, *self._plan(batch, asked.seconds))
+            planned = self._planned([asked.req_id], asked.seconds)
+            self._slices.begin(*planned)
         return self._slices.run(asked)
 
     def drop_slices(self) -> bool:
@@ -165,6 +164,17 @@ class DiffusionModelRunner:
     def _paused(self) -> Paused | None:
         req_id = self._slices.req_id
         return None if req_id is None else Paused(req_id, self.pool.frame_bytes)
+
+    def _planned(
+        self, req_ids: Sequence[str], longest_chunk_s: float = math.inf
+    ) -> tuple[StepBatch, Plan, float]:
+        """A step, its plan, and the microseconds that this took to find."""
+        generation = self.caches.generation
+        batch = self._batch(req_ids)
+        plan, planner_us = self._plan(batch, longest_chunk_s)
+        if self.caches.generation != generation:  # kept keys have moved to make room for it
+            batch = self._batch(req_ids)
+        return batch, plan, planner_us
 
     def _batch(self, req_ids: Sequence[str]) -> StepBatch:
         canvases = [self.canvases[req_id] for req_id in req_ids]

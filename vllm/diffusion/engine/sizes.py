@@ -14,6 +14,7 @@ from vllm.diffusion import envs, ops
 from vllm.diffusion.config import row_budget
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
+from vllm.diffusion.pages import HEAD_DIMS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +87,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     qkv = out._replace(columns=(num_heads + 2 * num_kv_heads) * config.head_dim)
     gate_up = out._replace(columns=2 * mlp_width)
     kinds = ops.kinds_of(vllm_config.quant_config)
+    is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
     table_bytes = FP32_BYTES if architecture.rotates_in_fp32 else model.dtype.itemsize
     return ModelShape(
         num_layers=config.num_hidden_layers,
@@ -100,6 +102,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
         experts=_experts(config, num_ranks),
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
+        collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.forward import Chunked
     from vllm.diffusion.engine.ledger import Ledger
     from vllm.diffusion.engine.messages import Slice
-    from vllm.diffusion.memory import ActivationPool, CachePool, Frame, Plan
-
-Place: TypeAlias = tuple[int, int]  # of kept keys and values: first row or page, generation
+    from vllm.diffusion.memory import ActivationPool, Frame, PageStore, Plan
 
 
 @dataclass
 class _Paused:
-    """A step between its slices; `kept_at` is where its request's keys and values lie."""
+    """A step between its slices; `kept_at` is the generation of the pages that it knows of."""
 
     started: float  # time.perf_counter()
     batch: StepBatch
@@ -40,7 +38,7 @@ class _Paused:
     planner_us: float
     work: Chunked[torch.Tensor]
     frame: Frame
-    kept_at: Place | None
+    kept_at: int | None
     peak_bytes: int = 0
 
     @property
@@ -64,7 +62,7 @@ class Slices:
         compute: Compute,
         ledger: Ledger,
         pool: ActivationPool,
-        caches: CachePool,
+        caches: PageStore,
         device: torch.device,
     ) -> None:
         self._compute, self._ledger = compute, ledger
@@ -87,12 +85,10 @@ class Slices:
         paused = self._paused
         if paused is None or paused.batch.canvases[0] is not canvas:
             return False
-        return paused.kept_at == self._place(canvas)
+        return paused.kept_at == self._generation_of(canvas)
 
-    def _place(self, canvas: Canvas) -> Place | None:
-        if canvas.cache is None:
-            return None
-        return canvas.cache.start, self._caches.generation
+    def _generation_of(self, canvas: Canvas) -> int | None:
+        return None if canvas.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; there is no other."""
@@ -103,7 +99,7 @@ class Slices:
             planner_us=planner_us,
             work=self._compute.chunks(batch, plan, self._host),
             frame=self._pool.new_frame(),
-            kept_at=self._place(batch.canvases[0]),
+            kept_at=self._generation_of(batch.canvases[0]),
         )
 
     def run(self, asked: Slice) -> Step | None:

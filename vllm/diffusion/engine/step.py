@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.ledger import StepMemory
     from vllm.diffusion.engine.messages import NewCanvas, Slice, StepResult
-    from vllm.diffusion.memory import ActivationPool, CachePool, Planner
+    from vllm.diffusion.memory import ActivationPool, PageStore, Planner
 
 
 class Step(NamedTuple):
@@ -40,7 +40,7 @@ class StepRunner(Protocol):
     canvases: dict[str, Canvas]
     planner: Planner
     pool: ActivationPool
-    caches: CachePool
+    caches: PageStore
 
     @property
     def kept_bytes(self) -> int: ...

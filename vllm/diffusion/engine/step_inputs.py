@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
     from vllm.diffusion.ops import Array
+    from vllm.diffusion.spans import PageTable
 
 A = TypeVar("A")  # an array of the host, or a tensor of the device
 
@@ -46,7 +47,7 @@ class StepInputs(NamedTuple, Generic[A]):
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, from 0 in every sequence.
-        slot_mapping: [W] int64, the cache row of each of the last W rows; negative for none.
+        slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
         bounds: of the sequences in every span group of every chunk of the attend stage.
     """
 
@@ -124,15 +125,17 @@ def fill(inputs: StepInputs[Array], batch: StepBatch) -> None:
     ((bounds,),) = inputs.bounds
     size, num_rows = inputs.token_ids.size, batch.num_rows
     rows = [sequence.rows for sequence in batch.sequences]
-    keys = [sequence.keys for sequence in batch.sequences]
+    keys = [sequence.kept or sequence.keys for sequence in batch.sequences]
     num_padding_keys = 0 if inputs.slot_mapping.size else size - num_rows
     _fill(bounds.query_ends, [0, *(r.stop for r in rows), size], size)
     _fill(bounds.key_starts, [*(k.start for k in keys), num_rows], 0)
     _fill(bounds.key_counts, [*(k.stop - k.start for k in keys), num_padding_keys], 0)
 
 
-def layout_of(group: SpanGroup, bounds: SequenceBounds[Tensor]) -> AttentionLayout:
-    """A span group as attention wants it, given its bounds on the device."""
+def layout_of(
+    group: SpanGroup, bounds: SequenceBounds[Tensor], pages: PageTable
+) -> AttentionLayout:
+    """A span group as attention wants it, given its bounds and where the pages of kept keys are."""
     return AttentionLayout(
         query_ends=bounds.query_ends,
         key_starts=bounds.key_starts,
@@ -140,6 +143,7 @@ def layout_of(group: SpanGroup, bounds: SequenceBounds[Tensor]) -> AttentionLayo
         max_queries=max(span.q_end - span.q_start for span in group.spans),
         max_keys=max(span.kv_end - span.kv_start for span in group.spans),
         spans=group.spans,
+        pages=pages if group.is_cached else None,
     )
 
 

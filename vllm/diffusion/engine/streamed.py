@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked, Samples
-    from vllm.diffusion.memory import ActivationPool, CachePool, HostBuffers, Plan, Rows
+    from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
 
@@ -66,7 +66,7 @@ class StreamedForward:
         inputs: BodyInputs,
         pool: ActivationPool,
         host: HostBuffers,
-        caches: CachePool,
+        caches: PageStore,
     ) -> None:
         self._model, self._inputs, self._pool, self._caches = model, inputs, pool, caches
         num_rows = inputs.token_ids.numel()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.layers.attention_backends import attend
+from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.spans import HeadGroup
 
@@ -220,6 +220,10 @@ def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Te
     num_bytes = q.numel() * q.element_size()
     buffers.expect("attention", num_bytes)
     buffers.expect("statistics", q.shape[0] * q.shape[1] * torch.float32.itemsize)
+    for _, k, _, layout in sources:
+        if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):
+            key_bytes = k.shape[1:].numel() * k.element_size()
+            buffers.expect("collected keys", 2 * layout.max_keys * key_bytes)
     if len(sources) == 1:
         layout = sources[0].layout
         if layout.spans is not None and len(layout.spans) > 1:

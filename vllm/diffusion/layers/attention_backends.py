@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.spans import AttentionLayout, Span
+    from vllm.diffusion.spans import AttentionLayout, PageTable, Span
 
 # cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
 _CUDA_PRIORITY = [
@@ -96,10 +96,20 @@ def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> 
     return capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
 
 
+def reads_pages(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether `attend` reads keys in pages where they lie, and needs no host spans for it.
+
+    Else it copies the keys and values of a sequence to one range of rows before it reads them.
+    """
+    return can_be_captured(dtype, head_dim, device) and can_split(dtype, head_dim, device)
+
+
 def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
     """Whether a backend computes attention of these tensors at all."""
     if backend is Backend.SDPA:
         return layout.spans is not None
+    if layout.pages is not None and backend is not Backend.SPLIT:
+        return False
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return False
     if backend is Backend.FLASH3:
@@ -122,6 +132,8 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
+    if layout.pages is not None:
+        return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.SDPA
     spans = layout.spans or ()
     if spans and min(span.q_end - span.q_start for span in spans) >= _MANY_QUERIES:
         if can_serve(Backend.FLASH3, q, layout):
@@ -162,20 +174,25 @@ def _attend_each(
     check_tiling(layout.spans, q.shape[0])
     spans = tuple(span for span in layout.spans if span.q_end > span.q_start)
     if len(spans) == 1 and out is None:
-        return _attend_span(q, k, v, spans[0]).contiguous()
+        return _attend_span(q, k, v, spans[0], layout.pages).contiguous()
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for span in spans:
-        out[span.q_start : span.q_end] = _attend_span(q, k, v, span)
+        out[span.q_start : span.q_end] = _attend_span(q, k, v, span, layout.pages)
     return out
 
 
-def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None) -> Tensor:
     """Attention of one sequence; grouped heads are read in place, never repeated."""
-    queries, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
-    if span.kv_start == span.kv_end:
-        return torch.zeros_like(q[queries])
-    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q[queries], k[keys], v[keys]))
+    q, start, end = q[span.q_start : span.q_end], span.kv_start, span.kv_end
+    if start == end:
+        return torch.zeros_like(q)
+    if pages is None:
+        k, v = k[start:end], v[start:end]
+    else:
+        rows = pages.rows_of(start, end)
+        k, v = k.index_select(0, rows), v.index_select(0, rows)
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
     choice = sdpa_kernel(_CUDA_PRIORITY, set_priority=True) if q.is_cuda else nullcontext()
     with choice:
         out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
@@ -234,6 +251,8 @@ def _attend_split(
         *(layout.query_ends, layout.key_starts, layout.key_counts),
         max_queries=layout.max_queries,
         max_keys=layout.max_keys,
+        page_rows=None if layout.pages is None else layout.pages.rows,
+        page_size=0 if layout.pages is None else layout.pages.size,
         out=out,
     )
 

@@ -7,18 +7,16 @@ from vllm.diffusion.memory.activation_pool import (
     PoolExhaustedError,
     activation_pool,
 )
-from vllm.diffusion.memory.caches import CachePool, CacheRange
 from vllm.diffusion.memory.footprint import Experts, ModelShape, Products, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
+from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
 from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
 
 __all__ = [
     "ActivationPool",
-    "CachePool",
-    "CacheRange",
     "Demand",
     "DeviceRows",
     "Experts",
@@ -26,7 +24,9 @@ __all__ = [
     "GraphMemory",
     "HostBuffers",
     "HostRows",
+    "KeptSequence",
     "ModelShape",
+    "PageStore",
     "Plan",
     "Planner",
     "PoolExhaustedError",

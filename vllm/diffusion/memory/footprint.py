@@ -67,6 +67,7 @@ class ModelShape:
         rotary_bytes: of the cosines and sines of one position.
         products: of every kind of weight that a layer may have.
         can_group_heads: they can be sliced, and no norm spans all heads.
+        collects_keys: kept keys and values of a sequence are copied out of their pages to be read.
         num_ranks: tensor-parallel ranks, whose products are summed.
     """
 
@@ -82,6 +83,7 @@ class ModelShape:
     products: tuple[Products, ...]
     experts: Experts | None = None
     can_group_heads: bool = True
+    collects_keys: bool = False
     num_ranks: int = 1
 
     @property
@@ -136,12 +138,14 @@ class StepShape(NamedTuple):
         sample_rows: rows whose hidden states are sampled, or guide the sampling of others.
         longest: keys of the longest sequence.
         num_sequences: sequences.
+        kept_keys: keys of the longest sequence whose keys are kept from earlier steps.
     """
 
     rows: int
     sample_rows: int
     longest: int
     num_sequences: int = 1
+    kept_keys: int = 0
 
 
 class Layout(NamedTuple):
@@ -183,6 +187,11 @@ class Footprint:
             terms["queries"] = shape.query_bytes
             terms["rotary tables"] = shape.rotary_bytes
         return terms
+
+    def collected_keys(self, layout: Layout) -> int:
+        """Bytes that a key of `StepShape.kept_keys` takes, in the stages that attend."""
+        shape = self.shape
+        return shape.key_value_bytes // layout.head_groups if shape.collects_keys else 0
 
     def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""

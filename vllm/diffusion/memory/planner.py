@@ -25,6 +25,7 @@ from vllm.diffusion.memory.footprint import (
     temporary,
     total,
 )
+from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -173,7 +174,8 @@ class Demand:
 
     @property
     def cached_positions(self) -> int:
-        return self.length if self.keeps_cache else 0
+        """Positions of the pages that it takes."""
+        return in_whole_pages(self.length) if self.keeps_cache else 0
 
 
 class Planner:
@@ -216,8 +218,9 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions whose keys and values may be kept: in half of the budget."""
-        return self.budget_bytes // 2 // self.shape.cache_bytes
+        """Positions whose keys and values may be kept: of the whole pages in half of the budget."""
+        page_bytes = PAGE_SIZE * self.shape.cache_bytes
+        return self.budget_bytes // 2 // page_bytes * PAGE_SIZE
 
     # ---- admission ----
 
@@ -487,10 +490,14 @@ class _Bytes(NamedTuple):
 
 
 class _RowBytes(NamedTuple):
-    """What a row takes: of the step, of those that are read, and of a chunk of every stage."""
+    """What a row takes: of the step, of those that are read, and of a chunk of every stage.
+
+    `collected` is what a kept key takes.
+    """
 
     resident: int
     results: int
+    collected: int
     keys_values: _Bytes
     attend: _Bytes
     feed_forward: _Bytes
@@ -503,6 +510,7 @@ class _RowBytes(NamedTuple):
         return cls(
             total(footprint.resident(layout)),
             total(footprint.read_results()),
+            footprint.collected_keys(layout),
             _Bytes.of(footprint.keys_values(layout), is_split),
             _Bytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
             _Bytes.of_feed_forward(footprint, layout, is_split),
@@ -532,7 +540,7 @@ class _Draft:
         self.layout, self.step, self._longest = layout, step, longest
         self._of_row = row_bytes
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
-        self._resident += ROUNDING_BYTES
+        self._resident += row_bytes.collected * step.kept_keys + ROUNDING_BYTES
         self._most_read = min(step.sample_rows, most_read, longest.read)
 
     @property
@@ -627,6 +635,7 @@ def _step_of(demands: Sequence[Demand]) -> StepShape:
         sample_rows=sum(d.sample_rows for d in demands),
         longest=max(d.length for d in demands),
         num_sequences=sum(d.num_sequences for d in demands),
+        kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
     )
 
 
@@ -637,4 +646,5 @@ def _scaled(step: StepShape, rows: int) -> StepShape:
         rows=rows,
         sample_rows=math.ceil(step.sample_rows * share),
         longest=int(step.longest * share),
+        kept_keys=int(step.kept_keys * share),
     )

@@ -17,7 +17,11 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.layers.attention_backends import available_backends, can_be_captured
+from vllm.diffusion.layers.attention_backends import (
+    available_backends,
+    can_be_captured,
+    reads_pages,
+)
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
@@ -205,6 +209,10 @@ class DiffusionModel(nn.Module, SupportsQuant):
     def can_be_captured(self, device: torch.device) -> bool:
         """Whether a CUDA graph can hold the layers: attention needs nothing of the host."""
         return can_be_captured(self.dtype, self.head_dim, device)
+
+    def reads_pages(self, device: torch.device) -> bool:
+        """Whether attention reads kept keys in their pages, and a graph can hold that too."""
+        return reads_pages(self.dtype, self.head_dim, device)
 
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         """Write the embeddings of ids [T] to out [T, D], and return out."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion.layers.devices import capability, num_multiprocessors
+from vllm.diffusion.pages import HEAD_DIMS
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 # Triton reads it when a kernel is decorated, that is when its module is imported.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-HEAD_DIMS = (16, 32, 64, 128)
 MAX_SPLITS = 64  # the second kernel holds one row of each part at once
 _MIN_STEPS = 4  # of a program over its keys; shorter ones would mostly start and merge
 
@@ -95,6 +95,8 @@ def split_attention(
     *,
     max_queries: int,
     max_keys: int,
+    page_rows: Tensor | None = None,
+    page_size: int = 0,
     out: Tensor | None = None,
     config: SplitConfig = CONFIG,
 ) -> Tensor:
@@ -109,9 +111,14 @@ def split_attention(
         k, v: [N, KV, hd] of the same dtype, likewise; query head h reads key/value head
             h // (H / KV).
         query_ends: [S + 1] int32: 0, then the end of each sequence's queries, the last one R.
-        key_starts: [S or more] int32: first key row of each sequence.
+        key_starts: [S or more] int32: first key row of each sequence; with pages, its first entry
+            of the table times `page_size`.
         key_counts: [S] int32: keys of each sequence; one without keys gets zeros.
         max_queries, max_keys: at least the queries and the keys of every sequence.
+        page_rows: [E] int32: the first key row of every page, where the keys of a sequence lie in
+            pages of `page_size` rows, one after the other by this table; None where they lie in
+            one range of rows.
+        page_size: rows of a page.
         out: [R, H, hd] contiguous, of the dtype of q; allocated when not given.
         config: tiles other than the measured ones.
 
@@ -119,12 +126,16 @@ def split_attention(
         [R, H, hd] contiguous.
 
     Raises:
-        ValueError: the tensors are not of a kind that `can_split`.
+        ValueError: the tensors are not of a kind that `can_split`, or pages are not whole tiles.
     """
     if not can_split(q.dtype, q.shape[2], q.device):
         raise ValueError(
             f"split_attention: wanted 16-bit heads of a width in {HEAD_DIMS} on a GPU with Triton,"
             f" given {q.dtype} heads of width {q.shape[2]} on {q.device}"
+        )
+    if page_rows is not None and (page_size < 1 or page_size % config.keys):
+        raise ValueError(
+            f"split_attention: page_size: wanted a multiple of {config.keys}, given {page_size}"
         )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -145,6 +156,8 @@ def split_attention(
         kernels.launch(
             (q, k, v, out),
             (query_ends, key_starts, key_counts),
+            page_rows,
+            page_size=0 if page_rows is None else page_size,
             scale=math.log2(math.e) / math.sqrt(head_dim),
             num_tiles=num_tiles,
             num_splits=num_splits,

@@ -53,7 +53,7 @@ def _find_tile(
 # What changes from step to step must not make Triton compile anew.
 @triton.jit(
     do_not_specialize=["num_sequences", "num_rows", "num_splits"],
-    do_not_specialize_on_alignment=["query_ends", "key_starts", "key_counts"],
+    do_not_specialize_on_alignment=["query_ends", "key_starts", "key_counts", "page_rows"],
 )
 def part_kernel(
     q,  # [R, H, hd]
@@ -65,6 +65,7 @@ def part_kernel(
     query_ends,  # [S + 1] int32
     key_starts,  # [S] int32
     key_counts,  # [S] int32
+    page_rows,  # [E] int32: first row of the keys of every page; None without pages
     scale,
     num_sequences,
     num_rows,
@@ -81,6 +82,7 @@ def part_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    PAGE: tl.constexpr,  # keys of a page, whole tiles; 0 where keys are found without a table
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -116,7 +118,11 @@ def part_kernel(
         mask=is_row[:, None],
         other=0.0,
     )
-    key_ids = (first_key + start + keys).to(tl.int64)
+    if PAGE:  # Looked up a tile ahead: loads that waited for it would be pipelined less deeply.
+        page = tl.load(page_rows + (first_key + start) // PAGE, mask=start < end, other=0)
+        key_ids = keys.to(tl.int64)  # of a tile
+    else:
+        key_ids = (first_key + start + keys).to(tl.int64)
     k_at = k + key_ids[None, :] * k_row + kv_head * k_head + columns[:, None]
     v_at = v + key_ids[:, None] * v_row + kv_head * v_head + columns[None, :]
     highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
@@ -124,20 +130,29 @@ def part_kernel(
     mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
     for at in range(start, end, KEYS):
         is_key = at + keys < end
-        k_tile = tl.load(k_at, mask=is_key[None, :], other=0.0)
+        if PAGE:
+            tile_row = (page + at % PAGE).to(tl.int64)
+            k_tile_at = k_at + tile_row * k_row
+            v_tile_at = v_at + tile_row * v_row
+            later = at + KEYS
+            page = tl.load(page_rows + (first_key + later) // PAGE, mask=later < end, other=0)
+        else:
+            k_tile_at, v_tile_at = k_at, v_at
+        k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
         scores = tl.dot(q_tile, k_tile, input_precision="ieee")
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weights, axis=1)
-        v_tile = tl.load(v_at, mask=is_key[:, None], other=0.0)
+        v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
         mixed = tl.dot(
             weights.to(v_tile.dtype), v_tile, mixed * fade[:, None], input_precision="ieee"
         )
         highest = higher
-        k_at += KEYS * k_row
-        v_at += KEYS * v_row
+        if not PAGE:
+            k_at += KEYS * k_row
+            v_at += KEYS * v_row
 
     # without keys all sums are zero, and so is the result
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -192,7 +207,9 @@ def merge_kernel(
 def launch(
     heads: tuple[Tensor, Tensor, Tensor, Tensor],
     sequences: tuple[Tensor, Tensor, Tensor],
+    page_rows: Tensor | None,
     *,
+    page_size: int,
     scale: float,
     num_tiles: int,
     num_splits: int,
@@ -202,7 +219,8 @@ def launch(
     overlaps: bool,
 ) -> None:
     """Enqueue the attention of `heads` (q, k, v, out) over `sequences` (query ends, key starts,
-    key counts); with more than one split, the merge too.
+    key counts), through the table of pages where there is one; with more than one split, the merge
+    too.
     """
     q, k, v, out = heads
     num_rows, num_heads, head_dim = q.shape
@@ -217,6 +235,7 @@ def launch(
         parts,
         totals,
         *sequences,
+        page_rows,
         scale,
         len(sequences[2]),
         num_rows,
@@ -230,6 +249,7 @@ def launch(
         ROWS=config.rows,
         KEYS=config.keys,
         MIN_KEYS=min_keys,
+        PAGE=page_size,
         IS_SPLIT=is_split,
         OVERLAPS=overlaps,
         launch_pdl=overlaps,

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kept keys and values in pages: no token depends on where the pages lie or when they move."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+from tests.engine.test_chunks import PLANS, record
+from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.pages import PAGE_SIZE, num_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tests.engine.harness import Answer, Engine
+    from tests.reference.llada_model import LLaDAReference
+
+MULTI: dict[str, Any] = {
+    "algorithm": "multi_block",
+    "gen_length": 24,
+    "block_length": 8,
+    "threshold": 1.0,
+    "cache_delay_iter": 1,
+    "refresh_interval": 3,
+}
+CACHED: dict[str, dict[str, Any]] = {
+    "prefix": {**BLOCKS, "cache": "prefix"},
+    "dual": {**BLOCKS, "cache": "dual"},
+    "delayed": {**MULTI, "cache": "delayed"},
+    "none": BLOCKS,
+}
+LENGTHS = (20, 150, 31, 33, 97, 70, 5, 180)  # less than a page to four of them
+
+
+def requests() -> list[Ask]:
+    """Requests of every kind, of so many positions that their last pages are ragged."""
+    kinds = list(CACHED.values())
+    return [
+        as_request(random_prompt(length, seed), **kinds[seed % len(kinds)])
+        for seed, length in enumerate((*LENGTHS, *LENGTHS[::-1]))
+    ]
+
+
+def tokens(answers: Iterable[Answer]) -> list[tuple[list[int], int | None]]:
+    return [(answer.token_ids, answer.num_forwards) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> list[tuple[list[int], int | None]]:
+    """What every request gets on its own."""
+    return tokens(engine.ask(ask)[0] for ask in requests())
+
+
+def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Answer]:
+    """The requests start a few steps apart, so that they take and leave pages at any time."""
+    upstream, rng = engine.llm.llm_engine, random.Random(seed)
+    waiting = list(enumerate(requests()))
+    answers: dict[str, Answer] = {}
+    rng.shuffle(waiting)
+    while waiting or upstream.has_unfinished_requests():
+        for number, ask in [waiting.pop() for _ in waiting[: rng.randint(0, 2)]]:
+            upstream.add_request(
+                str(number), {"prompt_token_ids": ask.prompt}, sampling_params(ask)
+            )
+        for output in upstream.step():
+            if output.finished:
+                answers[output.request_id] = to_answer(output)
+        after_step()
+    assert engine.is_idle()
+    return [answers[str(number)] for number in range(len(answers))]
+
+
+@pytest.mark.parametrize("plan", [None, *PLANS.values()], ids=["whole", *PLANS])
+def test_requests_that_come_and_go_find_what_they_kept(
+    engine: Engine,
+    alone: list[tuple[list[int], int | None]],
+    runs_ahead: bool,
+    plan: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps in one piece, in chunks, by head groups, with rows in host memory."""
+    if plan is not None:
+        monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    store, rng = engine.runner.caches, random.Random(7)
+    orders = set()
+
+    def after_step() -> None:
+        kept = [canvas.cache for canvas in engine.runner.canvases.values() if canvas.cache]
+        orders.update(tuple(cache.pages.tolist()) for cache in kept)
+        assert store.used_pages == sum(num_pages(cache.length) for cache in kept)
+        if rng.random() < 0.2:
+            store.trim()
+        rng.shuffle(store._free)
+
+    assert tokens(come_and_go(engine, 1, after_step)) == alone
+    assert store.num_bytes == 0
+    is_consecutive = [list(pages) == [*range(pages[0], pages[0] + len(pages))] for pages in orders]
+    assert not all(is_consecutive)
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_pages_that_move_for_a_plan_are_found_by_its_step(
+    engine: Engine, model: LLaDAReference, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is trimmed between the packing of a step and its launch."""
+    asked = {**BLOCKS, "cache": cache}
+    prompt, wanted = clear_case(model, 90, **asked)
+    store, plan, attempts = engine.runner.caches, engine.runner.planner.plan, 0
+    store.allocate("another", 3 * PAGE_SIZE)
+
+    def refuse_once(*arguments: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 4:
+            store.release("another")
+            store.allocate("shorter", 1)
+            raise ActivationBudgetError(1, 1, 1, 1)
+        return plan(*arguments)
+
+    monkeypatch.setattr(engine.runner.planner, "plan", refuse_once)
+    (answer,) = engine.ask(as_request(prompt, **asked))
+    store.release("shorter")
+    assert attempts > 4
+    assert tokens([answer]) == [(wanted.ids, wanted.num_forwards)]
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_steps_take_no_more_than_planned(
+    engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here kept keys are copied out of their pages, which is most of what a window takes."""
+    found = record(engine, monkeypatch)
+    engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
+    assert len(found) >= 16
+    for plan, usage in found:
+        assert 0.5 * plan.predicted_peak_bytes < usage.peak_bytes <= plan.predicted_peak_bytes
+
+
+def test_parity_with_ragged_pages(engine: Engine, model: LLaDAReference) -> None:
+    """The published loops, with sequences of a page and a bit, together in one batch."""
+    asks, canvases = [], []
+    for number, asked in enumerate(CACHED.values()):
+        prompt, wanted = clear_case(model, 31 + 33 * number, **asked)
+        asks.append(as_request(prompt, **asked))
+        canvases.append((wanted.ids, wanted.num_forwards))
+    assert tokens(engine.ask(*asks)) == canvases

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of kept keys and values: pages come and go, what a request wrote stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore, PoolExhaustedError
+from vllm.diffusion.memory.activation_pool import TorchBacking
+from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages, num_pages
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
+PAGE_BYTES = PAGE_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
+
+
+def store_of(num_pages: int = 1000) -> PageStore:
+    """A store that may take so many pages, an old and a new buffer together."""
+    pool = ActivationPool(num_pages * PAGE_BYTES, TorchBacking(CPU))
+    return PageStore(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
+
+
+def rows_of(kept: KeptSequence) -> torch.Tensor:
+    return torch.from_numpy(kept.slots)
+
+
+def mark(store: PageStore, kept: KeptSequence, value: int) -> None:
+    """Write numbers that say which position, layer and request they are of."""
+    marks = torch.arange(kept.length)[:, None, None] % 7 + value
+    for layer in range(NUM_LAYERS):
+        store.keys(layer)[rows_of(kept)] = (marks + 10 * layer).bfloat16().expand(-1, 2, 4)
+        store.values(layer)[rows_of(kept)] = (-marks - 10 * layer).bfloat16().expand(-1, 2, 4)
+
+
+def assert_marked(store: PageStore, kept: KeptSequence, value: int) -> None:
+    """By the slots, and by the table as a kernel reads it."""
+    marks = torch.arange(kept.length)[:, None, None] % 7 + value
+    assert store.table.rows_of(kept.start, kept.keys.stop).tolist() == kept.slots.tolist()
+    for layer in range(NUM_LAYERS):
+        assert (store.keys(layer)[rows_of(kept)] == marks + 10 * layer).all()
+        assert (store.values(layer)[rows_of(kept)] == -marks - 10 * layer).all()
+
+
+@pytest.mark.parametrize(("positions", "pages"), [(0, 0), (1, 1), (64, 1), (65, 2), (640, 10)])
+def test_positions_are_counted_in_whole_pages(positions: int, pages: int) -> None:
+    assert num_pages(positions) == pages
+    assert in_whole_pages(positions) == pages * PAGE_SIZE
+
+
+def test_pages_are_counted_and_released() -> None:
+    store = store_of()
+    assert (store.num_bytes, store.reserved_bytes, len(store.table.rows)) == (0, 0, 0)
+    kept = store.allocate("a", PAGE_SIZE + 1)
+    assert (kept.start, kept.length, kept.slots.size) == (0, PAGE_SIZE + 1, PAGE_SIZE + 1)
+    assert store.keys(0).shape == store.values(2).shape
+    assert store.keys(0).shape[1:] == (NUM_KV_HEADS, HEAD_DIM)
+    assert (store.num_bytes, store.reserved_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
+    store.allocate("b", 5)
+    store.release("a")
+    store.release("never there")
+    assert store.num_bytes == PAGE_BYTES
+    assert store.reserved_bytes == 4 * PAGE_BYTES  # doubled
+
+
+def test_a_second_allocation_takes_the_place_of_the_first() -> None:
+    store = store_of()
+    for _ in range(5):
+        store.allocate("a", 3 * PAGE_SIZE)
+    assert store.num_bytes == store.reserved_bytes == 3 * PAGE_BYTES
+
+
+def test_pages_that_lie_apart_serve_one_request_without_moving_anything() -> None:
+    store = store_of()
+    kept = {name: store.allocate(name, PAGE_SIZE) for name in "abcd"}
+    for value, name in enumerate("abcd"):
+        mark(store, kept[name], value)
+    generation, table = store.generation, store.table
+    before = table.rows.tolist()
+    store.release("a")
+    store.release("c")
+    joined = store.allocate("e", 2 * PAGE_SIZE)
+    mark(store, joined, 9)
+    assert sorted(joined.pages.tolist()) == [0, 2]
+    assert (store.generation, table.rows.tolist()) == (generation, before)
+    for name, value in (("b", 1), ("d", 3)):
+        assert_marked(store, kept[name], value)
+    assert_marked(store, joined, 9)
+
+
+def test_growth_takes_what_there_is_where_twice_as_much_is_not() -> None:
+    store = store_of(num_pages=11)  # 5 pages and the 6 that replace them, not 10
+    first = store.allocate("a", 5 * PAGE_SIZE)
+    mark(store, first, 1)
+    second = store.allocate("b", 1)
+    assert store.reserved_bytes == 6 * PAGE_BYTES
+    mark(store, second, 2)
+    with pytest.raises(PoolExhaustedError, match="kept keys and values: wanted"):
+        store.allocate("c", PAGE_SIZE)
+    assert (store.num_bytes, store.generation) == (6 * PAGE_BYTES, 2)
+    assert_marked(store, first, 1)
+    assert_marked(store, second, 2)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_pages_may_come_and_move_in_inference_mode_and_outside_of_it(within: bool) -> None:
+    store = store_of()
+    with torch.inference_mode(within):
+        store.allocate("a", 1)
+        store.allocate("b", 1)
+        store.release("a")
+        store.trim()
+    with torch.inference_mode(not within):
+        store.allocate("c", 1)
+        assert store.table.rows.tolist() == [0, 2 * NUM_LAYERS * PAGE_SIZE]
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("allocate"), st.integers(1, 4 * PAGE_SIZE)),
+        st.tuples(st.just("release"), st.integers(0, 100)),
+        st.tuples(st.just("trim"), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(actions=actions)
+@settings(max_examples=60, deadline=None)
+def test_contents_survive_whatever_comes_and_goes(actions: list[tuple[str, int]]) -> None:
+    store, running, most = store_of(), dict[str, tuple[KeptSequence, int]](), 0
+    for number, (action, amount) in enumerate(actions):
+        if action == "allocate":
+            kept = store.allocate(str(number), amount)
+            mark(store, kept, number)
+            running[str(number)] = kept, number
+        elif action == "release" and running:
+            name = sorted(running)[amount % len(running)]
+            del running[name]
+            store.release(name)
+        elif action == "trim":
+            store.trim()
+            assert store.reserved_bytes == store.num_bytes
+        for kept, value in running.values():
+            assert_marked(store, kept, value)
+        pages = [page for kept, _ in running.values() for page in kept.pages.tolist()]
+        assert len(pages) == len(set(pages)) == store.used_pages
+        most = max(most, len(pages))
+        assert store.reserved_bytes <= max(2 * most - 1, 0) * PAGE_BYTES

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values in pages, as a store has them, for tests of attention."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore
+from vllm.diffusion.memory.activation_pool import TorchBacking
+from vllm.diffusion.spans import PageTable
+
+NUM_LAYERS, LAYER = 3, 1  # of the store, and the one that is read
+
+
+def in_pages(
+    k: torch.Tensor, v: torch.Tensor, size: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, PageTable]:
+    """The rows of k and v in pages of `size` rows, shuffled among as many others.
+
+    Args:
+        k, v: [N, KV, hd].
+        size: rows of a page.
+        seed: of the order of the pages.
+
+    Returns:
+        k, v [M, KV, hd], NaN wherever no row of the arguments lies; where row j of those is.
+    """
+    num_pages = -(-len(k) // size)
+    pages = k.new_full((2 * num_pages, NUM_LAYERS, 2, size, *k.shape[1:]), torch.nan)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(2 * num_pages, generator=generator)[:num_pages].to(k.device)
+    for number, rows in enumerate((k, v)):
+        whole = torch.cat(
+            [rows, rows.new_full((num_pages * size - len(k), *k.shape[1:]), torch.nan)]
+        )
+        pages[order, LAYER, number] = whole.unflatten(0, (num_pages, size))
+    rows = pages.flatten(0, 3)
+    table = PageTable((order * 2 * NUM_LAYERS * size).int(), size)
+    return rows[2 * LAYER * size :], rows[(2 * LAYER + 1) * size :], table
+
+
+def store_with(*lengths: int, head_dim: int = 4) -> tuple[PageStore, list[KeptSequence]]:
+    """A store in float32, and what it keeps of so many sequences; its first pages are another's."""
+    pool = ActivationPool(1 << 30, TorchBacking(torch.device("cpu")))
+    store = PageStore(2, 1, head_dim, torch.float32, pool)
+    store.allocate("another", 70)
+    return store, [store.allocate(str(i), length) for i, length in enumerate(lengths)]
