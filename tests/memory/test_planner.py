@@ -165,7 +165,7 @@ def test_long_chunks_store_no_gate_and_up_where_one_kernel_computes_their_produc
 
     def peak_of(rows: int) -> int:
         planner = Planner(FUSED, 100 * GIB, row_budget=1)
-        plan = planner.plan(StepShape(rows=rows, read_rows=0, longest=rows))
+        plan = planner.plan(StepShape(rows=rows, sample_rows=0, longest=rows))
         assert plan.is_whole(rows)
         return plan.predicted_peak_bytes - rows * row_bytes - ROUNDING_BYTES
 
