@@ -97,14 +97,16 @@ def test_a_launch_that_fails_leaves_nothing_switched_on(
     assert again.token_ids == wanted.ids
 
 
-def test_a_request_that_passed_the_door_unseen_is_refused_by_the_scheduler(
+def test_a_request_that_no_validator_saw_is_refused_by_the_scheduler(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.platforms import current_platform
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm.diffusion.api import validator
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    with monkeypatch.context() as open_door:
-        open_door.setattr(current_platform, "validate_request", lambda inputs, params: None)
+    with monkeypatch.context() as unseen:
+        unseen.setattr(InputProcessor, "process_inputs", validator._upstreams)
         bad, good = engine.ask(
             as_request(random_prompt(20), gen_length=32, steps=3, block_length=8),
             as_request(prompt, **BLOCKS),

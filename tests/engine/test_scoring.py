@@ -157,7 +157,7 @@ def test_other_parameters_beside_a_score_are_refused(engine: Engine) -> None:
         engine.ask(ask)
 
 
-# ---- other engines: the newest of a process decides its requests, so they come last ----------
+# ---- other engines -----------------------------------------------------------------------------
 
 
 def test_families_that_shift_their_logits(checkpoint: Callable[[str], Path]) -> None:

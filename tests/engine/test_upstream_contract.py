@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -306,14 +307,17 @@ def test_layers_can_be_kept_as_they_were_loaded() -> None:
     assert readers, "nothing reads it any more"
 
 
-def test_the_chunk_with_the_usage_has_no_choices() -> None:
-    """And is written without spaces, by which its text is told from the others."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
-    from vllm.entrypoints.openai.completion.protocol import CompletionStreamResponse
+def test_streams_end_with_the_mark_that_is_looked_for() -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    for response in (ChatCompletionStreamResponse, CompletionStreamResponse):
-        chunk = response(model="m", choices=[], created=0)
-        assert '"choices":[]' in chunk.model_dump_json(exclude_unset=True)
+    from vllm.diffusion.api.events import DONE
+
+    for stream in (
+        OpenAIServingChat.chat_completion_stream_generator,
+        OpenAIServingCompletion.completion_stream_generator,
+    ):
+        assert f"yield {json.dumps(DONE)}" in inspect.getsource(stream)
 
 
 def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
