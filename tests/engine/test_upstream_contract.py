@@ -216,6 +216,8 @@ def test_every_place_in_the_list_has_a_test_that_exists() -> None:
     for file, test in named:
         source = (ROOT / file).read_text(encoding="utf-8")
         assert f"def {test}" in source, f"{file}::{test}"
+    for file in re.findall(r"`(vllm/[\w/]+\.py)`", text):
+        assert (ROOT / file).is_file(), file
     rows = [line for line in text.splitlines() if line.startswith("| ") and "`vllm/" in line]
     assert all("`tests/" in row for row in rows)
 

@@ -318,4 +318,4 @@ def test_the_script_names_the_variables_of_a_missing_model(tmp_path: Path) -> No
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "MODEL_DIR" in done.stderr
-    assert "MOSAIC_MODEL_ROOT" in done.stderr
+    assert "LLADA_MODEL_DIR" in done.stderr
