@@ -16,7 +16,7 @@ from vllm.diffusion.engine.step_inputs import (
     empty,
     layout_of,
 )
-from vllm.diffusion.spans import AttentionLayout, Span
+from vllm.diffusion.spans import AttentionLayout, PageTable, Span
 
 SPANS = (Span(0, 3, 10, 17), Span(3, 4, 2, 2), Span(4, 9, 0, 40))
 
@@ -41,11 +41,14 @@ def test_arrays_arrive_under_the_names_that_they_left_under(device: str) -> None
     assert ops.to_device((), torch.device(device)) == ()
 
 
-def test_bounds_of_a_span_group_are_those_of_its_layout() -> None:
-    group = SpanGroup(slice(0, 9), SPANS, False)
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_bounds_of_a_span_group_are_those_of_its_layout(is_cached: bool) -> None:
+    group = SpanGroup(slice(0, 9), SPANS, is_cached)
+    pages = PageTable(torch.zeros(1, dtype=torch.int32), 64)
     wanted = AttentionLayout.of(SPANS, "cpu")
-    given = layout_of(group, ops.to_device(bounds_of(group), torch.device("cpu")))
+    given = layout_of(group, ops.to_device(bounds_of(group), torch.device("cpu")), pages)
     assert given.query_ends.tolist() == wanted.query_ends.tolist()
     assert given.key_starts.tolist()[:-1] == wanted.key_starts.tolist()[:-1]  # the last is not read
     assert given.key_counts.tolist() == wanted.key_counts.tolist()
     assert (given.max_queries, given.max_keys, given.spans) == (5, 40, SPANS)
+    assert given.pages is (pages if is_cached else None)
