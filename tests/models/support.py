@@ -16,8 +16,8 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

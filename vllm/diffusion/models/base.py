@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from vllm.diffusion import ops
-from vllm.diffusion.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
     can_be_captured,
     reads_pages,
 )
-from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.mixture import MixtureMLP, unstacked
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
 from vllm.diffusion.models.weights import Destination, load_checkpoint, module_names
+from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.models.modules import FeedForward
     from vllm.model_executor.layers.quantization import QuantizationConfig

@@ -124,8 +124,8 @@ def config_classes() -> dict[str, type[DiffusionConfig]]:
                 # transformers warns where a class has another model type than it is registered for
                 named = {"model_type": model_type, "__module__": config_class.__module__}
                 is_own = config_class.model_type == model_type
-                classes[model_type] = config_class if is_own else type(
-                    config_class.__name__, (config_class,), named
+                classes[model_type] = (
+                    config_class if is_own else type(config_class.__name__, (config_class,), named)
                 )
     return classes
 

@@ -24,7 +24,8 @@ class DreamConfig(DiffusionConfig):
     """config.json of Dream.
 
     A key that is absent takes the default of the public configuration class. After construction
-    `num_key_value_heads` and `head_dim` are integers, and `sliding_window` is null, as it is never in use.
+    `num_key_value_heads` and `head_dim` are integers, and `sliding_window` is null, as it is never
+    in use.
 
     Raises:
         ModelConfigError: naming the key, its value and what would be accepted.

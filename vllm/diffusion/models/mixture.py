@@ -109,7 +109,12 @@ class MixtureMLP(MLPWeights):
 
     def stage(self, norm: RMSNorm) -> ExpertsMLP:
         return ExpertsMLP(
-            norm, self.gate.weight, self.w1.weight, self.w2.weight, self.num_chosen, self.expert_bias
+            norm,
+            self.gate.weight,
+            self.w1.weight,
+            self.w2.weight,
+            self.num_chosen,
+            self.expert_bias,
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
