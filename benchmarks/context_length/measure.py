@@ -94,18 +94,17 @@ class Request:
 
     def body(self, ordinary_ids: Sequence[int]) -> dict[str, Any]:
         """The JSON body: a random prompt, one block, the whole canvas back as token ids."""
-        known = FAMILIES[self.family]
-        one_block = {} if known.block_length is None else {"block_length": self.gen_tokens}
         return {
             "prompt": random.Random(self.length).choices(ordinary_ids, k=self.prompt_tokens),
             "gen_length": self.gen_tokens,
             "output_length": self.gen_tokens,
+            "block_length": self.gen_tokens,
             "steps": self.steps,
             "temperature": 0,
+            "remasking": "low_confidence",
             "ignore_eos": True,
             "detokenize": False,
-            **one_block,
-            **known.fields,
+            **FAMILIES[self.family].fields,
         }
 
 

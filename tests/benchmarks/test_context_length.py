@@ -94,8 +94,8 @@ def test_every_family_is_asked_in_its_own_way() -> None:
     bodies = {
         family: Request(family, 64, 0.5, 1, 60.0).body([5]) for family in ("dream", "llada-moe")
     }
-    assert "block_length" not in bodies["dream"]
     assert bodies["dream"]["algorithm"] == "dream"
+    assert "algorithm" not in bodies["llada-moe"]
     assert bodies["llada-moe"]["remasking"] == "low_confidence"
 
 
