@@ -54,9 +54,9 @@ def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
     with running(checkpoint("mha"), max_num_batched_tokens=budget, max_num_seqs=8) as engine:
         plan = engine.runner.planner.plan
 
-        def recorded(step: StepShape, kept_bytes: int) -> Any:
+        def recorded(step: StepShape, *given: Any) -> Any:
             rows_of_steps.append((len(steps[-1]), step.rows))
-            return plan(step, kept_bytes)
+            return plan(step, *given)
 
         steps = record_steps(engine, monkeypatch)
         monkeypatch.setattr(engine.runner.planner, "plan", recorded)
