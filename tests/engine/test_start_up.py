@@ -43,11 +43,13 @@ class Lines(logging.Handler):
 def told(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
     """Levels and texts of what a call logs."""
     function, *given = call
-    lines = Lines()
+    lines, level = Lines(), logger.level
     logger.addHandler(lines)
+    logger.setLevel(logging.DEBUG)  # whatever the environment says of all loggers
     try:
         function(*given)
     finally:
+        logger.setLevel(level)
         logger.removeHandler(lines)
     return lines.found
 

@@ -77,7 +77,7 @@ GATE = torch.zeros(64, 512, dtype=torch.bfloat16)
 
 
 def test_without_a_kernel_they_refuse():
-    """The door to the rooms asks first."""
+    """`ops` asks the rooms first."""
     x, weight = torch.zeros(9, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 512).bfloat16()
     assert not fused_ops.has_router(x, GATE) and not fused_ops.has_weighted_gemm(x, weight)
     with pytest.raises(ValueError, match=r"route_rows: no kernel for x torch.bfloat16 \[9, 512\]"):

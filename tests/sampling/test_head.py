@@ -31,7 +31,7 @@ DEMANDING: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"adjust": lambda logits, positions: logits},
     {"confidence_dtype": "float64"},
-    {"cfg_scale": 1.5, "twin": 4},
+    {"cfg_scale": 1.5, "unconditional": 4},
     {"scoring": Scoring(score="negative_entropy", epsilon=1e-10)},
     {"scoring": Scoring(score="margin")},
 ]

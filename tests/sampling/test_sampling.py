@@ -86,7 +86,7 @@ def group(
     rows: list[int],
     step: int = 0,
     forbid_mask: bool = False,
-    twin: int | None = None,
+    unconditional: int | None = None,
     scoring: Scoring = CONFIDENCE,
     **asked: Any,
 ) -> RowGroup:
@@ -100,7 +100,9 @@ def group(
         step=step,
         forbid_mask=forbid_mask,
         rows=slice(first, first + len(rows)),
-        unconditional_rows=None if twin is None else slice(first + twin, first + len(rows) + twin),
+        unconditional_rows=None
+        if unconditional is None
+        else slice(first + unconditional, first + len(rows) + unconditional),
         positions=index + 3,
     )
 
@@ -146,9 +148,9 @@ def packed_parts(
                 rows, pieces = [], []
             start = len(rows)
             rows += own
-            twin = None if len(own) == 1 else slice(start + 1, start + 2)
+            unconditional = None if len(own) == 1 else slice(start + 1, start + 2)
             position = part.positions[row : row + 1]
-            piece = {"rows": slice(start, start + 1), "unconditional_rows": twin}
+            piece = {"rows": slice(start, start + 1), "unconditional_rows": unconditional}
             pieces.append(dataclasses.replace(part, positions=position, **piece))
     if rows:
         yield torch.stack(rows), pieces
@@ -273,7 +275,7 @@ def test_guidance() -> None:
     """n + (s + 1)(c - n), in the dtype of the logits; then everything else."""
     model, hidden = head_model(), hidden_rows(40)
     for asked in ({}, {"temperature": 0.9}, {"confidence_eos_eot_inf": True}):
-        part = group(list(range(20)), twin=20, cfg_scale=1.5, **asked)
+        part = group(list(range(20)), unconditional=20, cfg_scale=1.5, **asked)
         assert part.unconditional_rows is not None
         own = logits_of(model, hidden, part.rows)
         free = logits_of(model, hidden, part.unconditional_rows)
@@ -294,7 +296,7 @@ def mixed_groups() -> list[RowGroup]:
         group([23], step=2),
         group([24, 25], step=4, remasking="random"),
         group([26, 27, 28], step=0, forbid_mask=True),
-        group([30, 31, 32, 33], twin=10, cfg_scale=1.0),
+        group([30, 31, 32, 33], unconditional=10, cfg_scale=1.0),
         group([34, 35], step=9, confidence_dtype="float64"),
     ]
 

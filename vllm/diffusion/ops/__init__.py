@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only door to the native rooms, and the products with upstream's matrices."""
+"""The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.experts import Routing, add_experts, route_rows

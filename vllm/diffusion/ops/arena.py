@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to `vmm_allocator`: device memory that is mapped where it is needed."""
+"""`vmm_allocator` for the pool: device memory that is mapped where it is needed."""
 
 from vmm_allocator import (
     Arena,
