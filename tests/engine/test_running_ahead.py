@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+from vllm.diffusion.engine import turns
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
@@ -158,6 +159,62 @@ def test_a_pause_keeps_the_step_under_way(
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert finish(engine)["paused"].token_ids == wanted.ids
     assert len(launches) == wanted.num_forwards
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_shares_of_the_requests_step_one_behind_the_other(
+    engine: Engine,
+    model: LLaDAReference,
+    launches: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    cache: str,
+) -> None:
+    """Two steps are under way while results are taken in; tokens and forwards stay."""
+    prompt, _ = clear_case(model, 20, **BLOCKS)
+    asks = [as_request(prompt[i:], **BLOCKS, cache=cache) for i in range(4)]
+    alone = [engine.ask(ask)[0] for ask in asks]
+    monkeypatch.setattr(turns, "ROWS_IN_A_ROW", 2 * 52)
+    seen: list[tuple[list[list[str]], list[str]]] = []
+    collect = engine.runner.collect
+
+    def recorded(step: Any) -> Any:
+        seen.append((engine.runner._loop.launched, step.req_ids))
+        return collect(step)
+
+    monkeypatch.setattr(engine.runner, "collect", recorded)
+    launches.clear()
+    for i, ask in enumerate(asks):
+        start(engine, str(i), ask)
+    answers = finish(engine)
+    for i, answer in enumerate(alone):
+        assert answers[str(i)].token_ids == answer.token_ids
+        assert answers[str(i)].num_forwards == answer.num_forwards
+    beside = [(waiting, own) for waiting, own in seen if waiting]
+    assert len(beside) > len(seen) // 2 if cache == "none" else beside
+    assert all(set(waiting[0]).isdisjoint(own) for waiting, own in beside)
+    assert engine.is_idle()
+
+
+def test_an_abort_of_the_first_of_two_steps_under_way(
+    engine: Engine,
+    model: LLaDAReference,
+    launches: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    monkeypatch.setattr(turns, "ROWS_IN_A_ROW", 52)
+    names = [start(engine, str(i), as_request(prompt, **BLOCKS)) for i in range(3)]
+    for _ in range(4):
+        engine.llm.llm_engine.step()
+    first, second = engine.runner._loop.launched
+    assert {len(first), len(second)} <= {1, 2}
+    gone = [name for name in names if any(req_id.startswith(name) for req_id in first)]
+    assert gone
+    engine.llm.llm_engine.abort_request(gone, internal=True)
+    answers = finish(engine)
+    assert len(answers) == 3 - len(gone)
+    assert all(answer.token_ids == wanted.ids for answer in answers.values())
+    assert engine.is_idle()
 
 
 def test_steps_in_chunks_are_not_launched_ahead(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.turns import take_turns, to_the_end
+from vllm.diffusion.engine.turns import ROWS_IN_A_ROW, Wish, step_behind, take_turns, to_the_end
 
 BUDGET = 100
 rows = st.integers(1, 150)
@@ -64,3 +64,50 @@ def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
     stayed = [name for name in "abc" if name not in names]
     assert list(turns) == stayed + [name for name in names if name != "gone"]
     assert turns == {"a": 1, "b": 2, "c": 3}
+
+
+FULL_BUDGET = 8 * ROWS_IN_A_ROW
+wishes = st.dictionaries(
+    st.text("abcdefgh", min_size=1, max_size=3),
+    st.builds(Wish, st.integers(1, ROWS_IN_A_ROW), st.booleans()),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(deadline=None)
+@given(wishes, st.data())
+def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
+    asked: dict[str, Wish], data: st.DataObject
+) -> None:
+    under_way = data.draw(st.sets(st.sampled_from(sorted(asked))))
+    taken = step_behind(under_way, asked, FULL_BUDGET)
+    assert under_way.isdisjoint(taken)
+    assert all(asked[req_id].rows == rows for req_id, rows in taken.items())
+    assert len({asked[req_id].keeps for req_id in taken}) <= 1
+    if not taken:  # then who waits would fit into one step with some of those under way
+        for keeps in {wish.keeps for req_id, wish in asked.items() if req_id not in under_way}:
+            alike = {req_id for req_id, wish in asked.items() if wish.keeps == keeps}
+            assert alike & under_way
+            assert sum(asked[req_id].rows for req_id in alike) <= ROWS_IN_A_ROW
+    elif all(asked[req_id].keeps for req_id in taken):
+        assert sum(taken.values()) <= ROWS_IN_A_ROW
+
+
+def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
+    asked = {"a": Wish(32, keeps=True), "b": Wish(32, keeps=True), "c": Wish(32, keeps=False)}
+    assert step_behind([], asked, FULL_BUDGET) == {"a": 32, "b": 32}
+    assert step_behind(["a"], asked, FULL_BUDGET) == {"c": 32}
+    assert step_behind(["a", "c"], asked, FULL_BUDGET) == {}
+
+
+@pytest.mark.parametrize(("keeps", "count", "share"), [(True, 32, 32), (False, 32, 48)])
+def test_those_who_do_not_share_the_rows(keeps: bool, count: int, share: int) -> None:
+    asked = {str(i): Wish(ROWS_IN_A_ROW // count, keeps) for i in range(3 * count)}
+    first = step_behind([], asked, FULL_BUDGET)
+    assert list(first) == list(asked)[:share]
+    second = step_behind(first, asked, FULL_BUDGET)
+    assert list(second) == list(asked)[share : 2 * share]
+    assert step_behind([], asked, row_budget=ROWS_IN_A_ROW // 2).keys() == {
+        str(i) for i in range(count // 2)
+    }

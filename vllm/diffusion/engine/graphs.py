@@ -118,6 +118,7 @@ class GraphRunner:
         if captured is None:
             return None
         step_inputs.fill(captured.inputs.arrays, batch)
+        captured.inputs.upload()
         captured.graph.replay()
         return captured.outputs
 
@@ -144,9 +145,9 @@ class GraphRunner:
         where = (self._pool, self._scratch, self._caches)
 
         def run() -> BodyOutputs:
-            staging.upload()
             return run_to_end(run_body(self._model, inputs, plan, *where))
 
+        staging.upload()
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
         with self._memory.capture(graph):

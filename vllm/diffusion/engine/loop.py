@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step after step: each collected before the next is launched, or the next one launched ahead."""
+"""Step after step: each collected before the next is launched, or launched while others compute."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.engine.turns import take_turns, to_the_end
+from vllm.diffusion.engine.turns import Wish, step_behind, to_the_end
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from vllm.diffusion.engine.messages import Slice, StepResult
     from vllm.diffusion.engine.recovery import Attempt, Recovery
     from vllm.diffusion.engine.step import StepRunner
+
+MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
 
 
 class StepLoop:
@@ -30,7 +32,7 @@ class StepLoop:
 
     def __init__(self, runner: StepRunner, recovery: Recovery) -> None:
         self._runner, self._recovery = runner, recovery
-        self._ahead: Attempt | None = None
+        self._under_way: list[Attempt] = []  # in the order in which they were launched
         self.num_rows = 0
 
     @torch.inference_mode()
@@ -43,10 +45,20 @@ class StepLoop:
         """The same where the device works by itself.
 
         The next step is launched before the results are handed out, so that it computes while they
-        are on their way to the clients; requests that are kept apart take no part in it.
+        are on their way to the clients. Where one step does not hold everybody, a second one
+        follows it, so that the device computes while the results of the first are taken in.
+        Requests that are kept apart take no part in either.
+
+        Args:
+            req_ids: who takes part, where no step is under way.
+            apart: requests that are kept apart.
         """
-        results = self._collect(self._ahead or self._recovery.launch(req_ids))
-        self._ahead = self._launch_ahead(results, apart)
+        if not self._under_way:
+            self._under_way.append(self._recovery.launch(req_ids))
+        self._launch_behind(apart)
+        results = self._collect(self._under_way.pop(0))
+        failed = (req_id for req_id, result in results.items() if result.error is not None)
+        self._launch_behind({*apart, *failed})
         return results
 
     @torch.inference_mode()
@@ -57,14 +69,14 @@ class StepLoop:
         return results
 
     @property
-    def launched(self) -> list[str]:
-        """Requests of the step that is under way."""
-        return [] if self._ahead is None else self._ahead.req_ids
+    def launched(self) -> list[list[str]]:
+        """Requests of the steps that are under way, in the order of these."""
+        return [attempt.req_ids for attempt in self._under_way]
 
     def forget(self) -> None:
-        """Requests have gone; a step under way that nobody waits for goes with them."""
-        if self._runner.canvases.keys().isdisjoint(self.launched):
-            self._ahead = None
+        """Requests have gone; steps under way that nobody waits for go with them."""
+        running = self._runner.canvases.keys()
+        self._under_way = [a for a in self._under_way if not running.isdisjoint(a.req_ids)]
 
     def _collect(self, attempt: Attempt) -> dict[str, StepResult]:
         self.num_rows = 0 if attempt.step is None else attempt.step.batch.num_rows
@@ -72,22 +84,21 @@ class StepLoop:
         to_the_end(self._runner.canvases, results)
         return results
 
-    def _launch_ahead(
-        self, results: Mapping[str, StepResult], apart: Collection[str]
-    ) -> Attempt | None:
-        """Launch the next step, of everybody whose turn it is, where that can be done at once.
+    def _launch_behind(self, apart: Collection[str]) -> None:
+        """Launch the step that follows those under way, where that can be done at once.
 
         A step in chunks launches more kernels than a GPU's queue holds, so launching would wait
         for it.
         """
-        failed = {req_id for req_id, result in results.items() if result.error is not None}
-        next_rows = {
-            req_id: canvas.next_rows
+        if len(self._under_way) == MOST_UNDER_WAY:
+            return
+        wishes = {
+            req_id: Wish(canvas.next_rows, keeps=canvas.cache is not None)
             for req_id, canvas in self._runner.canvases.items()
-            if req_id not in failed and req_id not in apart and not canvas.is_complete
+            if req_id not in apart and not canvas.is_complete
         }
+        under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}
         planner = self._runner.planner
-        taken = take_turns(next_rows, planner.row_budget)
-        if not taken or not planner.runs_whole(sum(taken.values()), self._runner.kept_bytes):
-            return None
-        return self._recovery.launch(taken)
+        taken = step_behind(under_way, wishes, planner.row_budget)
+        if taken and planner.runs_whole(sum(taken.values()), self._runner.kept_bytes):
+            self._under_way.append(self._recovery.launch(taken))

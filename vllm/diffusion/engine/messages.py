@@ -133,11 +133,11 @@ class Paused:
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
-    `num_scheduled_tokens` names the requests that take part in this step, with their rows: those
-    that `launched` of the step before has named, if there are any left. Other requests run but
-    wait their turn. `long` names those whose steps come in slices only, and `next_slice` the one of
-    them that goes on in this step. `finished_req_ids` names those whose canvas is no longer needed;
-    `scheduled_at` is `time.monotonic()`.
+    `num_scheduled_tokens` names the requests that take part in this step, with their rows: those of
+    the first step that `launched` of the answer before has named, if any are left. Other requests
+    run but wait their turn. `long` names those whose steps come in slices only, and `next_slice`
+    the one of them that goes on in this step. `finished_req_ids` names those whose canvas is no
+    longer needed; `scheduled_at` is `time.monotonic()`.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -151,12 +151,12 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
     `usage` says what the step took of the memory, and what there is; `num_rows` what it computed;
-    `launched` who takes part in the next step, where that one is under way already; `paused` the
+    `launched` who takes part in each of the next steps that are under way already; `paused` the
     long step that waits for its next slice.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
     usage: StepUsage | None = None
     num_rows: int = 0
-    launched: list[str] = field(default_factory=list)
+    launched: list[list[str]] = field(default_factory=list)
     paused: Paused | None = None

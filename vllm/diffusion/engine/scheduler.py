@@ -72,7 +72,7 @@ class DiffusionScheduler(CanvasInterface):
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._refused: list[tuple[Request, str]] = []  # who has not been told yet
-        self._launched: list[str] = []  # requests of the next step, where it is under way already
+        self._launched: list[list[str]] = []  # requests of the next steps that are under way already
         self.slicing = Slicing()
         self._observer = Observer(enabled=log_stats)
         self._finished_req_ids: set[str] = set()
@@ -127,7 +127,8 @@ class DiffusionScheduler(CanvasInterface):
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
         admitted = self._admit() if self.pause_state == PauseState.UNPAUSED else []
-        long = self.slicing.long(self._running, self._launched, self._planner)
+        launched = set().union(*self._launched)
+        long = self.slicing.long(self._running, launched, self._planner)
         rows, next_slice = dict[str, int](), None
         if self.pause_state != PauseState.PAUSED_ALL:
             rows, next_slice = self._next_step(long), self.slicing.next_slice(long)
@@ -167,9 +168,10 @@ class DiffusionScheduler(CanvasInterface):
         next_rows = {
             req_id: item.next_rows for req_id, item in self._running.items() if req_id not in long
         }
-        launched = {req_id: next_rows[req_id] for req_id in self._launched if req_id in next_rows}
-        if launched:
-            return launched
+        for req_ids in self._launched:
+            launched = {req_id: next_rows[req_id] for req_id in req_ids if req_id in next_rows}
+            if launched:
+                return launched
         taken = take_turns(next_rows, self._row_budget)
         return taken if self.slicing.fits_beside(taken, self._running, self._planner) else {}
 

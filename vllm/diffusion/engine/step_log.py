@@ -32,6 +32,7 @@ class StepLog:
         self._is_on = is_on
         self._tells_every_step = envs.log_diffusion_steps()
         self._last_plan: tuple[int, tuple[int, ...]] | None = None
+        self._last_end = 0.0  # of a step; the next one may have been launched before
 
     def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:
         """A new plan; steps that differ in their sample rows alone are cut alike."""
@@ -47,7 +48,8 @@ class StepLog:
         """A step that is over and began at `started`, of time.perf_counter()."""
         if not self._is_on:
             return
-        elapsed_ms = 1000 * (time.perf_counter() - started)
+        begun, self._last_end = max(started, self._last_end), time.perf_counter()
+        elapsed_ms = 1000 * (self._last_end - begun)
         at_info = self._tells_every_step or elapsed_ms >= SLOW_STEP_MS
         (logger.info if at_info else logger.debug)(
             "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d",

@@ -3,12 +3,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 T = TypeVar("T")
+
+# Of a step that follows another one without a pause. More rows would cost no less each, and no
+# graph serves them.
+ROWS_IN_A_ROW = 1024
+
+
+class Wish(NamedTuple):
+    """What a request's next forward is.
+
+    Attributes:
+        rows: that it has.
+        keeps: whether it keeps keys and values; one graph serves no mixture of both.
+    """
+
+    rows: int
+    keeps: bool
+
+
+def step_behind(
+    under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int
+) -> dict[str, int]:
+    """The requests of the step that follows those under way, with their rows; maybe none.
+
+    Requests that keep keys and values share steps, and so do the others. Where one step does not
+    hold all of a kind, it takes a share of their rows, so that the host can take in the results of
+    one share while the device computes another. Where one does, nobody steps before those under
+    way are back, and all go together.
+
+    Args:
+        under_way: requests whose step has been launched.
+        wishes: of all requests, in the order of their turns; of those under way, the forward that
+            is.
+        row_budget: rows that several requests may share in one step.
+    """
+    for keeps in dict.fromkeys(w.keeps for req_id, w in wishes.items() if req_id not in under_way):
+        alike = {req_id: wish.rows for req_id, wish in wishes.items() if wish.keeps == keeps}
+        waiting = {req_id: rows for req_id, rows in alike.items() if req_id not in under_way}
+        wanted = sum(alike.values())
+        share = min(row_budget, max(ROWS_IN_A_ROW, 0 if keeps else -(-wanted // 2)))
+        if len(waiting) == len(alike) or wanted > share:
+            return take_turns(waiting, share)
+    return {}
 
 
 def take_turns(next_rows: Mapping[str, int], row_budget: int) -> dict[str, int]:

@@ -25,9 +25,7 @@ class Staging:
         device: a CUDA device.
 
     Attributes:
-        arrays: of those shapes and dtypes, nested alike, in pinned memory, uninitialised. They may
-            be written once the copy before has ended.
-        tensors: where `upload` copies them to, nested alike.
+        tensors: where `upload` copies to: of those shapes and dtypes, nested alike.
     """
 
     def __init__(self, like: Any, device: torch.device) -> None:
@@ -46,8 +44,18 @@ class Staging:
             tensors.append(self._device[place].view(dtype).view(array.shape))
             start += _padded(array)
         self._flat = arrays
-        self.arrays: Any = _nested(like, iter(arrays))
+        self._arrays: Any = _nested(like, iter(arrays))
+        self._copied = torch.cuda.Event()
         self.tensors: Any = _nested(like, iter(tensors))
+
+    @property
+    def arrays(self) -> Any:
+        """To be written: nested as `tensors`, in pinned memory, at first uninitialised.
+
+        Waits until the device has copied what they hold.
+        """
+        self._copied.synchronize()
+        return self._arrays
 
     def write(self, values: Any) -> None:
         """Write arrays of the same shapes, nested alike."""
@@ -57,6 +65,7 @@ class Staging:
     def upload(self) -> None:
         """Copy the arrays; the host does not wait."""
         self._device.copy_(self._host, non_blocking=True)
+        self._copied.record()
 
 
 def to_device(arrays: Any, device: torch.device) -> Any:
