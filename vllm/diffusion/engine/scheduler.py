@@ -72,7 +72,7 @@ class DiffusionScheduler(CanvasInterface):
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._refused: list[tuple[Request, str]] = []  # who has not been told yet
-        self._launched: list[list[str]] = []  # requests of the next steps that are under way already
+        self._launched: list[list[str]] = []  # requests of each step that is under way already
         self.slicing = Slicing()
         self._observer = Observer(enabled=log_stats)
         self._finished_req_ids: set[str] = set()
