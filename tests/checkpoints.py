@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints in the released formats, written to a folder of a test.
 
-Families: LLaDA ("llada"), Dream ("dream") and LLaDA-MoE ("moe").
+Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar").
 
 The weights are scaled up, norm gains too: with a plain initialisation the softmax is nearly
 uniform, every confidence ties and no decoding rule can be told from another.
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.reference import dream_model, llada_model, llada_moe_model
+from tests.reference.block_models import REFERENCES as BLOCK_REFERENCES
 
 UNKNOWN_ID = 245
 BOS_ID = 246
@@ -71,14 +72,29 @@ MOE_SPECIAL_TOKENS = {
     "<|endoftext|>": EOS_ID,
     "<|mask|>": MASK_ID,
 }
-DREAM_CHAT_TEMPLATE = (
-    "{% if not messages or messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
-    "{% endif %}"
+SDAR_SPECIAL_TOKENS = {
+    "<|unknown|>": UNKNOWN_ID,
+    "<think>": BOS_ID,
+    "<|im_start|>": START_HEADER_ID,
+    "</think>": END_HEADER_ID,
+    "<|im_end|>": EOT_ID,
+    "<|endoftext|>": EOS_ID,
+    "<|MASK|>": MASK_ID,
+}
+CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+DREAM_CHAT_TEMPLATE = (
+    "{% if not messages or messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}" + CHATML_TEMPLATE
+)
+SDAR_CHAT_TEMPLATE = (
+    CHATML_TEMPLATE + "{% if add_generation_prompt and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
 MOE_CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -94,8 +110,8 @@ class TokenizerStyle:
     """What differs between the tokenizers of the families; ids are the same in all."""
 
     special_tokens: dict[str, int]
-    bos_token: str
-    mask_token: str
+    bos_token: str | None
+    mask_token: str | None
     chat_template: str
     nfc: bool = False
 
@@ -106,7 +122,10 @@ TOKENIZER_STYLES = {
         DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", DREAM_CHAT_TEMPLATE, nfc=True
     ),
     "moe": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
+    "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
 }
+# eos_token_id of generation_config.json where it is not EOS_ID alone
+STOP_IDS = {"sdar": [EOT_ID, EOS_ID]}
 
 WEIGHT_GAIN = 3.0
 # A very sharp attention or routing would magnify rounding until near-ties are everywhere.
@@ -150,6 +169,12 @@ FAMILY_CASES: dict[str, Case] = {
     "moe_fused": Case(seed=9, family="moe", fused_experts=True),
     "moe_dense_mix": Case(seed=1, family="moe", overrides={"moe_layer_freq": [1, 0, 1]}),
     "moe_bias": Case(seed=13, family="moe", overrides={"moe_router_enable_expert_bias": True}),
+}
+
+# Of block-causal families; the same is special about the seeds.
+BLOCK_CASES: dict[str, Case] = {
+    "sdar": Case(seed=2, family="sdar"),
+    "sdar_tied": Case(seed=3, family="sdar", overrides={"tie_word_embeddings": True}),
 }
 
 
@@ -288,12 +313,57 @@ def moe_config(**overrides: Any) -> dict[str, Any]:
     return config
 
 
-CONFIGS = {"llada": llada_config, "dream": dream_config, "moe": moe_config}
+def sdar_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny SDAR with the keys of the released one, then the overrides."""
+    config: dict[str, Any] = {
+        "architectures": ["SDARForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModel": "modeling_sdar.SDARModel",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        },
+        "block_size": 4,
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+        "fuse_cross_entropy": True,
+        "head_dim": 24,  # as released, heads x head_dim is not hidden_size
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "mask_token_id": MASK_ID,
+        "max_position_embeddings": 256,
+        "max_window_layers": 3,
+        "model_type": "sdar",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "pad_token_id": EOS_ID,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.52.3",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+    config.update(overrides)
+    return config
+
+
+CONFIGS = {"llada": llada_config, "dream": dream_config, "moe": moe_config, "sdar": sdar_config}
 
 
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor (experts unfused) of a checkpoint of any family with its shape."""
     architecture = config["architectures"][0]
+    if architecture in BLOCK_REFERENCES:
+        return BLOCK_REFERENCES[architecture].tensor_shapes(config)
     if architecture.startswith("Dream"):
         return dream_model.tensor_shapes(dream_model.DreamSettings.from_config(config))
     if architecture.startswith("LLaDAMoE"):
@@ -481,7 +551,11 @@ def make_checkpoint(
     bos_token_id = config.get("bos_token_id", BOS_ID)
     write_json(
         folder / "generation_config.json",
-        {"bos_token_id": bos_token_id, "eos_token_id": EOS_ID, "transformers_version": "4.46.2"},
+        {
+            "bos_token_id": bos_token_id,
+            "eos_token_id": STOP_IDS.get(family, EOS_ID),
+            "transformers_version": "4.46.2",
+        },
     )
     weights = random_weights(config, seed, gain)
     if fused_experts:
@@ -495,8 +569,8 @@ def make_checkpoint(
 
 
 def make_case(folder: str | Path, name: str) -> Path:
-    """`make_checkpoint` of one entry of CASES or FAMILY_CASES."""
-    case = {**CASES, **FAMILY_CASES}[name]
+    """`make_checkpoint` of one entry of CASES, FAMILY_CASES or BLOCK_CASES."""
+    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES}[name]
     return make_checkpoint(
         folder,
         family=case.family,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
-from tests.checkpoints import CASES, FAMILY_CASES, Case, make_case, make_checkpoint
+from tests.checkpoints import BLOCK_CASES, CASES, FAMILY_CASES, Case, make_case, make_checkpoint
 from tests.models.support import engine_config, join_world, load
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def case_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         folder = root / name
         if folder.exists():
             return folder
-        if name in CASES or name in FAMILY_CASES:
+        if name in {**CASES, **FAMILY_CASES, **BLOCK_CASES}:
             return make_case(folder, name)
         if name in OUR_CASES:
             return make_checkpoint(folder, seed=20, **OUR_CASES[name])

@@ -18,12 +18,15 @@ from vllm.model_executor.model_loader import get_model
 
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.visibility import FULL, Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
+
+    from vllm.diffusion.visibility import Visibility
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 
@@ -68,6 +71,7 @@ def staged_logits(
     *,
     rows: int | None = None,
     keep_queries: bool = True,
+    visibility: Visibility = FULL,
 ) -> list[Tensor]:
     """Logits of packed sequences, every stage in chunks of `rows` rows (all at once for None)."""
     lengths = [len(ids) for ids in sequences]
@@ -86,7 +90,7 @@ def staged_logits(
         q, k, v = layer.attention.split(product)
         for start, end in chunks:
             part = slice(start, end)
-            layout = AttentionLayout.of(_spans(lengths, start, end), x.device)
+            layout = AttentionLayout.of(_spans(lengths, start, end, visibility), x.device)
             sources = [KeySource(slice(0, end - start), k, v, layout)]
             layer.attend(x[part], rotary.rows(part), sources, None if q is None else q[part])
         for start, end in chunks:
@@ -107,11 +111,13 @@ def _chunks(total: int, rows: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + rows, total)) for start in range(0, total, rows))
 
 
-def _spans(lengths: Sequence[int], start: int, end: int) -> list[Span]:
+def _spans(lengths: Sequence[int], start: int, end: int, visibility: Visibility) -> list[Span]:
+    """What the rows `start` to `end` of sequences one after the other read."""
     spans, first = [], 0
     for length in lengths:
-        low, high = max(first, start), min(first + length, end)
-        if low < high:
-            spans.append(Span(low - start, high - start, first, first + length))
+        for queries, keys in visibility.spans(Forward(range(length))):
+            low, high = max(first + queries.start, start), min(first + queries.stop, end)
+            if low < high:
+                spans.append(Span(low - start, high - start, first + keys.start, first + keys.stop))
         first += length
     return spans

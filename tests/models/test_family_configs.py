@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of Dream and of LLaDA-MoE: dispatch, defaults and refusals."""
+"""config.json of the families other than LLaDA: dispatch, defaults and refusals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from tests.checkpoints import dream_config, llada_config, moe_config
+from tests.checkpoints import dream_config, llada_config, moe_config, sdar_config
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import BY_ARCHITECTURE, DREAM, LLADA, LLADA_MOE
+from vllm.diffusion.families import BY_ARCHITECTURE, DREAM, LLADA, LLADA_MOE, SDAR
 from vllm.diffusion.models.config import config_classes
 from vllm.diffusion.models.dream import DreamConfig
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
+from vllm.diffusion.models.sdar import SDARConfig
 
 if TYPE_CHECKING:
     from vllm.diffusion.models.config import DiffusionConfig
@@ -51,7 +52,26 @@ MOE_7B = moe_config(
     pad_token_id=156892,
     mask_token_id=156895,
 )
-RELEASED = {"dream": (DreamConfig, DREAM_7B), "moe": (LLaDAMoEConfig, MOE_7B)}
+SDAR_4B = sdar_config(
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=32768,
+    max_window_layers=36,
+    bos_token_id=151643,
+    eos_token_id=151643,
+    pad_token_id=151643,
+    mask_token_id=151669,
+)
+RELEASED = {
+    "dream": (DreamConfig, DREAM_7B),
+    "moe": (LLaDAMoEConfig, MOE_7B),
+    "sdar": (SDARConfig, SDAR_4B),
+}
 
 
 def make(family: str, *without: str, **overrides: Any) -> Any:
@@ -64,7 +84,11 @@ def make(family: str, *without: str, **overrides: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "num_experts", "heads", "vocab_size", "length"),
-    [("dream", 0, (28, 4), 152064, 131072), ("moe", 64, (16, 16), 157184, 8192)],
+    [
+        ("dream", 0, (28, 4), 152064, 131072),
+        ("moe", 64, (16, 16), 157184, 8192),
+        ("sdar", 0, (32, 8), 151936, 32768),
+    ],
 )
 def test_upstream_reads_the_shapes_it_wants(
     family: str, num_experts: int, heads: tuple[int, int], vocab_size: int, length: int
@@ -134,7 +158,7 @@ def test_partial_rotary() -> None:
     assert make("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
 
 
-@pytest.mark.parametrize("family", ["dream", "moe"])
+@pytest.mark.parametrize("family", sorted(RELEASED))
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     described = {"rope_type": "default", "rope_theta": 12345.0}
@@ -143,7 +167,7 @@ def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     assert make(family, **{key: {"type": "default"}}).rope_theta == make(family).rope_theta
 
 
-@pytest.mark.parametrize("family", ["dream", "moe"])
+@pytest.mark.parametrize("family", sorted(RELEASED))
 def test_copies_and_round_trips(family: str) -> None:
     config = make(family)
     assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
@@ -169,6 +193,13 @@ def test_copies_and_round_trips(family: str) -> None:
         ("dream", "num_hidden_layers", 0, {}),
         ("dream", "intermediate_size", None, {}),
         ("dream", "rope_theta", 0, {}),
+        ("sdar", "attention_bias", True, {}),
+        ("sdar", "use_sliding_window", True, {"sliding_window": 4096}),
+        ("sdar", "layer_types", ["full_attention", "sliding_attention"], {}),
+        ("sdar", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
+        ("sdar", "block_size", 0, {}),
+        ("sdar", "mask_token_id", 151936, {}),
+        ("sdar", "max_position_embeddings", None, {}),
         ("moe", "hidden_act", "gelu", {}),
         ("moe", "attention_bias", True, {}),
         ("moe", "moe_router_score_function", "sigmoid", {}),
@@ -218,6 +249,7 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
         ({**MOE_7B, "model_type": "llada"}, LLaDAMoEConfig),
         ({**MOE_7B, "model_type": "dllm"}, LLaDAMoEConfig),
         (llada_config(), LLaDAConfig),
+        (SDAR_4B, SDARConfig),
     ],
 )
 def test_the_architecture_decides(
@@ -230,6 +262,16 @@ def test_without_an_architecture_the_model_type_decides() -> None:
     values = {key: value for key, value in MOE_7B.items() if key != "architectures"}
     config = config_classes()["dllm"].from_dict(values)
     assert isinstance(config, LLaDAMoEConfig) and type(config).model_type == "dllm"
+
+
+def test_block_lengths() -> None:
+    assert make("sdar").block_length == 4
+    assert make("sdar", "block_size").block_length == make("sdar", block_size=None).block_length
+    assert make("sdar", "block_size").block_length == 32
+
+
+def test_a_mask_token_may_be_the_tokenizers() -> None:
+    assert make("sdar", "mask_token_id").family is SDAR
 
 
 def test_architectures_of_the_families() -> None:

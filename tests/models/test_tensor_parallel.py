@@ -26,6 +26,7 @@ CASES += [
     "moe_fused_mix",
     "moe_partial_clipped",
     "dream_wide_heads",
+    "sdar",
 ]
 IDS = torch.arange(3, 250, 13)
 
@@ -39,7 +40,8 @@ def run_rank(rank: int, folder: Path, paths: dict[str, Path]) -> None:
         config = engine_config(path, tensor_parallel_size=NUM_RANKS)
         join_world(config, folder / "init", rank, NUM_RANKS)
         model = load(config)
-        (chunked,) = staged(model, [IDS], rows=7, keep_queries=False)
+        visibility = model.family.visibility.with_blocks_of(model.config.block_length)
+        (chunked,) = staged(model, [IDS], rows=7, keep_queries=False, visibility=visibility)
         results[name] = (model.vocab_start, logits(model, IDS), chunked)
     torch.save(results, folder / f"rank{rank}.pt")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import (
+    BLOCK_CASES,
     CASES,
     CONFIGS,
     FAMILY_CASES,
@@ -41,7 +42,7 @@ def scratch_model(
 
 
 def weights_of(name: str) -> dict[str, Tensor]:
-    case = {**FAMILY_CASES, **OUR_FAMILY_CASES}.get(name)
+    case = {**FAMILY_CASES, **BLOCK_CASES, **OUR_FAMILY_CASES}.get(name)
     if case is not None:
         weights = random_weights(CONFIGS[case.family](**case.overrides), seed=40)
         return fuse_experts(weights) if case.fused_experts else weights
@@ -53,7 +54,11 @@ LLADA_NAMES = ["mha", "tied", "all_biases", "qk_norm", "grouped"]
 
 
 @pytest.mark.parametrize(
-    "name", [*LLADA_NAMES, "dream", "dream_tied", "moe_bias", "moe_fused_mix", "moe_all_dense"]
+    "name",
+    [
+        *(*LLADA_NAMES, "dream", "dream_tied", "moe_bias", "moe_fused_mix", "moe_all_dense"),
+        *BLOCK_CASES,
+    ],
 )
 def test_all_tensors_in_any_order(
     name: str, scratch_model: Callable[[str], DiffusionModel]
@@ -154,6 +159,7 @@ EXPERTS = "model.layers.1.mlp.experts"
         ("dream", "model.embed_tokens.weight", None),
         ("dream", "model.layers.2.self_attn.k_proj.bias", None),
         ("dream", "lm_head.weight", None),
+        ("sdar", "model.layers.2.self_attn.k_norm.weight", None),
         ("moe", "model.layers.2.self_attn.q_norm.weight", None),
         ("moe", "model.layers.0.mlp.gate.weight", None),
         ("moe", f"{EXPERTS}.7.up_proj.weight", None),
@@ -180,6 +186,7 @@ def test_missing_tensors_of_other_families_are_named(
         ("dream", "model.layers.0.self_attn.o_proj.bias"),
         ("dream", "model.layers.0.self_attn.q_norm.weight"),
         ("dream", "model.layers.0.mlp.gate.weight"),
+        ("sdar", "model.layers.0.self_attn.q_proj.bias"),
         ("moe", "model.layers.0.self_attn.q_proj.bias"),
         ("moe", "model.layers.0.mlp.expert_bias"),
         ("moe", "model.layers.0.mlp.shared_experts.up_proj.weight"),

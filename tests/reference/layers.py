@@ -75,15 +75,18 @@ def rotate(
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Bidirectional attention: q [B, H, T, hd], k and v [B, K, S, hd] -> [B, H, T, hd].
+def attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None = None) -> Tensor:
+    """Attention of q [B, H, T, hd] to k and v [B, K, S, hd] -> [B, H, T, hd].
 
-    Query head h reads key/value head h // (H / K).
+    Query head h reads key/value head h // (H / K). sees [T, S] bool: which keys a query reads;
+    without it all.
     """
     num_repeats = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(num_repeats, dim=1)
     v = v.repeat_interleave(num_repeats, dim=1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if sees is not None:
+        scores = scores.masked_fill(~sees, -math.inf)
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.softmax(scores.to(wide), dim=-1).to(q.dtype) @ v
 

@@ -78,7 +78,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     generation = model.try_get_generation_config() | model.override_generation_config
     return ServedModel(
         family=family,
-        ids=_special_ids(model, generation, family.end_of_turn_tokens),
+        ids=_special_ids(model, generation, family),
         max_model_len=model.max_model_len,
         vocab_size=getattr(config, "embedding_size", None) or config.vocab_size,
         default_max_tokens=generation.get("max_new_tokens"),
@@ -125,22 +125,22 @@ def server_settings(additional_config: Any) -> dict[str, Any]:
     return settings
 
 
-def _special_ids(
-    model: ModelConfig, generation: dict[str, Any], end_of_turn: tuple[str, ...]
-) -> SpecialIds:
+def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:
     tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
-    config = model.hf_config
-    mask = getattr(config, "mask_token_id", None)
-    if mask is None and tokenizer is not None:
-        mask = getattr(tokenizer, "mask_token_id", None)
+    config, vocabulary = model.hf_config, {} if tokenizer is None else tokenizer.get_vocab()
+    places = (
+        getattr(config, "mask_token_id", None),
+        getattr(tokenizer, "mask_token_id", None),
+        vocabulary.get(family.mask_token or ""),
+    )
+    mask = next((token for token in places if token is not None), None)
     if mask is None:
         raise ModelConfigError("mask_token_id", None, "wanted the id of the mask token")
-    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-    eot = next((vocabulary[name] for name in end_of_turn if name in vocabulary), None)
-    listed = [_as_list(config.eos_token_id), _as_list(generation.get("eos_token_id"))]
-    eos = next(iter(listed[0]), None)
-    stop = {*listed[0], *listed[1], *_as_list(eot)}
-    return SpecialIds(mask=mask, eos=eos, eot=eot, stop=frozenset(stop))
+    eot = next((vocabulary[name] for name in family.end_of_turn_tokens if name in vocabulary), None)
+    listed = _as_list(getattr(config, "eos_token_id", None))
+    listed += _as_list(generation.get("eos_token_id"))
+    eos = next(iter(listed), None)
+    return SpecialIds(mask=mask, eos=eos, eot=eot, stop=frozenset([*listed, *_as_list(eot)]))
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.diffusion.visibility import FULL, Visibility
+from vllm.diffusion.visibility import FULL, BlockCausal, Visibility
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,10 @@ class Family:
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
         visibility: who sees whom in the family's attention.
         model_class: "module:Class" of the vLLM model.
-        end_of_turn_tokens: names, in order of preference, of the token that ends a turn.
+        end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
+            answer ends there whatever generation_config.json says.
+        mask_token: name of the mask token where neither config.json nor the tokenizer says which
+            it is.
     """
 
     name: str
@@ -32,7 +35,8 @@ class Family:
     logit_shift: int = 0
     visibility: Visibility = FULL
     model_class: str = "vllm.diffusion.models.base:DiffusionModel"
-    end_of_turn_tokens: tuple[str, ...] = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
+    end_of_turn_tokens: tuple[str, ...] = ()
+    mask_token: str | None = None
 
 
 LLADA = Family(
@@ -41,6 +45,7 @@ LLADA = Family(
     model_types=("llada",),
     config_class="vllm.diffusion.models.llada:LLaDAConfig",
     default_algorithm="semi_ar",
+    end_of_turn_tokens=("<|eot_id|>", "<|im_end|>", "<|role_end|>"),
 )
 
 DREAM = Family(
@@ -62,7 +67,17 @@ LLADA_MOE = Family(
     end_of_turn_tokens=("<|role_end|>",),
 )
 
-FAMILIES: tuple[Family, ...] = (LLADA, DREAM, LLADA_MOE)
+SDAR = Family(
+    name="sdar",
+    architectures=("SDARForCausalLM",),
+    model_types=("sdar",),
+    config_class="vllm.diffusion.models.sdar:SDARConfig",
+    default_algorithm="low_confidence_dynamic",
+    visibility=BlockCausal(),
+    mask_token="<|MASK|>",
+)
+
+FAMILIES: tuple[Family, ...] = (LLADA, DREAM, LLADA_MOE, SDAR)
 
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in FAMILIES for architecture in family.architectures

@@ -29,6 +29,7 @@ from vllm.diffusion.models.mixture import MixtureMLP, unstacked
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
 from vllm.diffusion.models.weights import Destination, load_checkpoint, module_names
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.visibility import Forward
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -308,9 +309,11 @@ class DiffusionModel(nn.Module, SupportsQuant):
     ) -> Tensor:
         """The final, normed hidden states [T, D] of one sequence, every stage in one chunk.
 
+        Who sees whom is the family's, in blocks of the configuration's length.
+
         Args:
             input_ids: [T] token ids; unused where `inputs_embeds` is given.
-            positions: [T].
+            positions: [T], from 0 on.
             intermediate_tensors: upstream's argument for pipeline parallelism; always None.
             inputs_embeds: [T, D], in place of ids.
         """
@@ -323,7 +326,10 @@ class DiffusionModel(nn.Module, SupportsQuant):
         num_rows = x.shape[0]
         rotary = self.rotary(positions)
         product = x.new_empty(num_rows, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
-        layout = AttentionLayout.of([Span(0, num_rows, 0, num_rows)], x.device)
+        visibility = self.family.visibility.with_blocks_of(self.config.block_length)
+        seen = visibility.spans(Forward(range(num_rows)))
+        spans = [Span(q.start, q.stop, keys.start, keys.stop) for q, keys in seen]
+        layout = AttentionLayout.of(spans, x.device)
         for layer in self.layers:
             layer.keys_values(x, rotary, product)
             q, k, v = layer.attention.split(product)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.families import Family
 
+USUAL_BLOCK = 32
+
 
 class Architecture(NamedTuple):
     """What differs between families; the default is as in Llama.
@@ -67,6 +69,7 @@ class DiffusionConfig(PreTrainedConfig):
     """Base of the configuration classes: what they have in common, under one name."""
 
     has_no_defaults_at_init: ClassVar[bool] = True
+    block_length_key: ClassVar[str] = "block_size"
 
     if TYPE_CHECKING:
         vocab_size: int
@@ -82,6 +85,13 @@ class DiffusionConfig(PreTrainedConfig):
         num_experts: int
         num_experts_per_tok: int
         expert_intermediate_size: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Inherit `__init__`, in whose place transformers puts one that knows no checks."""
+        has_own = "__init__" in vars(cls)
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        if not has_own:
+            del cls.__init__
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -102,6 +112,11 @@ class DiffusionConfig(PreTrainedConfig):
         """The family of the checkpoint's architecture."""
         architectures = self.architectures or []
         return next(BY_ARCHITECTURE[a] for a in architectures if a in BY_ARCHITECTURE)
+
+    @property
+    def block_length(self) -> int:
+        """Positions of a block where a request does not say; of block-causal families."""
+        return int(getattr(self, self.block_length_key, None) or USUAL_BLOCK)
 
     @property
     def architecture(self) -> Architecture:

@@ -10,26 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.config import Architecture, DiffusionConfig
-from vllm.diffusion.models.config_checks import (
-    check_id,
-    check_only,
-    check_positive,
-    head_width,
-    plain_rope_theta,
-)
+from vllm.diffusion.models.config_checks import check_id
+from vllm.diffusion.models.standard_config import StandardConfig
+
+if TYPE_CHECKING:
+    from vllm.diffusion.models.config import Architecture
 
 
-class DreamConfig(DiffusionConfig):
-    """config.json of Dream.
-
-    A key that is absent takes the default of the public configuration class. After construction
-    `num_key_value_heads` and `head_dim` are integers, and `sliding_window` is null, as it is never
-    in use.
-
-    Raises:
-        ModelConfigError: naming the key, its value and what would be accepted.
-    """
+class DreamConfig(StandardConfig):
+    """config.json of Dream; see `StandardConfig`."""
 
     model_type: ClassVar[str] = "Dream"
 
@@ -52,27 +41,12 @@ class DreamConfig(DiffusionConfig):
     }
 
     if TYPE_CHECKING:
-        max_position_embeddings: int
         eos_token_id: int
         pad_token_id: int
         mask_token_id: int
 
-    def __init__(self, **values: Any) -> None:
-        theta = plain_rope_theta(values)
-        complete = {**self.DEFAULTS, **({} if theta is None else {"rope_theta": theta}), **values}
-        if complete["num_key_value_heads"] is None:
-            complete["num_key_value_heads"] = complete["num_attention_heads"]
-        check_only(complete, {"hidden_act": "silu", "use_sliding_window": False})
-        complete["sliding_window"] = None
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        for key in (*sizes, "num_attention_heads", "num_key_value_heads"):
-            check_positive(complete, key)
-        check_positive(complete, "max_position_embeddings")
-        for key in ("rope_theta", "rms_norm_eps"):
-            check_positive(complete, key, whole=False)
-        complete["head_dim"] = head_width(complete)
-        check_id(complete, "mask_token_id", "vocab_size")
-        super().__init__(**complete)
+    def check_more(self, values: dict[str, Any]) -> None:
+        check_id(values, "mask_token_id", "vocab_size")
 
     @property
     def architecture(self) -> Architecture:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward passes of block-causal families against the plain references."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import BLOCK_CASES, MASK_ID, VOCAB_SIZE, make_checkpoint
+from tests.models.support import assert_same_logits, logits, staged_logits
+from tests.reference.block_models import REFERENCES, SDARReference
+from vllm.diffusion.visibility import BlockCausal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vllm.diffusion.models.base import DiffusionModel
+
+    PathOf = Callable[[str], Path]
+    ModelOf = Callable[[str], DiffusionModel]
+
+NAMES = list(BLOCK_CASES)
+
+
+def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> SDARReference:
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    return REFERENCES[architecture].from_checkpoint(path, dtype)
+
+
+def some_ids(length: int, seed: int = 0) -> torch.Tensor:
+    """Ordinary tokens, with masks in the second half."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
+    ids[length // 2 :: 2] = MASK_ID
+    return ids
+
+
+@pytest.mark.parametrize("length", [1, 8, 23])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_forward_has_the_blocks_of_the_configuration(
+    name: str, length: int, case_path: PathOf, case_model: ModelOf
+) -> None:
+    model, ids = case_model(name), some_ids(length)
+    wanted = reference_of(case_path(name)).logits(ids[None], model.config.block_length)[0]
+    assert_same_logits(logits(model, ids), wanted)
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("block_length", [1, 4, 7, 32])
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_equal_the_reference(
+    name: str, block_length: int, rows: int | None, case_path: PathOf, case_model: ModelOf
+) -> None:
+    sequences = [some_ids(length, seed=length) for length in (1, 17, 4, 30)]
+    visibility, reference = BlockCausal(block_length), reference_of(case_path(name))
+    given = staged_logits(case_model(name), sequences, rows=rows, visibility=visibility)
+    for ids, packed in zip(sequences, given, strict=True):
+        assert_same_logits(packed, reference.logits(ids[None], block_length)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_sees_its_block_and_none_after_it(name: str, case_model: ModelOf) -> None:
+    model, ids = case_model(name), some_ids(12)
+    changed = ids.clone()
+    changed[7] = (changed[7] + 1) % VOCAB_SIZE
+    blocks = BlockCausal(4)
+    (before,) = staged_logits(model, [ids], visibility=blocks)
+    (after,) = staged_logits(model, [changed], visibility=blocks)
+    assert torch.equal(before[:4], after[:4])
+    assert not torch.isclose(before[4:], after[4:], atol=1e-3).all(dim=1).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_for_the_engine(name: str, case_path: PathOf, case_model: ModelOf) -> None:
+    model = case_model(name)
+    given = json.loads((case_path(name) / "config.json").read_text())
+    assert model.family.logit_shift == reference_of(case_path(name)).logit_shift
+    assert isinstance(model.family.visibility, BlockCausal)
+    assert model.config.block_length == given.get("block_size", given.get("bd_size", 32))
+    assert (model.num_heads, model.num_kv_heads) == (4, 2)
+    assert (model.vocab_size, model.num_columns) == (VOCAB_SIZE, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dummy_weights(name: str, case_path: PathOf, load_model: Callable[..., Any]) -> None:
+    model = load_model(case_path(name), load_format="dummy")
+    assert torch.isfinite(logits(model, some_ids(5))).all()
+
+
+@pytest.mark.parametrize("family", sorted({case.family for case in BLOCK_CASES.values()}))
+def test_bf16_rounds_where_the_reference_rounds(
+    family: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    path = make_checkpoint(tmp_path, family=family, seed=30, gain=1.0, dtype=torch.bfloat16)
+    ids = some_ids(40)
+    model = load_model(path, "bfloat16")
+    assert model.rotary(torch.arange(3)).cos.dtype == torch.bfloat16
+    given = logits(model, ids)
+    assert given.dtype == torch.bfloat16
+    half, exact = (
+        reference_of(path, dtype).logits(ids[None], model.config.block_length)[0].double()
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    # no farther from exact arithmetic than the bf16 reference is, but for the attention kernel
+    our_error, reference_error = ((x.double() - exact).square().mean() for x in (given, half))
+    assert our_error <= 1.5 * reference_error

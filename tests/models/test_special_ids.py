@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mask and stop ids of a checkpoint, from its configuration files and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, START_HEADER_ID, make_checkpoint
+from vllm.diffusion.config import served_model
+from vllm.diffusion.errors import ModelConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.diffusion.params import SpecialIds
+
+
+def ids_of(path: Path, **engine_args: Any) -> SpecialIds:
+    args = EngineArgs(model=str(path), dtype="float32", enforce_eager=True, **engine_args)
+    return served_model(args.create_engine_config()).ids
+
+
+def change(path: Path, file: str, **values: Any) -> None:
+    """Set keys of a JSON file of the checkpoint; None removes."""
+    content = {**json.loads((path / file).read_text()), **values}
+    kept = {key: value for key, value in content.items() if value is not None}
+    (path / file).write_text(json.dumps(kept))
+
+
+def test_the_configuration_says_which_token_is_the_mask(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar", mask_token_id=START_HEADER_ID)
+    assert ids_of(path).mask == START_HEADER_ID
+
+
+def test_else_the_tokenizer_does(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar")
+    change(path, "config.json", mask_token_id=None)
+    change(path, "tokenizer_config.json", mask_token="<|im_start|>")
+    assert ids_of(path).mask == START_HEADER_ID
+
+
+def test_else_it_is_known_by_its_name(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar")
+    change(path, "config.json", mask_token_id=None)
+    change(path, "tokenizer_config.json", mask_token=None)
+    (path / "special_tokens_map.json").unlink(missing_ok=True)
+    assert ids_of(path).mask == MASK_ID
+
+
+def test_a_checkpoint_without_a_mask_token_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar")
+    change(path, "config.json", mask_token_id=None)
+    with pytest.raises(ModelConfigError, match="mask_token_id"):
+        ids_of(path, skip_tokenizer_init=True)
+
+
+def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> None:
+    """The name of a token that ends turns elsewhere says nothing in these families."""
+    path = make_checkpoint(tmp_path, family="sdar")
+    ids = ids_of(path)
+    assert (ids.eos, ids.eot, ids.stop) == (EOS_ID, None, {EOS_ID, EOT_ID})
+    change(path, "generation_config.json", eos_token_id=EOS_ID)
+    assert ids_of(path).stop == {EOS_ID}
+
+
+def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar")
+    change(path, "config.json", eos_token_id=None)
+    ids = ids_of(path)
+    assert (ids.eos, ids.stop) == (EOT_ID, {EOT_ID, EOS_ID})

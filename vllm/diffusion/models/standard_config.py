@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json with the keys that transformers' own Llama and Qwen configurations have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.diffusion.models.config import DiffusionConfig
+from vllm.diffusion.models.config_checks import (
+    check_id,
+    check_only,
+    check_positive,
+    head_width,
+    plain_rope_theta,
+    refuse,
+)
+
+
+class StandardConfig(DiffusionConfig):
+    """A configuration whose family says only its defaults and what its forward does not have.
+
+    A key that is absent takes its value in `DEFAULTS`. After construction `num_key_value_heads`
+    and `head_dim` are integers, and `sliding_window` is null, as it is never in use.
+
+    Attributes:
+        DEFAULTS: of the family's public configuration class.
+        ONLY: options that have one value, the one that the forward has.
+        SIZES: keys whose values are whole numbers of at least 1.
+
+    Raises:
+        ModelConfigError: naming the key, its value and what would be accepted.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {}
+    ONLY: ClassVar[dict[str, bool | str]] = {"hidden_act": "silu", "use_sliding_window": False}
+    SIZES: ClassVar[tuple[str, ...]] = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    )
+
+    if TYPE_CHECKING:
+        max_position_embeddings: int
+        mask_token_id: int | None
+
+    def __init__(self, **values: Any) -> None:
+        theta = plain_rope_theta(values)
+        complete = {**self.DEFAULTS, **({} if theta is None else {"rope_theta": theta}), **values}
+        if complete["num_key_value_heads"] is None:
+            complete["num_key_value_heads"] = complete["num_attention_heads"]
+        check_only(complete, self.ONLY)
+        if any(kind != "full_attention" for kind in complete.get("layer_types") or ()):
+            refuse(complete, "layer_types", 'only "full_attention" is supported')
+        complete["sliding_window"] = None
+        for key in self.SIZES:
+            check_positive(complete, key)
+        for key in ("rope_theta", "rms_norm_eps"):
+            check_positive(complete, key, whole=False)
+        complete["head_dim"] = head_width(complete)
+        self.check_more(complete)
+        super().__init__(**complete)
+
+    def check_more(self, values: dict[str, Any]) -> None:
+        """Refuse, or complete, what only this family has; the rest of `values` is complete."""
+        if values.get(self.block_length_key) is not None:
+            check_positive(values, self.block_length_key)
+        if values.get("mask_token_id") is not None:  # else the tokenizer has it
+            check_id(values, "mask_token_id", "vocab_size")
