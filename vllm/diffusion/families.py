@@ -72,7 +72,7 @@ SDAR = Family(
     architectures=("SDARForCausalLM",),
     model_types=("sdar",),
     config_class="vllm.diffusion.models.sdar:SDARConfig",
-    default_algorithm="low_confidence_dynamic",
+    default_algorithm="semi_ar",
     visibility=BlockCausal(),
     mask_token="<|MASK|>",
 )
