@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints in the released formats, written to a folder of a test.
 
-Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar").
+Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar"),
+Fast-dLLM v2 ("fast_dllm").
 
 The weights are scaled up, norm gains too: with a plain initialisation the softmax is nearly
 uniform, every confidence ties and no decoding rule can be told from another.
@@ -81,6 +82,15 @@ SDAR_SPECIAL_TOKENS = {
     "<|endoftext|>": EOS_ID,
     "<|MASK|>": MASK_ID,
 }
+FAST_DLLM_SPECIAL_TOKENS = {
+    "<|unknown|>": UNKNOWN_ID,
+    "<|object_ref_start|>": BOS_ID,
+    "<|im_start|>": START_HEADER_ID,
+    "<|object_ref_end|>": END_HEADER_ID,
+    "<|im_end|>": EOT_ID,
+    "<|endoftext|>": EOS_ID,
+    "|<MASK>|": MASK_ID,
+}
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -123,9 +133,12 @@ TOKENIZER_STYLES = {
     ),
     "moe": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
+    "fast_dllm": TokenizerStyle(
+        FAST_DLLM_SPECIAL_TOKENS, None, None, DREAM_CHAT_TEMPLATE, nfc=True
+    ),
 }
 # eos_token_id of generation_config.json where it is not EOS_ID alone
-STOP_IDS = {"sdar": [EOT_ID, EOS_ID]}
+STOP_IDS = {"sdar": [EOT_ID, EOS_ID], "fast_dllm": [EOT_ID, EOS_ID]}
 
 WEIGHT_GAIN = 3.0
 # A very sharp attention or routing would magnify rounding until near-ties are everywhere.
@@ -175,6 +188,8 @@ FAMILY_CASES: dict[str, Case] = {
 BLOCK_CASES: dict[str, Case] = {
     "sdar": Case(seed=2, family="sdar"),
     "sdar_tied": Case(seed=3, family="sdar", overrides={"tie_word_embeddings": True}),
+    "fast_dllm": Case(seed=4, family="fast_dllm"),
+    "fast_dllm_tied": Case(seed=5, family="fast_dllm", overrides={"tie_word_embeddings": True}),
 }
 
 
@@ -356,7 +371,52 @@ def sdar_config(**overrides: Any) -> dict[str, Any]:
     return config
 
 
-CONFIGS = {"llada": llada_config, "dream": dream_config, "moe": moe_config, "sdar": sdar_config}
+def fast_dllm_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny Fast-dLLM v2, keys as released, then the overrides."""
+    config: dict[str, Any] = {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+            "AutoModel": "modeling.Fast_dLLM_QwenModel",
+            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+        },
+        "bd_size": 8,
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOT_ID,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_types": ["full_attention"] * 3,
+        "max_position_embeddings": 256,
+        "max_window_layers": 3,
+        "model_type": "Fast_dLLM_Qwen",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.53.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+    config.update(overrides)
+    return config
+
+
+CONFIGS = {
+    "llada": llada_config,
+    "dream": dream_config,
+    "moe": moe_config,
+    "sdar": sdar_config,
+    "fast_dllm": fast_dllm_config,
+}
 
 
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from tests.checkpoints import dream_config, llada_config, moe_config, sdar_config
+from tests.checkpoints import (
+    dream_config,
+    fast_dllm_config,
+    llada_config,
+    moe_config,
+    sdar_config,
+)
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import BY_ARCHITECTURE, DREAM, LLADA, LLADA_MOE, SDAR
 from vllm.diffusion.models.config import config_classes
 from vllm.diffusion.models.dream import DreamConfig
+from vllm.diffusion.models.fast_dllm import FastDLLMConfig
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
 from vllm.diffusion.models.sdar import SDARConfig
@@ -67,10 +74,25 @@ SDAR_4B = sdar_config(
     pad_token_id=151643,
     mask_token_id=151669,
 )
+FAST_DLLM_1_5B = fast_dllm_config(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    layer_types=["full_attention"] * 28,
+    tie_word_embeddings=True,
+    bd_size=32,
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
 RELEASED = {
     "dream": (DreamConfig, DREAM_7B),
     "moe": (LLaDAMoEConfig, MOE_7B),
     "sdar": (SDARConfig, SDAR_4B),
+    "fast_dllm": (FastDLLMConfig, FAST_DLLM_1_5B),
 }
 
 
@@ -88,6 +110,7 @@ def make(family: str, *without: str, **overrides: Any) -> Any:
         ("dream", 0, (28, 4), 152064, 131072),
         ("moe", 64, (16, 16), 157184, 8192),
         ("sdar", 0, (32, 8), 151936, 32768),
+        ("fast_dllm", 0, (12, 2), 151936, 32768),
     ],
 )
 def test_upstream_reads_the_shapes_it_wants(
@@ -193,6 +216,10 @@ def test_copies_and_round_trips(family: str) -> None:
         ("dream", "num_hidden_layers", 0, {}),
         ("dream", "intermediate_size", None, {}),
         ("dream", "rope_theta", 0, {}),
+        ("fast_dllm", "use_sliding_window", True, {"sliding_window": 4096}),
+        ("fast_dllm", "layer_types", ["sliding_attention"] * 28, {}),
+        ("fast_dllm", "bd_size", "32", {}),
+        ("fast_dllm", "hidden_act", "gelu", {}),
         ("sdar", "attention_bias", True, {}),
         ("sdar", "use_sliding_window", True, {"sliding_window": 4096}),
         ("sdar", "layer_types", ["full_attention", "sliding_attention"], {}),
@@ -250,6 +277,7 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
         ({**MOE_7B, "model_type": "dllm"}, LLaDAMoEConfig),
         (llada_config(), LLaDAConfig),
         (SDAR_4B, SDARConfig),
+        (FAST_DLLM_1_5B, FastDLLMConfig),
     ],
 )
 def test_the_architecture_decides(
@@ -268,6 +296,7 @@ def test_block_lengths() -> None:
     assert make("sdar").block_length == 4
     assert make("sdar", "block_size").block_length == make("sdar", block_size=None).block_length
     assert make("sdar", "block_size").block_length == 32
+    assert make("fast_dllm", bd_size=16).block_length == 16
 
 
 def test_a_mask_token_may_be_the_tokenizers() -> None:

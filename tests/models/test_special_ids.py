@@ -43,11 +43,11 @@ def test_else_the_tokenizer_does(tmp_path: Path) -> None:
     assert ids_of(path).mask == START_HEADER_ID
 
 
-def test_else_it_is_known_by_its_name(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, family="sdar")
+@pytest.mark.parametrize("family", ["sdar", "fast_dllm"])
+def test_else_it_is_known_by_its_name(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family=family)
     change(path, "config.json", mask_token_id=None)
     change(path, "tokenizer_config.json", mask_token=None)
-    (path / "special_tokens_map.json").unlink(missing_ok=True)
     assert ids_of(path).mask == MASK_ID
 
 

@@ -26,7 +26,7 @@ CASES += [
     "moe_fused_mix",
     "moe_partial_clipped",
     "dream_wide_heads",
-    "sdar",
+    *("sdar", "fast_dllm", "fast_dllm_tied"),
 ]
 IDS = torch.arange(3, 250, 13)
 

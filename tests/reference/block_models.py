@@ -136,6 +136,14 @@ class SDARReference:
         )
 
 
+class FastDLLMReference(SDARReference):
+    """A Fast-dLLM v2 checkpoint: Qwen2.5's layers. Row i predicts the token at i + 1."""
+
+    logit_shift = 1
+    norms_heads = False
+    has_qkv_bias = True
+
+
 def head_width(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
@@ -150,4 +158,5 @@ def gated_shapes(path: str, width: int, inner: int) -> Shapes:
 
 REFERENCES: dict[str, type[SDARReference]] = {
     "SDARForCausalLM": SDARReference,
+    "Fast_dLLM_QwenForCausalLM": FastDLLMReference,
 }

@@ -77,7 +77,18 @@ SDAR = Family(
     mask_token="<|MASK|>",
 )
 
-FAMILIES: tuple[Family, ...] = (LLADA, DREAM, LLADA_MOE, SDAR)
+FAST_DLLM = Family(
+    name="fast-dllm",
+    architectures=("Fast_dLLM_QwenForCausalLM",),
+    model_types=("Fast_dLLM_Qwen",),
+    config_class="vllm.diffusion.models.fast_dllm:FastDLLMConfig",
+    default_algorithm="semi_ar",
+    logit_shift=1,
+    visibility=BlockCausal(),
+    mask_token="|<MASK>|",
+)
+
+FAMILIES: tuple[Family, ...] = (LLADA, DREAM, LLADA_MOE, SDAR, FAST_DLLM)
 
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in FAMILIES for architecture in family.architectures
