@@ -269,6 +269,15 @@ def run_record() -> dict[str, Any]:
     return record
 
 
+def write_table(
+    path: Path | None, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """Write a kernel benchmark's table and the copy bandwidth; nothing without a path."""
+    if path is not None:
+        table = {"columns": columns, "rows": rows}
+        write_record(path, {"title": title, "copy_bandwidth": copy_bandwidth(), **table})
+
+
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write `{"run": run_record(), **content}` as JSON; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

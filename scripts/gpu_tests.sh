@@ -19,11 +19,6 @@ esac
 
 [ -x "$PY" ] || PY=python3
 cd "$ROOT"
-engines=(tests/engine tests/server)
-others=()
-for folder in tests/[a-z]*/; do
-  [[ " ${engines[*]} " == *" ${folder%/} "* ]] || others+=("${folder%/}")
-done
 
 failed=''
 # run_tests MARKERS [pytest arguments]: a failure is kept for the end.
@@ -31,9 +26,11 @@ run_tests() {
   "${PYTHON:-$PY}" -m pytest --require-gpu -m "$@" || failed=yes
 }
 
+# Each process may take 6 GiB of the card. tests/conftest.py says which tests share a process; files
+# keep their order, in which the longest tests do not come last.
+processes=$(($(nproc) < 14 ? $(nproc) : 14))
 # An engine that is not told otherwise counts on all memory that it finds free.
-VLLM_ACTIVATION_POOL_SIZE_BYTES=$((4 << 30)) \
-  run_tests 'gpu and not alone' -n 5 --dist loadfile "${engines[@]}" "$@"
-run_tests 'gpu and not alone' -n 8 --dist loadfile "${others[@]}" "$@"
+VLLM_ACTIVATION_POOL_SIZE_BYTES=$((4 << 30)) run_tests 'gpu and not alone' \
+  -n "$processes" --no-loadscope-reorder tests "$@"
 run_tests 'gpu and alone' tests "$@"
 [ -z "$failed" ]

@@ -9,6 +9,7 @@ not pass by skipping everything.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = 2 if "multi_gpu" in markers else 1
         if num_gpus < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s)"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--require-gpu`, a file's tests share a process, and so the kernels compiled for them.
+
+    Those of engines go wherever a process is free: each starts an engine of its own, for long.
+    """
+    if not config.getoption("--require-gpu"):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class GpuScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            is_of_engine = nodeid.startswith("tests/engine/")
+            return nodeid if is_of_engine else str(super()._split_scope(nodeid))
+
+    return GpuScheduling(config, log)
 
 
 def count_gpus() -> int:

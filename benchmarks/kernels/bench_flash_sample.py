@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import flash_sample  # noqa: E402
-from benchmarks.gpu_timing import compare, copy_bandwidth, l2_bytes, write_record  # noqa: E402
+from benchmarks.gpu_timing import compare, copy_bandwidth, l2_bytes, write_table  # noqa: E402
 from flash_sample import Rows, Sampled, Score, reference  # noqa: E402
 
 if TYPE_CHECKING:
@@ -163,17 +163,11 @@ def main() -> None:
         parser.error("needs a CUDA device and the compiled module (scripts/test.sh builds it)")
     print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
     print(("{:22}" + " {:>9}" * (len(COLUMNS) - 1)).format(*COLUMNS))
-    content: dict[str, Any] = {
-        "title": "flash_sample: candidates from logits",
-        "copy_bandwidth": copy_bandwidth(),
-        "columns": COLUMNS,
-        "rows": [],
-    }
+    table: list[list[Any]] = []
     for num_rows in arguments.rows:
         compiles = arguments.compiled_rows is None or num_rows in arguments.compiled_rows
-        content["rows"] += bench(num_rows, arguments.ops, compiles)
-        if arguments.json is not None:
-            write_record(arguments.json, content)
+        table += bench(num_rows, arguments.ops, compiles)
+        write_table(arguments.json, "flash_sample: candidates from logits", COLUMNS, table)
 
 
 if __name__ == "__main__":

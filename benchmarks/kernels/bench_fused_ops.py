@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_timing import compare, copy_bandwidth, rotating, write_record  # noqa: E402
+from benchmarks.gpu_timing import compare, copy_bandwidth, rotating, write_table  # noqa: E402
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 from vllm_add_llada.cuda_kernels.fused_ops import reference  # noqa: E402
 
@@ -207,14 +207,8 @@ def main() -> None:
         row = measure(case)
         table.append(row)
         print("{:18} {:44} {:9.2f} {:6.2f} {:10.1f} {:10.1f} {:6.1f}".format(*row), flush=True)
-    if arguments.json is not None:
-        content = {
-            "title": "fused_ops: row-wise operations",
-            "copy_bandwidth": copy_bandwidth(),
-            "columns": COLUMNS,
-            "rows": table,
-        }
-        write_record(arguments.json, content)
+    title = "fused_ops: row-wise operations"
+    write_table(arguments.json, title, COLUMNS, table)
 
 
 if __name__ == "__main__":

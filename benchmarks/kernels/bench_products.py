@@ -32,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_timing import compare, copy_bandwidth, write_record  # noqa: E402
+from benchmarks.gpu_timing import compare, copy_bandwidth, write_table  # noqa: E402
 from flash_sample import low_confidence  # noqa: E402
 from gather_gemm import gather_gemm, gather_top  # noqa: E402
 from vllm.diffusion.ops import dispatch  # noqa: E402
@@ -194,14 +194,8 @@ def main() -> None:
             table.append(row)
             shown = ["-" if value is None else value for value in row]
             print("{:9} {:22} {:5} {:>9} {:9} {:9} {:6} {:8} {:6}".format(*shown), flush=True)
-    if arguments.json is not None:
-        content = {
-            "title": "products: sample rows with the output matrix, and few rows with a layer's",
-            "copy_bandwidth": copy_bandwidth(),
-            "columns": COLUMNS,
-            "rows": table,
-        }
-        write_record(arguments.json, content)
+    title = "products: sample rows with the output matrix, and few rows with a layer's"
+    write_table(arguments.json, title, COLUMNS, table)
 
 
 if __name__ == "__main__":

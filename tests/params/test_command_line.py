@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -104,5 +105,14 @@ def test_no_model_at_all(
         api_server.parse_arguments()
     assert caught.value.code == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert "error: wanted a checkpoint: --model FOLDER" in last_line
-    assert "make_tiny_model.py makes models/llada-tiny" in last_line
+    assert "error: wanted a checkpoint: a folder" in last_line
+    assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in last_line
+
+
+def test_upstreams_command_without_a_model_names_ours() -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    last_line = ended.stderr.splitlines()[-1]
+    assert last_line.startswith("error: wanted a checkpoint: a folder")
+    assert last_line.endswith("makes models/llada-tiny; vllm serve models/llada-tiny serves it")

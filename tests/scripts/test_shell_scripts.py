@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import conftest
 from tests.scripts.repository import add_recorder, run
 
 if TYPE_CHECKING:
@@ -254,16 +256,29 @@ def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
     (home / "requirements").mkdir()
     for name in ("cuda", "test"):
         (home / "requirements" / f"{name}.txt").touch()
-    for name in ("engine", "native", "server"):
-        (home / "tests" / name).mkdir(parents=True)
     log = home / "python.log"
     add_recorder(home, f'#!/bin/sh\necho "$VLLM_ACTIVATION_POOL_SIZE_BYTES:$*" >>{log}\nexit 1\n')
     env = {"MOSAIC_DEVICE": "cuda", "CUDA_HOME": "/nowhere"}
+    processes = min(14, len(os.sched_getaffinity(0)))
     wanted = [
-        f"{4 << 30}:-m pytest --require-gpu -m gpu and not alone -n 5 --dist loadfile"
-        " tests/engine tests/server -x",
-        ":-m pytest --require-gpu -m gpu and not alone -n 8 --dist loadfile tests/native -x",
+        f"{4 << 30}:-m pytest --require-gpu -m gpu and not alone -n {processes}"
+        " --no-loadscope-reorder tests -x",
         ":-m pytest --require-gpu -m gpu and alone tests -x",
     ]
     assert run(home / "scripts" / "gpu_tests.sh", "-x", env=env).returncode == 1
     assert log.read_text().splitlines() == wanted
+
+
+@pytest.mark.parametrize(
+    ("test", "part"),
+    [
+        ("tests/engine/test_chunks.py::test_long[0]", "tests/engine/test_chunks.py::test_long[0]"),
+        ("tests/native/test_routing.py::test_one[bf16]", "tests/native/test_routing.py"),
+    ],
+)
+def test_gpu_tests_of_engines_go_to_any_process(test: str, part: str) -> None:
+    given = {"--require-gpu": True, "tx": ["2*popen"]}
+    config: Any = SimpleNamespace(getoption=given.get, getvalue=given.get)
+    assert conftest.pytest_xdist_make_scheduler(config, None)._split_scope(test) == part
+    given["--require-gpu"] = False
+    assert conftest.pytest_xdist_make_scheduler(config, None) is None

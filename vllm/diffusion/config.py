@@ -80,7 +80,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         family=family,
         ids=_special_ids(model, generation, family),
         max_model_len=model.max_model_len,
-        vocab_size=getattr(config, "embedding_size", None) or config.vocab_size,
+        vocab_size=config.architecture.num_embeddings,
         default_max_tokens=generation.get("max_new_tokens"),
         defaults=server_defaults(server_settings(vllm_config.additional_config)),
         cached_positions=_cached_positions(vllm_config),

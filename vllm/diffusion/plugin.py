@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.families import FAMILIES
@@ -45,6 +46,10 @@ def register() -> None:
     envs.register(vllm.envs.environment_variables)
     startup_log.shorten_the_configuration()
     tokenizers.register()
+    if "vllm.entrypoints.cli.serve" in sys.modules:  # a process of upstream's command line
+        from vllm.diffusion.api import cli
+
+        cli.want_a_model()
     for model_type, config_class in config_classes().items():
         _CONFIG_REGISTRY[model_type] = config_class
         # Upstream does so where it reads a configuration; tokenizers look here in other processes.

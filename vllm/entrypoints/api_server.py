@@ -78,10 +78,7 @@ def parse_arguments() -> Namespace:
     args: Namespace = parser.parse_args()
     args.model = args.model_tag or args.model
     if args.model is None:
-        parser.error(
-            "wanted a checkpoint: --model FOLDER, or a name on the Hugging Face Hub; for a try "
-            "without a download: scripts/make_tiny_model.py makes models/llada-tiny"
-        )
+        parser.error(f"{cli.NO_MODEL}; --model models/llada-tiny serves it")
     return args
 
 

@@ -23,6 +23,30 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
 
+NO_MODEL = (
+    "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
+    "download: scripts/make_tiny_model.py makes models/llada-tiny"
+)
+
+
+def want_a_model() -> None:
+    """Let `vllm serve` without a model say what it wants, in place of serving upstream's default.
+
+    It says so before upstream looks for its own default on the Hub.
+    """
+    from vllm.config import ModelConfig
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    validate = ServeSubcommand.validate
+
+    def validate_model_first(command: ServeSubcommand, args: Namespace) -> None:
+        if args.model_tag is None and args.model == ModelConfig.model:
+            raise SystemExit(f"error: {NO_MODEL}; vllm serve models/llada-tiny serves it")
+        validate(command, args)
+
+    ServeSubcommand.validate = validate_model_first
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add `--dllm-algorithm` and `--dllm-algorithm-config`."""
     group = parser.add_argument_group("Diffusion", "Defaults of requests that do not say.")
