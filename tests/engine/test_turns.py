@@ -69,7 +69,7 @@ def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
 FULL_BUDGET = 8 * ROWS_IN_A_ROW
 wishes = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
-    st.builds(Wish, st.integers(1, ROWS_IN_A_ROW), st.booleans()),
+    st.builds(Wish, st.integers(1, ROWS_IN_A_ROW), st.booleans(), st.booleans()),
     min_size=1,
     max_size=20,
 )
@@ -84,13 +84,15 @@ def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
     taken = step_behind(under_way, asked, FULL_BUDGET)
     assert under_way.isdisjoint(taken)
     assert all(asked[req_id].rows == rows for req_id, rows in taken.items())
-    assert len({asked[req_id].keeps for req_id in taken}) <= 1
+    fit_a_graph = sum(wish.rows for wish in asked.values() if wish.keeps) <= ROWS_IN_A_ROW
+    kinds = {name: (w.keeps, w.is_window and not fit_a_graph) for name, w in asked.items()}
+    assert len({kinds[req_id] for req_id in taken}) <= 1
     if not taken:  # then who waits would fit into one step with some of those under way
-        for keeps in {wish.keeps for req_id, wish in asked.items() if req_id not in under_way}:
-            alike = {req_id for req_id, wish in asked.items() if wish.keeps == keeps}
+        for kind in {kinds[req_id] for req_id in asked if req_id not in under_way}:
+            alike = {req_id for req_id in asked if kinds[req_id] == kind}
             assert alike & under_way
             assert sum(asked[req_id].rows for req_id in alike) <= ROWS_IN_A_ROW
-    elif all(asked[req_id].keeps for req_id in taken):
+    elif all(kinds[req_id][1] for req_id in taken):
         assert sum(taken.values()) <= ROWS_IN_A_ROW
 
 
@@ -101,9 +103,10 @@ def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
     assert step_behind(["a", "c"], asked, FULL_BUDGET) == {}
 
 
-@pytest.mark.parametrize(("keeps", "count", "share"), [(True, 32, 32), (False, 32, 48)])
-def test_those_who_do_not_share_the_rows(keeps: bool, count: int, share: int) -> None:
-    asked = {str(i): Wish(ROWS_IN_A_ROW // count, keeps) for i in range(3 * count)}
+@pytest.mark.parametrize(("is_window", "count", "share"), [(True, 32, 32), (False, 32, 48)])
+def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int) -> None:
+    wish = Wish(ROWS_IN_A_ROW // count, keeps=True, is_window=is_window)
+    asked = {str(i): wish for i in range(3 * count)}
     first = step_behind([], asked, FULL_BUDGET)
     assert list(first) == list(asked)[:share]
     second = step_behind(first, asked, FULL_BUDGET)
@@ -111,3 +114,11 @@ def test_those_who_do_not_share_the_rows(keeps: bool, count: int, share: int) ->
     assert step_behind([], asked, row_budget=ROWS_IN_A_ROW // 2).keys() == {
         str(i) for i in range(count // 2)
     }
+
+
+def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
+    asked = {"window": Wish(32, keeps=True, is_window=True), "whole": Wish(256, keeps=True)}
+    assert step_behind([], asked, FULL_BUDGET) == {"window": 32, "whole": 256}
+    asked["large"] = Wish(ROWS_IN_A_ROW, keeps=True)
+    assert step_behind([], asked, FULL_BUDGET) == {"window": 32}
+    assert step_behind(["window"], asked, FULL_BUDGET) == {"whole": 256}

@@ -11,6 +11,7 @@ import torch
 from vllm.diffusion.decoding import Commit, Work, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
+from vllm.diffusion.engine.turns import Wish
 from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
@@ -119,6 +120,12 @@ class Canvas:
         except Exception:
             num_rows = self.length
         return 2 * num_rows if self.params.cfg_scale > 0 and self.cache is None else num_rows
+
+    @property
+    def wish(self) -> Wish:
+        """What the next forward is, for those who say when it is launched."""
+        rows = self.next_rows
+        return Wish(rows, keeps=self.cache is not None, is_window=rows < self.length)
 
     def begin(self) -> Work:
         """What the next forward is for; fills what the rule wants filled before it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.engine.turns import Wish, step_behind, to_the_end
+from vllm.diffusion.engine.turns import step_behind, to_the_end
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -93,7 +93,7 @@ class StepLoop:
         if len(self._under_way) == MOST_UNDER_WAY:
             return
         wishes = {
-            req_id: Wish(canvas.next_rows, keeps=canvas.cache is not None)
+            req_id: canvas.wish
             for req_id, canvas in self._runner.canvases.items()
             if req_id not in apart and not canvas.is_complete
         }

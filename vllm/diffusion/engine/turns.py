@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of a step that follows another one without a pause. More rows would cost no less each, and no
-# graph serves them.
+# Of steps that follow one another without a pause: a graph serves so many. For windows, whose keys
+# are many, more rows would cost no less each.
 ROWS_IN_A_ROW = 1024
 
 
@@ -21,10 +21,12 @@ class Wish(NamedTuple):
     Attributes:
         rows: that it has.
         keeps: whether it keeps keys and values; one graph serves no mixture of both.
+        is_window: whether it computes some positions of many.
     """
 
     rows: int
     keeps: bool
+    is_window: bool = False
 
 
 def step_behind(
@@ -32,10 +34,11 @@ def step_behind(
 ) -> dict[str, int]:
     """The requests of the step that follows those under way, with their rows; maybe none.
 
-    Requests that keep keys and values share steps, and so do the others. Where one step does not
-    hold all of a kind, it takes a share of their rows, so that the host can take in the results of
-    one share while the device computes another. Where one does, nobody steps before those under
-    way are back, and all go together.
+    Requests that keep keys and values share steps, and so do the others; windows have their own
+    where a graph does not hold them beside the rest. Where one step does not hold all of a kind, it
+    takes a share of their rows, so that the host can take in the results of one share while the
+    device computes another. Where one does, nobody steps before those under way are back, and all
+    go together.
 
     Args:
         under_way: requests whose step has been launched.
@@ -43,13 +46,18 @@ def step_behind(
             is.
         row_budget: rows that several requests may share in one step.
     """
-    for keeps in dict.fromkeys(w.keeps for req_id, w in wishes.items() if req_id not in under_way):
-        alike = {req_id: wish.rows for req_id, wish in wishes.items() if wish.keeps == keeps}
-        waiting = {req_id: rows for req_id, rows in alike.items() if req_id not in under_way}
-        wanted = sum(alike.values())
-        share = min(row_budget, max(ROWS_IN_A_ROW, 0 if keeps else -(-wanted // 2)))
-        if len(waiting) == len(alike) or wanted > share:
-            return take_turns(waiting, share)
+    fit_a_graph = sum(wish.rows for wish in wishes.values() if wish.keeps) <= ROWS_IN_A_ROW
+    kinds = {
+        req_id: (wish.keeps, wish.is_window and not fit_a_graph) for req_id, wish in wishes.items()
+    }
+    waiting = {req_id: wish.rows for req_id, wish in wishes.items() if req_id not in under_way}
+    for kind in dict.fromkeys(kinds[req_id] for req_id in waiting):
+        alike = {req_id: rows for req_id, rows in waiting.items() if kinds[req_id] == kind}
+        wanted = sum(wish.rows for req_id, wish in wishes.items() if kinds[req_id] == kind)
+        _, are_windows = kind
+        share = min(row_budget, max(ROWS_IN_A_ROW, 0 if are_windows else -(-wanted // 2)))
+        if wanted > share or not any(kinds.get(req_id) == kind for req_id in under_way):
+            return take_turns(alike, share)
     return {}
 
 
