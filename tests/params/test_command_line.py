@@ -13,6 +13,7 @@ import pytest
 from vllm.diffusion import fields
 from vllm.diffusion.api import cli
 from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.families import LLADA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,7 @@ def test_a_file_and_a_name_come_together(tmp_path: Path) -> None:
     file = tmp_path / "algorithm.yaml"
     file.write_text("threshold: 0.5\nblock_add: 0.1\ndecoded_thresh: 0.95\nsub_block_size: 32\n")
     words = ("--dllm-algorithm", "multi_block", "--dllm-algorithm-config", str(file))
-    defaults = fields.server_defaults(settings(*words)["dllm"])
+    defaults = fields.server_defaults(settings(*words)["dllm"], LLADA)
     assert defaults == {
         "algorithm": "multi_block",
         "threshold": 0.5,

@@ -13,7 +13,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.params.test_params import MODEL, PROMPT
 from vllm import SamplingParams
-from vllm.diffusion.algorithms import ALGORITHMS, PARAMETERS, AlgorithmParams
+from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, AlgorithmParams
 from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
 from vllm.diffusion.errors import InvalidParameterError
 
@@ -113,8 +113,8 @@ def test_a_forged_decision_does_not_pass_a_front_end(monkeypatch: pytest.MonkeyP
 def test_parameters_of_algorithms_have_a_type_a_user_and_a_default() -> None:
     names = {spec.name for spec in PARAMETERS}
     assert names == {f.name for f in dataclasses.fields(AlgorithmParams)}
-    assert all(spec.algorithms for spec in PARAMETERS)
-    for algorithm in ALGORITHMS.values():
+    assert all(spec.algorithms or spec.block_algorithms for spec in PARAMETERS)
+    for algorithm in (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values()):
         assert set(algorithm.parameters) <= names
-        assert set(algorithm.shifted_defaults) <= set(algorithm.defaults)
+        assert set(algorithm.shifted_defaults) <= set(algorithm.parameters)
         assert set(algorithm.defaults) <= set(algorithm.parameters)

@@ -244,7 +244,10 @@ USED: dict[str, Any] = {
     "block_length": 16,
     "confidence_eos_eot_inf": True,
     "temperature": 0.5,
+    "delimiter_ids": (7, 8),
+    "delimiter_threshold": 0.4,
 }
+ENDS_SHORT = ("full_attn_multi_block", "adablock")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -278,6 +281,7 @@ STANDARD: dict[str, Any] = {
     "mask_id": MASK,
 }
 CANNOT_ACT = {
+    "adablock": ("steps",),
     "dream": ("block_length", "remasking"),
     "entropy_threshold": ("remasking",),
     "full_attn_multi_block": ("temperature", "remasking"),
@@ -299,7 +303,7 @@ def test_standard_fields_act_or_are_named(algorithm: str) -> None:
 
 @pytest.mark.parametrize("served_algorithm", ALGORITHMS)
 def test_standard_fields_of_no_use_to_the_servers_algorithm(served_algorithm: str) -> None:
-    served = model(defaults=fields.server_defaults({"algorithm": served_algorithm}))
+    served = model(defaults=fields.server_defaults({"algorithm": served_algorithm}, LLADA))
     assert resolve(served, **STANDARD).ignored == CANNOT_ACT.get(served_algorithm, ())
     assert resolve(model(family=DREAM), **STANDARD).ignored == CANNOT_ACT["dream"]
     on_dream = resolve(model(family=DREAM), algorithm="multi_block", **STANDARD)
@@ -329,6 +333,8 @@ def test_who_uses_what() -> None:
     assert users["early_stop"] == {"local_leap", "multi_block"}
     for name in ("alg", "alg_temp", "eps", "top_p", "top_k"):
         assert users[name] == {"dream"}
+    for name in ("delimiter_ids", "delimiter_threshold"):
+        assert users[name] == {"adablock"}
     assert users["block_length"] == set(ALGORITHMS) - {"dream"}
     assert users["temperature"] == set(ALGORITHMS) - {"full_attn_multi_block"}
 
@@ -357,6 +363,7 @@ BLOCKWISE = {
     "entropy_threshold",
     "hierarchy",
     "credit",
+    "adablock",
 }
 
 
@@ -375,7 +382,8 @@ def test_caches_of_an_algorithm(algorithm: str, cache: str) -> None:
     error = refusal(algorithm=algorithm, cache=cache)
     assert (error.field, error.given) == ("cache", cache)
     assert all(name in error.wanted for name in allowed)
-    assert "multi_block" in error.wanted or "semi_ar" in error.wanted
+    if cache != "exact":  # which no algorithm of this family has
+        assert "multi_block" in error.wanted or "semi_ar" in error.wanted
 
 
 def test_guidance_and_caches_exclude_each_other() -> None:
@@ -563,7 +571,17 @@ def test_defaults_without_any_field() -> None:
         early_stop=False,
         alg_temp=0.0,
         eps=1e-3,
+        steps_per_block=None,
+        editing_threshold=0.9,
+        max_post_steps=16,
+        num_to_transfer=1,
+        penalty_lambda=0.0,
+        sub_block_length=8,
+        delimiter_ids=(),
+        delimiter_threshold=0.3,
         logit_shift=0,
+        is_block_causal=False,
+        scores_after_filters=False,
         stream_canvas=False,
         logprobs=None,
     )
@@ -758,7 +776,7 @@ def test_options_that_need_an_id_the_checkpoint_has_not(ids: SpecialIds, option:
 
 
 def served_with(**defaults: Any) -> ServedModel:
-    return model(defaults=fields.server_defaults(defaults))
+    return model(defaults=fields.server_defaults(defaults, LLADA))
 
 
 def test_server_wide_defaults_and_requests_own_values() -> None:
@@ -817,7 +835,7 @@ def test_generation_config_limits_the_default_canvas() -> None:
 def test_unknown_or_wrong_server_settings_stop_the_start(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ServerConfigError, match=name) as error:
-        fields.server_defaults(settings)
+        fields.server_defaults(settings, LLADA)
     assert "\n" not in str(error.value)
 
 
@@ -852,13 +870,13 @@ def test_server_wide_values_count_where_they_are_meant() -> None:
 )
 def test_server_settings_that_cannot_go_together(settings: dict[str, Any]) -> None:
     with pytest.raises(ServerConfigError, match="cache"):
-        fields.server_defaults(settings)
+        fields.server_defaults(settings, LLADA)
 
 
 @pytest.mark.parametrize("name", ["gen_length", "seed", "mask_id", "ignore_eos", "temperature"])
 def test_what_belongs_to_a_request_is_no_server_setting(name: str) -> None:
     with pytest.raises(ServerConfigError, match=f"{name} belongs to a request"):
-        fields.server_defaults({name: 1})
+        fields.server_defaults({name: 1}, LLADA)
 
 
 # ---- SamplingParams ----------------------------------------------------------------------------
@@ -1003,7 +1021,7 @@ def test_defaults_always_work(
     defaults = {"block_length": server_block, "steps": server_steps}
     served = model(
         max_model_len=max_model_len,
-        defaults=fields.server_defaults(defaults),
+        defaults=fields.server_defaults(defaults, LLADA),
     )
     asked: dict[str, Any] = {"max_tokens": max_tokens, "steps": steps, "algorithm": algorithm}
     if room < max(1, max_tokens or 1):
@@ -1011,13 +1029,13 @@ def test_defaults_always_work(
         return
     decided = resolve(served, [1] * prompt_length, **asked)
     assert 1 <= decided.max_tokens <= decided.gen_length <= room
-    if decided.algorithm != "full_attn_multi_block":
+    if decided.algorithm not in ENDS_SHORT:
         assert decided.gen_length % decided.block_length == 0
     if max_tokens is not None:
         assert decided.max_tokens == max_tokens
         assert decided.gen_length < max_tokens + 32
     if steps is not None:
-        assert decided.steps == steps
+        assert decided.steps == (None if decided.algorithm == "adablock" else steps)
     if decided.algorithm == "semi_ar":
         assert decided.steps is not None
         assert decided.steps % decided.num_blocks == 0
@@ -1081,9 +1099,7 @@ def test_resolve_decides_or_refuses_and_nothing_else(
     except InvalidParameterError as error:
         assert error.field in {*asked, *fields.BY_NAME, "prompt"}
         return
-    assert decided.gen_length % decided.block_length == 0 or (
-        decided.algorithm == "full_attn_multi_block"
-    )
+    assert decided.gen_length % decided.block_length == 0 or decided.algorithm in ENDS_SHORT
     assert len(prompt) + decided.gen_length <= MODEL.max_model_len
 
 
@@ -1092,7 +1108,8 @@ def test_every_field_is_documented() -> None:
     assert all(field.doc and field.documented_default for field in fields.FIELDS)
     assert fields.BY_NAME["threshold"].documented_default == (
         "0.9; entropy_threshold 0.95; full_attn_multi_block 0.5 (0.4 on Dream); "
-        "multi_block 0.5 (0.9 on Dream)"
+        "multi_block 0.5 (0.9 on Dream); low_confidence_dynamic 0.95; entropy_bounded 0.35; "
+        "joint_threshold 0.95; hierarchy_block 1"
     )
     assert fields.BY_NAME["early_stop"].documented_default == "false"
     assert len(fields.CANONICAL) == sum(1 + len(f.aliases) for f in fields.FIELDS)

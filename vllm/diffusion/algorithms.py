@@ -2,8 +2,9 @@
 """The decoding algorithms, one record each.
 
 Validation, lengths, caches, HTTP schemas and the table of docs/decoding.md follow from these
-records; the rule of an algorithm is in the module of its name in `vllm.diffusion.decoding`. A
-parameter that only some algorithms use is declared here as well, with its range and its type.
+records; their rules are in `vllm.diffusion.decoding`. A name may mean one rule on full-attention
+families and another on block-causal ones: each kind has its own table. A parameter that only some
+algorithms use is declared here as well, with its range and its type.
 
 Nothing here imports torch or upstream.
 """
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm.diffusion.values import Field, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from vllm.diffusion.families import Family
 
 NEVER = 10_000  # iterations: longer than any answer takes
+MAX_STEPS = 1_000_000  # dream's schedule has a number for every step
 CACHES_IN_TURN = ("none", "prefix", "dual")
 
 
@@ -28,15 +32,16 @@ class Algorithm:
     """One decoding algorithm.
 
     Attributes:
-        name: as requests write it, and its module.
-        rule: class of that module.
+        name: as requests write it.
+        rule: "module.Class" in `vllm.diffusion.decoding`.
         commits: what is committed in each step, for documentation.
         source: where it comes from: a number of the list in docs/decoding.md.
         blocks: filled one after the other ("in turn"), several at the same time ("together"), or
             none: all of the canvas competes.
         score: what candidates are compared by; "alg": the parameter of that name says.
-        pace: who says how many are committed: the number of steps, or the rule itself. Then a
-            number of steps is only a bound on the forwards.
+        pace: who says how many are committed: the number of steps; or the rule itself, where a
+            number of steps is only a bound on the forwards ("rule"), or means nothing ("rule
+            alone").
         parameters: those of `PARAMETERS` that it uses.
         defaults: where they differ from those of `PARAMETERS`.
         shifted_defaults: the same for families that shift their logits (Dream).
@@ -45,6 +50,8 @@ class Algorithm:
             every family, those that do not shift their logits, or none.
         draws: whether `temperature` adds noise to the choice of tokens.
         ends_short: whether the last block may be shorter than the others.
+        reads_row_before: of block-causal families: whether it is for those that shift their
+            logits, whose block begins with a token that the row before it predicts.
     """
 
     name: str
@@ -52,8 +59,8 @@ class Algorithm:
     commits: str
     source: int
     blocks: Literal["in turn", "together", "none"] = "in turn"
-    score: Literal["confidence", "entropy", "alg"] = "confidence"
-    pace: Literal["steps", "rule"] = "rule"
+    score: Literal["confidence", "entropy", "position", "alg"] = "confidence"
+    pace: Literal["steps", "rule", "rule alone"] = "rule"
     parameters: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     shifted_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -61,6 +68,12 @@ class Algorithm:
     random_scores: Literal["all", "unshifted", "none"] = "none"
     draws: bool = True
     ends_short: bool = False
+    reads_row_before: bool = False
+
+    @property
+    def is_block_causal(self) -> bool:
+        """Whether it is of block-causal families, whose caches are exact."""
+        return "exact" in self.caches
 
     def can_score_at_random(self, *, is_shifted: bool) -> bool:
         return self.random_scores == "all" or (self.random_scores == "unshifted" and not is_shifted)
@@ -79,7 +92,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     for a in (
         Algorithm(
             "semi_ar",
-            "SemiAutoregressive",
+            "semi_ar.SemiAutoregressive",
             "a fixed number of the most confident candidates, block after block",
             source=1,
             pace="steps",
@@ -87,7 +100,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "threshold",
-            "Threshold",
+            "threshold.Threshold",
             "every candidate of the block whose confidence reaches `threshold`, and always the "
             "best one",
             source=2,
@@ -96,7 +109,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "factor",
-            "Factor",
+            "factor.Factor",
             "the n best candidates, n as large as the n-th best confidence stays at or above "
             "1 - `factor` / (n + 1)",
             source=2,
@@ -105,7 +118,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "local_leap",
-            "LocalLeap",
+            "local_leap.LocalLeap",
             "as `threshold`, but `relaxed_threshold` suffices within `radius` positions of a "
             "candidate that reaches `threshold`",
             source=3,
@@ -114,7 +127,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "entropy_threshold",
-            "EntropyThreshold",
+            "entropy_threshold.EntropyThreshold",
             "every candidate of the block whose distribution has an entropy below `threshold`, "
             "and always the lowest",
             source=4,
@@ -124,7 +137,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "full_attn_multi_block",
-            "FullAttnMultiBlock",
+            "full_attn_multi_block.FullAttnMultiBlock",
             "candidates of several blocks at once whose entropy is below `threshold`; a block "
             "starts when `block_add_threshold` of the one before is decoded, and is sure of one "
             "commit a step from `decoded_token_threshold` on",
@@ -144,7 +157,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "multi_block",
-            "MultiBlock",
+            "multi_block.MultiBlock",
             "the same idea with one commit a step guaranteed over all blocks (on Dream: in the "
             "first unfinished block), and with the delayed cache",
             source=5,
@@ -158,7 +171,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "hierarchy",
-            "Hierarchy",
+            "hierarchy.Hierarchy",
             "the best candidate of each run of masked positions if its confidence exceeds "
             "`low_threshold`, every candidate above `threshold`, and always the best one",
             source=6,
@@ -166,7 +179,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "credit",
-            "Credit",
+            "credit.Credit",
             "as `threshold`, with confidences raised for tokens that were the best candidate of "
             "their position in the steps before",
             source=6,
@@ -174,7 +187,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "dream",
-            "Dream",
+            "dream.Dream",
             "as many candidates of the whole canvas as a schedule of noise levels says, chosen by "
             "`alg`",
             source=7,
@@ -184,13 +197,126 @@ ALGORITHMS: dict[str, Algorithm] = {
             parameters=("alg", "alg_temp", "eps", "top_p", "top_k"),
             caches=("none",),
         ),
+        Algorithm(
+            "adablock",
+            "adablock.AdaBlock",
+            "as `threshold`, in blocks that end after a line or another delimiter, where the model "
+            "is sure of one (`delimiter_ids`, `delimiter_threshold`), else after `block_length`",
+            source=11,
+            pace="rule alone",
+            parameters=("threshold", "delimiter_ids", "delimiter_threshold"),
+            shifted_defaults={"delimiter_threshold": 0.5},
+            ends_short=True,
+        ),
+    )
+}
+
+_KEPT_BLOCKS = ("exact", "none")  # caches of block-causal families: what is kept is final
+_FILTERS = ("top_p", "top_k")
+
+BLOCK_ALGORITHMS: dict[str, Algorithm] = {
+    a.name: a
+    for a in (
+        Algorithm(
+            "low_confidence_dynamic",
+            "block_quota.ConfidenceOrQuota",
+            "every candidate of the block whose confidence exceeds `threshold` if they are as many "
+            "as the quota of the step, else the most confident as many",
+            source=8,
+            pace="steps",
+            parameters=("threshold", "steps_per_block", *_FILTERS),
+            defaults={"threshold": 0.95},
+            caches=_KEPT_BLOCKS,
+        ),
+        Algorithm(
+            "semi_ar",
+            "block_quota.Quota",
+            "the quota of the step: the most confident candidates of the block",
+            source=9,
+            pace="steps",
+            parameters=("steps_per_block", *_FILTERS),
+            caches=_KEPT_BLOCKS,
+        ),
+        Algorithm(
+            "sequential",
+            "block_quota.FirstMasked",
+            "the quota of the step: the first masked positions of the block",
+            source=9,
+            score="position",
+            pace="steps",
+            parameters=("steps_per_block", *_FILTERS),
+            caches=_KEPT_BLOCKS,
+        ),
+        Algorithm(
+            "entropy_bounded",
+            "block_quota.EntropyBounded",
+            "the lowest entropies of the block as long as their sum stays below `threshold`, and "
+            "always the lowest",
+            source=9,
+            score="entropy",
+            pace="rule alone",
+            parameters=("threshold", *_FILTERS),
+            defaults={"threshold": 0.35},
+            caches=_KEPT_BLOCKS,
+        ),
+        Algorithm(
+            "joint_threshold",
+            "joint_threshold.JointThreshold",
+            "every candidate of the block whose confidence exceeds `threshold`, at least "
+            "`num_to_transfer`; and committed tokens of the block are replaced by others whose "
+            "confidence exceeds `editing_threshold`, until none is or `max_post_steps` have passed "
+            "since the last mask was filled",
+            source=8,
+            pace="rule alone",
+            parameters=(
+                "threshold",
+                "editing_threshold",
+                "max_post_steps",
+                "num_to_transfer",
+                "penalty_lambda",
+                *_FILTERS,
+            ),
+            defaults={"threshold": 0.95},
+            caches=_KEPT_BLOCKS,
+        ),
+        Algorithm(
+            "hierarchy_block",
+            "hierarchy_block.HierarchyBlock",
+            "every candidate of a part of the block, `sub_block_length` tokens, whose confidence "
+            "exceeds `threshold`, and always the best one",
+            source=10,
+            pace="rule alone",
+            parameters=("threshold", "sub_block_length", *_FILTERS),
+            defaults={"threshold": 1.0},
+            caches=_KEPT_BLOCKS,
+            reads_row_before=True,
+        ),
     )
 }
 
 
+def algorithms_of(*, is_block_causal: bool) -> Mapping[str, Algorithm]:
+    """The algorithms of a kind of family, by name."""
+    return BLOCK_ALGORITHMS if is_block_causal else ALGORITHMS
+
+
+def algorithms_for(family: Family) -> dict[str, Algorithm]:
+    """The algorithms that requests to a model of a family may name."""
+    table = algorithms_of(is_block_causal=family.is_block_causal)
+    is_shifted = family.logit_shift > 0
+    return {
+        name: algorithm
+        for name, algorithm in table.items()
+        if not family.is_block_causal or algorithm.reads_row_before == is_shifted
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmParams:
-    """The values of `PARAMETERS` in a request; `top_p` and `top_k` are None when off."""
+    """The values of `PARAMETERS` in a request.
+
+    `top_p` and `top_k` are None when off, `steps_per_block` where no algorithm asks for it.
+    """
 
     threshold: float
     factor: float
@@ -207,22 +333,33 @@ class AlgorithmParams:
     eps: float
     top_p: float | None
     top_k: int | None
+    steps_per_block: int | None
+    editing_threshold: float
+    max_post_steps: int
+    num_to_transfer: int
+    penalty_lambda: float
+    sub_block_length: int
+    delimiter_ids: tuple[int, ...]
+    delimiter_threshold: float
 
 
-def users(uses: Any) -> tuple[str, ...]:
-    """Names of the algorithms of whose records `uses(record)` is true."""
-    return tuple(name for name, algorithm in ALGORITHMS.items() if uses(algorithm))
+def users(uses: Callable[[Algorithm], bool]) -> dict[str, Any]:
+    """The algorithms of whose records `uses(record)` is true, as attributes of a `Field`."""
+    tables = {"algorithms": ALGORITHMS, "block_algorithms": BLOCK_ALGORITHMS}
+    return {
+        attribute: tuple(name for name, algorithm in table.items() if uses(algorithm))
+        for attribute, table in tables.items()
+    }
 
 
 def _of_algorithms(spec: Field) -> Field:
     """`spec` with what the records say of it."""
+    records = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
     return dataclasses.replace(
         spec,
-        algorithms=users(lambda a: spec.name in a.parameters),
-        defaults=_named(spec.name, {a.name: a.defaults for a in ALGORITHMS.values()}),
-        shifted_defaults=_named(
-            spec.name, {a.name: a.shifted_defaults for a in ALGORITHMS.values()}
-        ),
+        defaults=_named(spec.name, {a.name: a.defaults for a in records}),
+        shifted_defaults=_named(spec.name, {a.name: a.shifted_defaults for a in records}),
+        **users(lambda a: spec.name in a.parameters),
     )
 
 
@@ -237,7 +374,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
             "threshold",
             float,
             "confidence from which a candidate is committed, or entropy up to which "
-            "(entropy_threshold, full_attn_multi_block, multi_block)",
+            "(entropy_threshold, full_attn_multi_block, multi_block), or sum of the entropies "
+            "(entropy_bounded)",
             default=0.9,
             server_wide=True,
         ),
@@ -340,7 +478,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "top_p",
             float,
-            "dream: keep the most likely tokens up to the one that makes their sum exceed it",
+            "dream and block-causal families: draw from the most likely tokens up to the one that "
+            "makes their sum exceed it",
             default_text="off",
             minimum=0,
             maximum=1,
@@ -349,36 +488,107 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "top_k",
             int,
-            "dream: keep so many of the most likely tokens; 0 or -1 keeps all",
+            "dream and block-causal families: draw from so many of the most likely tokens; 0 or "
+            "-1 keeps all",
             default_text="off",
             minimum=-1,
             neutral=(0, -1),
+        ),
+        Field(
+            "steps_per_block",
+            int,
+            "denoise steps of a block of a block-causal family; steps is the same times the number "
+            "of blocks, ceil(gen_length / block_length)",
+            default_text="one per position of the block",
+            minimum=1,
+            maximum=MAX_STEPS,
+            server_wide=True,
+        ),
+        Field(
+            "editing_threshold",
+            float,
+            "joint_threshold: confidence above which a token that was committed is replaced by "
+            "another; 0 replaces whenever another is more likely",
+            default=0.9,
+            server_wide=True,
+        ),
+        Field(
+            "max_post_steps",
+            int,
+            "joint_threshold: steps of a block after its last mask is filled",
+            default=16,
+            minimum=0,
+            server_wide=True,
+        ),
+        Field(
+            "num_to_transfer",
+            int,
+            "joint_threshold: masks that are filled in a step although fewer reach the threshold",
+            default=1,
+            minimum=1,
+            server_wide=True,
+        ),
+        Field(
+            "penalty_lambda",
+            float,
+            "joint_threshold: taken from the logit of the token that stands before a position",
+            default=0.0,
+            minimum=0,
+            server_wide=True,
+        ),
+        Field(
+            "sub_block_length",
+            int,
+            "hierarchy_block: tokens per part of a block, filled from left to right; divides "
+            "block_length",
+            default=8,
+            minimum=1,
+            server_wide=True,
+        ),
+        Field(
+            "delimiter_ids",
+            tuple,
+            "adablock: token ids after which a block may end",
+            default_text="line ends of the tokenizer",
+            server_wide=True,
+        ),
+        Field(
+            "delimiter_threshold",
+            float,
+            "adablock: confidence from which a block ends after a delimiter",
+            default=0.3,
+            server_wide=True,
         ),
     )
 )
 
 
-def documented_algorithms(default_of: Mapping[str, str]) -> list[str]:
-    """The rows of the table in docs/decoding.md.
+def documented_algorithms(
+    table: Mapping[str, Algorithm], default_of: Mapping[str, str]
+) -> list[str]:
+    """The rows of a table in docs/decoding.md.
 
     Args:
+        table: the algorithms.
         default_of: algorithm by name of the family whose default it is.
     """
     return [
         f"| `{a.name}` | {a.commits} | {'; '.join(_documented_parameters(a))} | "
         f"{', '.join(f for f, name in default_of.items() if name == a.name)} | [{a.source}] |"
-        for a in ALGORITHMS.values()
+        for a in table.values()
     ]
 
 
 def _documented_parameters(algorithm: Algorithm) -> list[str]:
-    found = ["`steps` one per canvas token"] if algorithm.pace == "steps" else []
+    by_steps = algorithm.pace == "steps" and not algorithm.is_block_causal
+    found = ["`steps` one per canvas token"] if by_steps else []
     for spec in PARAMETERS:
         if spec.name in algorithm.parameters:
             default = spec.documented_default_for(algorithm.name)
             found.append(f"`{spec.name}` {in_words(spec.choices) if spec.choices else default}")
     if algorithm.blocks != "none":
-        found.append("`block_length` 32")
+        whose = "the checkpoint's" if algorithm.is_block_causal else "32"
+        found.append(f"`block_length` {whose}")
     if algorithm.random_scores != "none":
         found.append("`remasking` low_confidence or random")
     return found

@@ -50,7 +50,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.cache_config.enable_prefix_caching = False
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    server_defaults(server_settings(vllm_config.additional_config))
+    server_defaults(server_settings(vllm_config.additional_config), family_of(vllm_config))
 
     # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -82,9 +82,10 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         max_model_len=model.max_model_len,
         vocab_size=config.architecture.num_embeddings,
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=server_defaults(server_settings(vllm_config.additional_config)),
+        defaults=server_defaults(server_settings(vllm_config.additional_config), family),
         cached_positions=_cached_positions(vllm_config),
         default_steps=envs.default_steps(),
+        block_length=getattr(config, "block_length", None),
     )
 
 

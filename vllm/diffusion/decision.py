@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.diffusion.algorithms import ALGORITHMS, NEVER
+from vllm.diffusion.algorithms import NEVER, algorithms_for
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import BY_NAME, canonical
+from vllm.diffusion.fields import BY_NAME, canonical, named_algorithm
 from vllm.diffusion.lengths import decide_lengths
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
 from vllm.diffusion.scoring import ONLY_READ, SCORE, score_request
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.algorithms import Algorithm
     from vllm.diffusion.params import SpecialIds
+    from vllm.diffusion.values import Field
 
 DECISION = "dllm_decision"  # the key of extra_args under which it travels
 
@@ -63,7 +64,10 @@ _PLAIN: tuple[str, ...] = tuple(
     for f in dataclasses.fields(DiffusionParams)
     if f.name in BY_NAME
     and f.name
-    not in ("algorithm", "cache", "gen_length", "max_tokens", "steps", "block_length", "seed")
+    not in (
+        *("algorithm", "cache", "gen_length", "max_tokens", "steps", "steps_per_block"),
+        *("block_length", "sub_block_length", "delimiter_ids", "seed"),
+    )
 )
 
 
@@ -183,6 +187,8 @@ def decide(
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
     if cache != "none":
         values["cfg_scale"] = 0.0  # a server-wide one gives way
+    values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
+    values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
     stops = not values["ignore_eos"]
     values["early_stop"] = values["early_stop"] and stops and model.ids.eos is not None
     values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
@@ -194,12 +200,15 @@ def decide(
         gen_length=lengths.canvas,
         max_tokens=lengths.max_tokens,
         steps=lengths.steps,
+        steps_per_block=lengths.steps_per_block,
         block_length=lengths.block_length,
         seed=None,
         eos_id=model.ids.eos,
         eot_id=model.ids.eot,
         stop_ids=model.ids.stop | stop_token_ids if stops else frozenset(),
         logit_shift=model.family.logit_shift,
+        is_block_causal=model.family.is_block_causal,
+        scores_after_filters=model.family.scores_after_filters,
         logprobs=logprobs,
         ignored=ignored,
         **values,
@@ -212,11 +221,19 @@ def decide(
 
 
 def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:
-    if "algorithm" in request:
-        return ALGORITHMS[request["algorithm"]]
-    usual = ALGORITHMS[model.defaults.get("algorithm", model.family.default_algorithm)]
-    if "threshold" in request and "threshold" not in usual.parameters:
-        return ALGORITHMS["threshold"]
+    allowed = algorithms_for(model.family)
+    asked = named_algorithm(request, is_block_causal=model.family.is_block_causal)
+    if asked is not None:
+        if asked not in allowed:
+            raise InvalidParameterError(
+                "algorithm",
+                asked,
+                f"a model of family {model.family.name} wants {in_words(allowed)}",
+            )
+        return allowed[asked]
+    usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
+    if "threshold" in request and "threshold" not in usual.parameters and "threshold" in allowed:
+        return allowed["threshold"]
     return usual
 
 
@@ -224,7 +241,7 @@ def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
     """Whether a parameter acts beside an algorithm on this family."""
     if name == "remasking":
         return algorithm.can_score_at_random(is_shifted=model.is_shifted)
-    return BY_NAME[name].is_used_by(algorithm.name)
+    return BY_NAME[name].is_used_by(algorithm.name, is_block_causal=model.family.is_block_causal)
 
 
 def _ignored(
@@ -237,6 +254,7 @@ def _ignored(
     not among them.
     """
     cannot_act = {
+        "steps": True,
         "block_length": True,
         "temperature": request.get("temperature") != 0,
         "remasking": request.get("remasking") == "low_confidence"
@@ -254,20 +272,23 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
     for name, value in request.items():
         spec = BY_NAME[name]
         if not _is_used(name, algorithm, model) and value not in spec.neutral:
-            neutral = f"{spec.neutral[0]}, or " if spec.neutral else ""
-            others = [other for other in spec.algorithms if other != algorithm.name]
-            raise InvalidParameterError(
-                name,
-                value,
-                f"algorithm {algorithm.name} does not use it; "
-                f"wanted {neutral}algorithm: {in_words(others)}",
-            )
+            raise InvalidParameterError(name, value, _wanted_instead(spec, algorithm, model))
     if request.get("mask_id", model.ids.mask) != model.ids.mask:
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", request["mask_id"], wanted)
     if request.get("min_tokens", 0) != 0:
         raise InvalidParameterError("min_tokens", request["min_tokens"], "wanted 0")
     _check_special_ids(request, model.ids)
+
+
+def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
+    """What to ask for instead of a parameter that does not act beside an algorithm."""
+    users = spec.users(is_block_causal=model.family.is_block_causal)
+    others = [name for name in algorithms_for(model.family) if name in users]
+    wanted = [str(value) for value in spec.neutral[:1]]
+    wanted += [f"algorithm: {in_words(others)}"] if others else []
+    asked = f"wanted {', or '.join(wanted)}" if wanted else "wanted it left out"
+    return f"algorithm {algorithm.name} does not use it; {asked}"
 
 
 def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> Any:
@@ -283,6 +304,11 @@ def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: S
         meant_for = model.defaults.get("algorithm", algorithm.name)
         if not spec.defaults or meant_for == algorithm.name:
             return model.defaults[name]
+    family = model.family
+    if name in family.defaults and (
+        not spec.defaults or algorithm.name == family.default_algorithm
+    ):
+        return family.defaults[name]
     return spec.default_for(algorithm.name, is_shifted=model.is_shifted)
 
 
@@ -290,17 +316,16 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
     """The kind of cache. One that was not asked for gives way to guidance."""
     asked = request.get("cache")
     if asked is not None and asked not in algorithm.caches:
-        others = [name for name, a in ALGORITHMS.items() if asked in a.caches]
+        others = [name for name, a in algorithms_for(model.family).items() if asked in a.caches]
+        more = f"; {asked} wants algorithm: {in_words(others)}" if others else ""
         raise InvalidParameterError(
-            "cache",
-            asked,
-            f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}; "
-            f"{asked} wants algorithm: {in_words(others)}",
+            "cache", asked, f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}{more}"
         )
     chosen = asked or model.defaults.get("cache")
     if chosen is None and _value("cache_delay_iter", request, algorithm, model) < NEVER:
         chosen = "delayed"
-    cache = str(chosen) if chosen in algorithm.caches else "none"
+    usual = "exact" if model.family.is_block_causal else "none"
+    cache = str(chosen) if chosen in algorithm.caches else usual
     is_explicit = asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
     if cache != "none" and request.get("cfg_scale", 0) > 0 and is_explicit:
         raise InvalidParameterError("cache", cache, "wanted none beside cfg_scale, or cfg_scale: 0")
@@ -323,6 +348,33 @@ def _check_cached_length(cache: str, length: int, model: ServedModel) -> None:
             f"prompt and canvas have {length} positions and the memory for caches holds "
             f"{model.cached_positions}; wanted none, or a shorter request",
         )
+
+
+def _sub_block_length(
+    request: Mapping[str, Any], block_length: int, algorithm: Algorithm, model: ServedModel
+) -> int:
+    """A divisor of the block; one that was not asked for gives way to the whole block."""
+    length: int = _value("sub_block_length", request, algorithm, model)
+    if block_length % length == 0 or not _is_used("sub_block_length", algorithm, model):
+        return length
+    if "sub_block_length" in request:
+        raise InvalidParameterError(
+            "sub_block_length", length, f"wanted a divisor of block_length, {block_length}"
+        )
+    return block_length
+
+
+def _delimiter_ids(
+    request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
+) -> tuple[int, ...]:
+    ids: tuple[int, ...] | None = _value("delimiter_ids", request, algorithm, model)
+    if ids is None:
+        return model.ids.line_ends
+    if max(ids) >= model.vocab_size:
+        raise InvalidParameterError(
+            "delimiter_ids", ids, f"wanted token ids from 0 to {model.vocab_size - 1}"
+        )
+    return ids
 
 
 def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.visibility import FULL, BlockCausal, Visibility
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,11 @@ class Family:
         model_types: values of `model_type` in config.json that the family's releases carry.
         config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
+        defaults: of request parameters, where the family's own differ from the algorithm's. A
+            threshold is meant for the default algorithm.
+        caps_steps: a block has at most as many steps as the answer has tokens (LLaDA2.0).
+        scores_after_filters: of block-causal families: whether a candidate's confidence is its
+            probability among the tokens that top_k and top_p leave, or among all.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
         visibility: who sees whom in the family's attention.
         model_class: "module:Class" of the vLLM model.
@@ -32,11 +41,19 @@ class Family:
     model_types: tuple[str, ...]
     config_class: str
     default_algorithm: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    caps_steps: bool = False
+    scores_after_filters: bool = False
     logit_shift: int = 0
     visibility: Visibility = FULL
     model_class: str = "vllm.diffusion.models.base:DiffusionModel"
     end_of_turn_tokens: tuple[str, ...] = ()
     mask_token: str | None = None
+
+    @property
+    def is_block_causal(self) -> bool:
+        """Whether a position sees its own block and those before it, and none behind."""
+        return isinstance(self.visibility, BlockCausal)
 
 
 LLADA = Family(
@@ -72,7 +89,8 @@ SDAR = Family(
     architectures=("SDARForCausalLM",),
     model_types=("sdar",),
     config_class="vllm.diffusion.models.sdar:SDARConfig",
-    default_algorithm="semi_ar",
+    default_algorithm="low_confidence_dynamic",
+    defaults={"threshold": 0.85},
     visibility=BlockCausal(),
     mask_token="<|MASK|>",
 )
@@ -82,7 +100,8 @@ FAST_DLLM = Family(
     architectures=("Fast_dLLM_QwenForCausalLM",),
     model_types=("Fast_dLLM_Qwen",),
     config_class="vllm.diffusion.models.fast_dllm:FastDLLMConfig",
-    default_algorithm="semi_ar",
+    default_algorithm="hierarchy_block",
+    scores_after_filters=True,
     logit_shift=1,
     visibility=BlockCausal(),
     mask_token="|<MASK>|",

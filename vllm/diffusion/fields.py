@@ -14,16 +14,26 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.algorithms import ALGORITHMS, PARAMETERS, users
+from vllm.diffusion.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    MAX_STEPS,
+    PARAMETERS,
+    algorithms_for,
+    users,
+)
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.values import Field, as_json, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from vllm.diffusion.algorithms import Algorithm
+    from vllm.diffusion.families import Family
+
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
-CACHES = tuple(dict.fromkeys(cache for a in ALGORITHMS.values() for cache in a.caches))
-MAX_STEPS = 1_000_000  # dream's schedule has a number for every step
+_RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
+CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
 
 FIELDS: tuple[Field, ...] = (
     # What is committed in a step.
@@ -31,8 +41,8 @@ FIELDS: tuple[Field, ...] = (
         "algorithm",
         str,
         "decoding algorithm: which candidates are committed in a step",
-        default_text="the model's: semi_ar, on Dream dream (threshold when `threshold` is given)",
-        choices=tuple(ALGORITHMS),
+        default_text="the model's; of LLaDA and Dream threshold when `threshold` is given",
+        choices=tuple(dict.fromkeys((*ALGORITHMS, *BLOCK_ALGORITHMS, *REMASKING))),
         server_wide=True,
     ),
     Field(
@@ -48,16 +58,17 @@ FIELDS: tuple[Field, ...] = (
         "score of a candidate: its probability, or a random number",
         default="low_confidence",
         choices=REMASKING,
-        algorithms=users(lambda a: a.random_scores != "none"),
         neutral=("low_confidence",),
         server_wide=True,
+        **users(lambda a: a.random_scores != "none"),
     ),
     Field(
         "cache",
         str,
-        "reuse of keys and values between steps, an approximation: prefix and dual for algorithms "
-        "that fill one block after the other, delayed for multi_block",
-        default="none",
+        "reuse of keys and values between steps: exact for block-causal families; an "
+        "approximation for others: prefix and dual for algorithms that fill one block after the "
+        "other, delayed for multi_block",
+        default_text="none; exact for block-causal families",
         choices=CACHES,
         server_wide=True,
     ),
@@ -81,34 +92,36 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "steps",
         int,
-        "denoise steps of the whole canvas; semi_ar: a multiple of the number of blocks; "
-        "dream: any number; other algorithms: an upper bound",
+        "denoise steps of the whole canvas; semi_ar and block-causal families: a multiple of the "
+        "number of blocks; dream: any number; other algorithms: an upper bound",
         default_text="one per canvas token; no bound where it is one",
         minimum=1,
         maximum=MAX_STEPS,
         aliases=("num_denoising_steps",),
         server_wide=True,
+        **users(lambda a: a.pace != "rule alone"),
     ),
     Field(
         "block_length",
         int,
-        "tokens per block, filled from left to right; divides the canvas "
-        "(full_attn_multi_block: the last block may be shorter)",
-        default_text="32 where it divides the canvas, else the whole canvas",
+        "tokens per block, filled from left to right; divides the canvas (full_attn_multi_block "
+        "and adablock: the last block may be shorter; block-causal families: any)",
+        default_text="32 where it divides the canvas, else the whole canvas; block-causal "
+        "families: that of config.json, else 32",
         minimum=1,
         aliases=("block_size", "sub_block_size"),
-        algorithms=users(lambda a: a.blocks != "none"),
         server_wide=True,
+        **users(lambda a: a.blocks != "none"),
     ),
     # The choice of tokens.
     Field(
         "temperature",
         float,
-        "scale of the Gumbel noise, for dream of the logits; 0 is greedy",
+        "scale of the Gumbel noise, for dream and block-causal families of the logits; 0 is greedy",
         default=0.0,
         minimum=0,
-        algorithms=users(lambda a: a.draws),
         neutral=(0.0,),
+        **users(lambda a: a.draws),
     ),
     Field(
         "cfg_scale",
@@ -116,7 +129,9 @@ FIELDS: tuple[Field, ...] = (
         "classifier-free guidance; above 0 a second, prompt-masked sequence is run",
         default=0.0,
         minimum=0,
+        neutral=(0.0,),
         server_wide=True,
+        **users(lambda a: not a.is_block_causal),
     ),
     Field("logits_eos_inf", bool, "never predict the end-of-sequence token", default=False),
     Field(
@@ -124,8 +139,8 @@ FIELDS: tuple[Field, ...] = (
         bool,
         "commit end-of-sequence and end-of-turn tokens only after every other candidate",
         default=False,
-        algorithms=users(lambda a: a.score == "confidence"),
         neutral=(False,),
+        **users(lambda a: a.score == "confidence" and not a.is_block_causal),
     ),
     Field(
         "confidence_dtype",
@@ -197,8 +212,7 @@ def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[
 def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
     """Algorithm names in any of their spellings, and what stands for an algorithm.
 
-    The name of a remasking leaves open which algorithm goes by it: semi_ar, unless another
-    parameter chooses one.
+    The name of a remasking leaves open which algorithm goes by it; the decision knows.
     """
     expanded = dict(given)
     leaps = expanded.pop("use_local_leap", None)
@@ -213,7 +227,6 @@ def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
                     "remasking", expanded["remasking"], f"it contradicts algorithm: {algorithm!r}"
                 )
             expanded["remasking"] = algorithm
-            algorithm = "semi_ar" if expanded.get("threshold") is None else "threshold"
             algorithm = "local_leap" if leaps else algorithm
         expanded["algorithm"] = algorithm
     if leaps and expanded.get("algorithm") is None:
@@ -235,6 +248,11 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
         if not isinstance(value, bool) and value not in (0, 1):
             raise InvalidParameterError(spelling, value, "wanted true or false")
         return bool(value)
+    if spec.kind is tuple:
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        if not is_list or not all(type(token) is int and 0 <= token < 2**63 for token in value):
+            raise InvalidParameterError(spelling, value, "wanted a list of token ids")
+        return tuple(value)
     if spec.kind is str:
         if not isinstance(value, str) or value not in spec.choices:
             raise InvalidParameterError(
@@ -261,8 +279,23 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def server_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def named_algorithm(request: Mapping[str, Any], *, is_block_causal: bool) -> str | None:
+    """The algorithm that canonical values name, if they do."""
+    name: str | None = request.get("algorithm")
+    if name not in REMASKING:
+        return name
+    if is_block_causal:
+        return "low_confidence_dynamic"
+    return "semi_ar" if request.get("threshold") is None else "threshold"
+
+
+def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
     """Check the server-wide defaults.
+
+    Args:
+        given: under any accepted spelling.
+        family: that of the served model; None where it is not known yet, so that only names and
+            single values are checked.
 
     Raises:
         ServerConfigError: for an unknown or unusable setting.
@@ -277,13 +310,29 @@ def server_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ServerConfigError(
                 f"dllm settings: {name} belongs to a request, not to the server; allowed: {allowed}"
             )
-    cache = defaults.get("cache", "none")
-    if cache != "none" and defaults.get("cfg_scale", 0) > 0:
-        raise ServerConfigError(f"dllm settings: cache {cache} works with cfg_scale 0 only")
-    algorithm = ALGORITHMS.get(defaults.get("algorithm", ""))
-    if algorithm is not None and cache not in algorithm.caches:
-        raise ServerConfigError(
-            f"dllm settings: cache: given {cache!r}; "
-            f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}"
-        )
+    if family is None:
+        return defaults
+    named = named_algorithm(defaults, is_block_causal=family.is_block_causal)
+    if named is not None:
+        defaults["algorithm"] = named
+    _check_together(defaults, algorithms_for(family))
     return defaults
+
+
+def _check_together(defaults: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> None:
+    """Refuse server-wide defaults that no request could be given together."""
+    name, cache = defaults.get("algorithm"), defaults.get("cache")
+    if name is not None and name not in algorithms:
+        raise ServerConfigError(
+            f"dllm settings: algorithm: given {name!r}; wanted {in_words(algorithms)}"
+        )
+    records = list(algorithms.values()) if name is None else [algorithms[name]]
+    allowed = tuple(dict.fromkeys(kind for record in records for kind in record.caches))
+    if cache is not None and cache not in allowed:
+        whose = "this model" if name is None else f"algorithm {name}"
+        raise ServerConfigError(
+            f"dllm settings: cache: given {cache!r}; {whose} wants {in_words(allowed)}"
+        )
+    guided = defaults.get("cfg_scale", 0) > 0
+    if cache not in (None, "none") and guided:
+        raise ServerConfigError(f"dllm settings: cache {cache} works with cfg_scale 0 only")

@@ -7,10 +7,10 @@ work. Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.algorithms import ALGORITHMS
+from vllm.diffusion.algorithms import algorithms_of
 from vllm.diffusion.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ class Lengths:
 
     Attributes:
         steps: None where nothing bounds the forwards.
+        steps_per_block: of block-causal families; None where the algorithm asks for no steps.
     """
 
     canvas: int
     max_tokens: int
     block_length: int
     steps: int | None
+    steps_per_block: int | None = None
 
 
 def decide_lengths(
@@ -54,6 +56,8 @@ def decide_lengths(
     Raises:
         InvalidParameterError: naming the field and values that would work.
     """
+    if model.family.is_block_causal:
+        return _grid_lengths(request, algorithm, model, prompt_length, upstream_max_tokens)
     canvas, max_tokens = _canvas(request, upstream_max_tokens, model, prompt_length)
     steps = request.get("steps")
     usual_steps = model.defaults.get("steps", model.default_steps) or canvas
@@ -83,7 +87,7 @@ def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: in
     there would have been; at least one per block that was never begun, or one in all where blocks
     are decoded together.
     """
-    algorithm = ALGORITHMS[params.algorithm]
+    algorithm = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
     if algorithm.pace == "steps" and params.steps is not None:
         return max(0, params.steps - num_forwards)
     if algorithm.blocks == "in turn":
@@ -111,11 +115,23 @@ def _canvas(
             canvas = _whole_blocks_within(min(DEFAULT_CANVAS, max(room, 1)), block_length)
         else:
             canvas = _canvas_for(max_tokens, room, block_length)
+    _check_room(request, canvas, max_tokens, model, prompt_length)
+    return canvas, canvas if max_tokens is None else max_tokens
+
+
+def _check_room(
+    request: Mapping[str, Any],
+    canvas: int,
+    max_tokens: int | None,
+    model: ServedModel,
+    prompt_length: int,
+) -> None:
+    """Refuse an answer longer than its canvas, and a canvas longer than the room that is left."""
     if max_tokens is not None and max_tokens > canvas:
         raise InvalidParameterError(
             "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
         )
-    if canvas > room:
+    if canvas > model.max_model_len - prompt_length:
         name = "gen_length" if "gen_length" in request else "max_tokens"
         raise InvalidParameterError(
             name,
@@ -123,7 +139,6 @@ def _canvas(
             f"a prompt of {prompt_length} tokens and a canvas of {canvas} exceed "
             f"max_model_len {model.max_model_len}",
         )
-    return canvas, canvas if max_tokens is None else max_tokens
 
 
 def _is_no_limit(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
@@ -135,6 +150,59 @@ def _is_no_limit(max_tokens: int | None, canvas: int | None, room: int, model: S
     if max_tokens is None or max_tokens == room:
         return True
     return canvas is not None and max_tokens in (OFFLINE_MAX_TOKENS, model.default_max_tokens)
+
+
+def _grid_lengths(
+    request: Mapping[str, Any],
+    algorithm: Algorithm,
+    model: ServedModel,
+    prompt_length: int,
+    upstream_max_tokens: int | None,
+) -> Lengths:
+    """Of block-causal families: any answer and any block, as future blocks cost nothing."""
+    room = model.max_model_len - prompt_length
+    max_tokens = request.get("max_tokens")
+    canvas = request.get("gen_length")
+    if max_tokens is None and not _is_no_limit(upstream_max_tokens, canvas, room, model):
+        max_tokens = upstream_max_tokens
+    if canvas is None:
+        usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
+        canvas = max(usual, 1) if max_tokens is None else max_tokens
+    _check_room(request, canvas, max_tokens, model, prompt_length)
+    block_length = _first_given("block_length", request, model) or DEFAULT_BLOCK
+    lengths = Lengths(canvas, canvas if max_tokens is None else max_tokens, block_length, None)
+    if algorithm.pace != "steps":
+        return lengths
+    num_blocks = -(-canvas // block_length)
+    per_block = _steps_per_block(request, model, num_blocks) or block_length
+    if model.family.caps_steps:
+        per_block = min(per_block, canvas)
+    return replace(lengths, steps=per_block * num_blocks, steps_per_block=per_block)
+
+
+def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> int | None:
+    """A length of the request, else of the server, else of the checkpoint or its family."""
+    own = {"block_length": model.block_length}.get(name)
+    values = (request.get(name), model.defaults.get(name), own, model.family.defaults.get(name))
+    return next((value for value in values if value is not None), None)
+
+
+def _steps_per_block(request: Mapping[str, Any], model: ServedModel, num_blocks: int) -> int | None:
+    """Steps that were asked for; the request's of either name win over the server's."""
+    per_block, steps = request.get("steps_per_block"), request.get("steps")
+    if steps is not None:
+        steps = _quota_steps(steps, num_blocks, steps) // num_blocks
+        if per_block not in (None, steps):
+            raise InvalidParameterError(
+                "steps_per_block",
+                per_block,
+                f"it contradicts steps: {request['steps']} in {num_blocks} blocks are {steps} each",
+            )
+    asked: int | None = per_block or steps or model.defaults.get("steps_per_block")
+    usual = model.defaults.get("steps", model.default_steps)
+    if asked is None and usual is not None:
+        asked = _quota_steps(None, num_blocks, usual) // num_blocks
+    return asked or model.family.defaults.get("steps_per_block")
 
 
 def _whole_blocks_within(length: int, block_length: int | None) -> int:

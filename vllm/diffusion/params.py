@@ -30,12 +30,14 @@ class SpecialIds:
         eos: end of sequence; None where the checkpoint has none.
         eot: end of turn; None where the tokenizer has none.
         stop: every id that ends an answer (eos, eot and those of generation_config.json).
+        line_ends: ids that end a line, after which adablock may end a block.
     """
 
     mask: int
     eos: int | None
     eot: int | None
     stop: frozenset[int]
+    line_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ServedModel:
         defaults: server-wide defaults under canonical names.
         cached_positions: positions whose keys and values fit into the memory for caches.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
+        block_length: of a block-causal checkpoint's config.
     """
 
     family: Family
@@ -61,6 +64,7 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     cached_positions: int = 2**63 - 1
     default_steps: int | None = None
+    block_length: int | None = None
 
     @property
     def is_shifted(self) -> bool:
@@ -75,7 +79,8 @@ class DiffusionParams(AlgorithmParams):
     It crosses processes as a map, and is made anew of it by the types of its attributes.
 
     `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false
-    when `ignore_eos` is set. `logit_shift` is the family's. `seed` is None until the engine draws
+    when `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
+    family's. `seed` is None until the engine draws
     one. `logprobs` is how many alternatives are reported beside every token's log probability, None
     where none is. `ignored` names the standard fields that were given and cannot act. `score` is
     set where the request is only read; its canvas is empty then.
@@ -102,6 +107,8 @@ class DiffusionParams(AlgorithmParams):
     eot_id: int | None
     stop_ids: frozenset[int]
     logit_shift: int
+    is_block_causal: bool
+    scores_after_filters: bool
     stream_canvas: bool
     logprobs: int | None = None
     ignored: tuple[str, ...] = ()

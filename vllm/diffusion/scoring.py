@@ -56,13 +56,16 @@ class Scoring:
         epsilon: added inside the entropy's logarithm.
         draw: "gumbel" adds noise to the logits and scores without temperature (LLaDA);
             "categorical" applies temperature, top-p and top-k first and draws from what is left,
-            and scores that (Dream).
+            and scores that (Dream); "filtered" applies temperature, top-k and top-p, in this order
+            and nothing of it at temperature 0 (block-causal families).
+        scores_all: of "filtered": the score is of the distribution before top-k and top-p.
         greedy: the argmax of the noise-free logits is wanted too.
     """
 
     score: Literal["confidence", "negative_entropy", "margin"] = "confidence"
     epsilon: float = 0.0
-    draw: Literal["gumbel", "categorical"] = "gumbel"
+    draw: Literal["gumbel", "categorical", "filtered"] = "gumbel"
+    scores_all: bool = False
     greedy: bool = False
 
 

@@ -19,7 +19,7 @@ class Field:
 
     Attributes:
         name: canonical name.
-        kind: int, float, bool or str.
+        kind: int, float, bool, str, or tuple: a list of token ids.
         doc: one line for users.
         default: value of a request that gives none; None where there is none, or where it
             depends on other values.
@@ -29,7 +29,8 @@ class Field:
         minimum, maximum: smallest and largest accepted number.
         choices: accepted strings.
         aliases: other spellings.
-        algorithms: the algorithms that use it; empty means all.
+        algorithms: the algorithms of full-attention families that use it.
+        block_algorithms: the same of block-causal families. Where both are empty, all use it.
         neutral: values that change nothing: harmless beside algorithms that do not use it.
         server_wide: may also be given as a server-wide default.
     """
@@ -46,6 +47,7 @@ class Field:
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = ()
+    block_algorithms: tuple[str, ...] = ()
     neutral: tuple[Any, ...] = ()
     server_wide: bool = False
 
@@ -54,8 +56,14 @@ class Field:
         own = self.defaults.get(algorithm, self.default)
         return self.shifted_defaults.get(algorithm, own) if is_shifted else own
 
-    def is_used_by(self, algorithm: str) -> bool:
-        return not self.algorithms or algorithm in self.algorithms
+    def users(self, *, is_block_causal: bool) -> tuple[str, ...]:
+        """The algorithms of a kind of family that use it, where not all do."""
+        return self.block_algorithms if is_block_causal else self.algorithms
+
+    def is_used_by(self, algorithm: str, *, is_block_causal: bool = False) -> bool:
+        if not self.algorithms and not self.block_algorithms:
+            return True
+        return algorithm in self.users(is_block_causal=is_block_causal)
 
     @property
     def documented_default(self) -> str:

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import ValidationError
 
-from vllm.diffusion.algorithms import ALGORITHMS
+from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.config import server_settings
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.fields import server_defaults
@@ -53,7 +53,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--dllm-algorithm",
         metavar="NAME",
-        help=f"decoding algorithm: {', '.join(ALGORITHMS)}",
+        help=f"decoding algorithm: {', '.join(ALGORITHMS)}; of block-causal models: "
+        f"{', '.join(BLOCK_ALGORITHMS)}",
     )
     group.add_argument(
         "--dllm-algorithm-config",
@@ -75,7 +76,7 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings["algorithm"] = args.dllm_algorithm
     additional = dict(args.additional_config or {})
     additional["dllm"] = server_settings(additional) | settings
-    server_defaults(additional["dllm"])
+    server_defaults(additional["dllm"], family=None)
     args.additional_config = additional
 
 

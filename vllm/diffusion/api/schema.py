@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 128  # answers per prompt
 
-_JSON_TYPES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
+_JSON_TYPES: dict[type, str] = {
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    str: "string",
+    tuple: "array",
+}
 
 
 def with_diffusion_fields(
@@ -69,6 +75,7 @@ def _described(field: Parameter) -> Any:
     if field.maximum is not None:
         extra["maximum"] = field.maximum
     text = f"{field.doc} (default: {field.documented_default})"
-    if field.algorithms:
-        text += f"; used by {', '.join(field.algorithms)}"
+    users = tuple(dict.fromkeys((*field.algorithms, *field.block_algorithms)))
+    if users:
+        text += f"; used by {', '.join(users)}"
     return Field(None, description=text, json_schema_extra=extra)

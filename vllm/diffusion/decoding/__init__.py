@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.algorithms import ALGORITHMS
+from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.decoding.base import (
     BlockwiseRule,
     Candidates,
@@ -19,22 +19,34 @@ from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.selection import Selector, select
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.diffusion.algorithms import Algorithm
     from vllm.diffusion.params import DiffusionParams
 
-RULES: dict[str, type[DecodingRule]] = {
-    name: getattr(import_module(f"{__name__}.{name}"), algorithm.rule)
-    for name, algorithm in ALGORITHMS.items()
-}
+
+def _rules(table: Mapping[str, Algorithm]) -> dict[str, type[DecodingRule]]:
+    found = {}
+    for name, algorithm in table.items():
+        module, _, rule = algorithm.rule.partition(".")
+        found[name] = getattr(import_module(f"{__name__}.{module}"), rule)
+    return found
+
+
+RULES = _rules(ALGORITHMS)
+BLOCK_RULES = _rules(BLOCK_ALGORITHMS)  # of block-causal families
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
     """The rule of `params.algorithm`, or the one that only reads, at the start of a request."""
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
-    return RULES[params.algorithm](params, prompt_length)
+    rules = BLOCK_RULES if params.is_block_causal else RULES
+    return rules[params.algorithm](params, prompt_length)
 
 
 __all__ = [
+    "BLOCK_RULES",
     "RULES",
     "BlockwiseRule",
     "Candidates",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,9 +23,14 @@ class Work(NamedTuple):
     """What one forward is for.
 
     Attributes:
-        eligible: [R] int64, ascending: masked positions whose candidates are wanted.
-        rows: first and last + 1 position that the forward computes; all others take part through
-            their cached keys and values. The whole sequence where nothing is cached.
+        eligible: [R] int64, ascending: positions whose candidates are wanted. They are masked, but
+            for rules that edit, which also list committed tokens of the active block.
+        rows: first and last + 1 position that the forward is for. Full-attention families: all
+            others take part through their cached keys and values; the whole sequence where nothing
+            is cached. Block-causal families: the active block, which is one of an absolute grid;
+            the engine adds those before it whose keys and values it has not kept. An eligible
+            position is in the block, or the first one after it, where logits are shifted: its
+            candidate is read from the block's last row.
         fill: (position, token): every position from there on is set to the token before the
             forward. Candidates of `eligible` positions there are delivered all the same.
     """
@@ -60,7 +65,7 @@ class Commit(NamedTuple):
 
     Attributes:
         positions: [K] int64, positions in the sequence (prompt included).
-        tokens: [K] int64; the mask token leaves its position open.
+        tokens: [K] int64; the mask token leaves its position open, or opens it again.
     """
 
     positions: torch.Tensor
@@ -85,7 +90,7 @@ class DecodingRule(ABC):
     """
 
     scoring: Scoring = Scoring()
-    adjusts_logits: ClassVar[bool] = False
+    adjusts_logits: bool = False
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
@@ -101,8 +106,20 @@ class DecodingRule(ABC):
         """What the next forward is for; None when nothing is left to do.
 
         Args:
+            tokens: [T] int64, the sequence; not to be written. Block-causal families: it ends with
+                a block, so behind the answer there may be further masked positions.
+        """
+
+    def settled(self, tokens: torch.Tensor) -> int:
+        """Positions from 0 whose tokens never change again, after a commit or before any.
+
+        Nothing behind them is given to the client, searched for stop tokens, or kept as final.
+
+        Args:
             tokens: [T] int64, the sequence; not to be written.
         """
+        masked = tokens.numpy() == self.params.mask_id
+        return int(masked.argmax()) if masked.any() else len(masked)
 
     def decide(self, candidates: Candidates) -> Commit:
         """What is committed after the forward, in the order of the rule's choice."""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of block-causal families: an absolute grid, filled from left to right.
+
+Position p lies in block p // block_length. The answer may end inside the last block, which is
+decoded as far as the answer reaches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from vllm.diffusion.decoding.base import DecodingRule, Mask, Work
+from vllm.diffusion.scoring import Scoring
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+
+class GridRule(DecodingRule):
+    """The active block is the first one with a masked position; its masked positions compete.
+
+    A block is given when it is filled. An answer ends earlier where its length or a stop token is
+    reached and nothing before is masked: no later commit could change it.
+    """
+
+    score: Literal["confidence", "negative_entropy"] = "confidence"
+    epsilon: float = 0.0
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self.start = -1  # of the active block
+        self.step = 0  # forwards of the active block so far
+        self._stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
+        self.scoring = Scoring(
+            score=self.score,
+            epsilon=self.epsilon,
+            draw="filtered",
+            scores_all=not params.scores_after_filters,
+        )
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        masked = tokens.numpy() == self.params.mask_id
+        first = self._first(masked)
+        if self._is_over(tokens, first):
+            return None
+        start = self._block_start(first)
+        if start != self.start:
+            self.start, self.step, self.forbid_mask = start, 0, False
+        return self.work(masked, start)
+
+    def work(self, masked: Mask, start: int) -> Work:
+        """What a forward of the block at `start` is for; `masked` is [T]."""
+        end = start + self.params.block_length
+        eligible = masked[start:end].nonzero()[0] + start
+        return Work(torch.from_numpy(eligible), (start, end))
+
+    def settled(self, tokens: torch.Tensor) -> int:
+        first = self._first(tokens.numpy() == self.params.mask_id)
+        return first if self._is_over(tokens, first) else self._block_start(first)
+
+    def _first(self, masked: Mask) -> int:
+        """The first masked position, or the length of the sequence [T]."""
+        return int(masked.argmax()) if masked.any() else len(masked)
+
+    def _block_start(self, position: int) -> int:
+        return position // self.params.block_length * self.params.block_length
+
+    def _is_over(self, tokens: torch.Tensor, first: int) -> bool:
+        """Whether the answer ends before the first masked position."""
+        if first >= min(self.prompt_length + self.params.gen_length, len(tokens)):
+            return True
+        begun = tokens[max(self._block_start(first), self.prompt_length) : first].numpy()
+        return bool(np.isin(begun, self._stop_ids).any())

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of LLaDA2.0 and SDAR (arXiv:2510.06303): a block has so many steps, a step has a quota.
+
+Quotas spread the length of a block over its steps, whatever of it is masked: the first block may
+begin with tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, most_certain_first
+from vllm.diffusion.decoding.block_grid import GridRule
+from vllm.diffusion.decoding.semi_ar import transfer_quota
+
+if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Work
+    from vllm.diffusion.params import DiffusionParams
+
+
+class Quota(GridRule):
+    """Commit the quota of the step: the most confident candidates.
+
+    The quota is spent also on a position where the model proposes the mask token, which then stays
+    masked, as in the references. If nothing else was committed the next forward forbids that token,
+    and so does the one that fills what is left after the last step.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        if params.steps_per_block is None:
+            raise ValueError("steps_per_block: must be resolved, got None")
+        self._num_steps = params.steps_per_block
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        work = super().prepare(tokens)
+        self.forbid_mask |= self.step >= self._num_steps
+        return work
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        chosen = self.pick(candidates, self._quota())
+        self.step += 1
+        self.forbid_mask_unless_changed(candidates, chosen)
+        return chosen
+
+    def _quota(self) -> int:
+        length = self.params.block_length
+        if self.step >= self._num_steps:
+            return length
+        quota = transfer_quota(length, self._num_steps, self.step)
+        return max(quota, int(self.forbid_mask))  # a forward without the mask token gets on
+
+    def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
+        """Indices [K] int64 of the candidates to commit; `quota` may be more than there are."""
+        return most_certain_first(candidates.scores)[:quota]
+
+
+class ConfidenceOrQuota(Quota):
+    """Commit what exceeds the threshold if that is the quota at least, else the best ones."""
+
+    def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
+        sure = (candidates.scores > self.params.threshold).nonzero().flatten()
+        return sure if sure.numel() >= quota else super().pick(candidates, quota)
+
+
+class FirstMasked(Quota):
+    """Commit the first masked positions, however confident."""
+
+    def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
+        return torch.arange(min(quota, candidates.positions.numel()))
+
+
+class EntropyBounded(GridRule):
+    """Commit the lowest entropies while their sum is below the threshold, and always the lowest.
+
+    If the model proposes nothing but the mask token, the next forward forbids it.
+    """
+
+    score = "negative_entropy"
+    epsilon = 1e-12
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        order = most_certain_first(candidates.scores)
+        sums = (-candidates.scores[order]).float().cumsum(dim=0)
+        chosen = order[: max(int((sums < self.params.threshold).sum()), 1)]
+        self.forbid_mask_unless_changed(candidates, chosen)
+        return chosen

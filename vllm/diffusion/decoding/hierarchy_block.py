@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fast-dLLM v2 (Wu et al., arXiv:2509.26328): a block begins with a token that the one before it
+predicts, and is filled part by part.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, Mask, Work, and_the_best
+from vllm.diffusion.decoding.block_grid import GridRule
+
+
+class HierarchyBlock(GridRule):
+    """Commit what exceeds the threshold in the first part with masks, and always the best of it.
+
+    Logits are shifted: the last row of a block of final tokens predicts the first token behind it.
+    So the first position of a block is committed alone, by a forward of the block before; the mask
+    token is forbidden there. If a forward proposes nothing but the mask token, the next one forbids
+    it.
+    """
+
+    def work(self, masked: Mask, start: int) -> Work:
+        block_length, part_length = self.params.block_length, self.params.sub_block_length
+        if masked[start] and start > 0:
+            self.forbid_mask = True
+            return Work(torch.tensor([start]), (start - block_length, start))
+        end = start + block_length
+        first = start + int(masked[start:end].argmax())
+        part_end = start + ((first - start) // part_length + 1) * part_length
+        eligible = masked[first:part_end].nonzero()[0] + first
+        return Work(torch.from_numpy(eligible), (start, end))
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        scores = candidates.scores
+        chosen = and_the_best(scores > self.params.threshold, scores).nonzero().flatten()
+        self.forbid_mask_unless_changed(candidates, chosen)
+        return chosen

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLaDA2.1: masks are filled and committed tokens replaced in one go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.decoding.base import Candidates, Work, most_certain_first
+from vllm.diffusion.decoding.block_grid import GridRule
+from vllm.diffusion.scoring import Scoring
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+
+
+class JointThreshold(GridRule):
+    """Fill the masks that exceed the threshold, and replace tokens that the model now doubts.
+
+    A block ends with a forward that finds no masks and replaces nothing, or when `max_post_steps`
+    forwards have followed the one that filled its last mask. Until then every token of it that is
+    not of the prompt may change, so it is settled only then.
+
+    The mask token may be proposed, and may replace a token. It is forbidden after a forward that
+    changes nothing because of that, and in a block that takes twice as many forwards as one without
+    such proposals can.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        if params.temperature == 0:
+            self.scoring = Scoring()  # the argmax of the logits, not of their probabilities
+        self.adjusts_logits = params.penalty_lambda > 0
+        self._before = torch.empty(0, dtype=torch.int64)  # [B], the block that a forward is for
+        self._is_active = False  # the block at `start` has begun and not ended
+        self._has_decided = False  # what a forward made of it has not been looked at
+        self._num_post_steps = 0
+        self._most_forwards = 2 * (params.block_length + params.max_post_steps)
+
+    def prepare(self, tokens: torch.Tensor) -> Work | None:
+        start = self.settled(tokens)
+        if start >= min(self.prompt_length + self.params.gen_length, len(tokens)):
+            return None
+        if not self._is_active:
+            self._is_active, self.start, self.step = True, start, 0
+            self.forbid_mask, self._num_post_steps = False, 0
+        end = start + self.params.block_length
+        self._before = tokens[start:end].clone()
+        positions = torch.arange(start, end)
+        may_change = (self._before == self.params.mask_id) | (positions >= self.prompt_length)
+        return Work(positions[may_change], (start, end))
+
+    def settled(self, tokens: torch.Tensor) -> int:
+        if self._has_decided:
+            self._has_decided = False
+            self._is_active = not self._ends_with(tokens[self.start :][: len(self._before)])
+        if self._is_active:
+            return self.start
+        first = self._first(tokens.numpy() == self.params.mask_id)
+        return first if first == len(tokens) else self._block_start(first)
+
+    def _ends_with(self, block: torch.Tensor) -> bool:
+        """Whether no forward follows the one that made `block` [B] of what it was."""
+        mask_id = self.params.mask_id
+        if bool((block == mask_id).any()):
+            return False
+        if torch.equal(block, self._before):
+            return True
+        self._num_post_steps += 1
+        return self._num_post_steps > self.params.max_post_steps
+
+    def choose(self, candidates: Candidates) -> torch.Tensor:
+        self.step += 1
+        self._has_decided = True
+        current = self._before[candidates.positions - self.start]
+        is_masked = current == self.params.mask_id
+        changes = (candidates.tokens != current) & ~is_masked
+        edited = changes & (candidates.scores > self.params.editing_threshold)
+        chosen = (self._filled(candidates.scores, is_masked) | edited).nonzero().flatten()
+        is_stuck = not bool((candidates.tokens != current)[chosen].any())
+        self.forbid_mask = is_stuck or self.step >= self._most_forwards
+        return chosen
+
+    def _filled(self, scores: torch.Tensor, is_masked: torch.Tensor) -> torch.Tensor:
+        """[R] bool: the masked positions that are filled."""
+        filled = is_masked & (scores > self.params.threshold)
+        if int(filled.sum()) >= self.params.num_to_transfer:
+            return filled
+        masked = is_masked.nonzero().flatten()
+        best = masked[most_certain_first(scores[masked])[: self.params.num_to_transfer]]
+        filled[best] = True
+        return filled
+
+    def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A token that stands before a position of the block is less likely to stand there too."""
+        offsets = positions + (self.prompt_length - self.start)
+        before = self._before.to(logits.device)[(offsets - 1).clamp(min=0)]
+        penalties = (offsets > 0).to(logits.dtype) * -self.params.penalty_lambda
+        return logits.scatter_add_(1, before[:, None], penalties[:, None])
