@@ -3,7 +3,8 @@
 """Trains a tiny model on a few facts and writes it as a checkpoint of a released model family.
 
     scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
-    scripts/make_tiny_model.py --family all  one of every family: llada, dream, llada-moe
+    scripts/make_tiny_model.py --family all  one of every family: llada, dream, llada-moe, llada2,
+                                             sdar, fast-dllm
     scripts/make_tiny_model.py --check       only verify an existing one
 
 The model answers single questions, with or without the chat template; it was taught no system

@@ -44,11 +44,13 @@ class ModelFamily:
     Attributes:
         mask_id: the mask token of its released checkpoints.
         port: where its server script listens.
+        block_length: tokens of a block, as released.
         fields: more fields of the body, which choose the decoding of the family's authors.
     """
 
     mask_id: int
     port: int
+    block_length: int = 32
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,6 +58,9 @@ FAMILIES = {
     "llada": ModelFamily(126336, port=8901),
     "dream": ModelFamily(151666, port=8701, fields={"algorithm": "dream", "alg": "entropy"}),
     "llada-moe": ModelFamily(156895, port=10001),
+    "llada2": ModelFamily(156895, port=8902),
+    "sdar": ModelFamily(151669, port=8903, block_length=4),
+    "fast-dllm": ModelFamily(151665, port=8904),
 }
 
 
@@ -105,7 +110,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=32, help="denoise steps")
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length in tokens")
-    parser.add_argument("--block-length", type=int, default=32, help="tokens of one block")
+    parser.add_argument(
+        "--block-length", type=int, help="tokens of one block (default 32, for sdar 4)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--mask-id",
@@ -148,7 +155,7 @@ def payload(options: argparse.Namespace) -> dict[str, Any]:
         "gen_length": options.gen_length,
         "output_length": options.gen_length,
         "steps": options.steps,
-        "block_length": options.block_length,
+        "block_length": options.block_length or family.block_length,
         "temperature": options.temperature,
         "cfg_scale": 0.0,
         "remasking": "low_confidence",

@@ -27,6 +27,7 @@ for _name, _value in {
 GPU_MARKERS = ("gpu", "multi_gpu")
 MODEL_VARIABLES = (
     *("MODEL_DIR", "LLADA_MODEL_DIR", "DREAM_MODEL_DIR", "LLADA_MOE_MODEL_DIR"),
+    *("LLADA2_MODEL_DIR", "SDAR_MODEL_DIR", "FAST_DLLM_MODEL_DIR"),
     "MOSAIC_MODEL_ROOT",
 )
 

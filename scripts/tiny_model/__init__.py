@@ -3,8 +3,9 @@
 
 facts.py         what the model is taught                   (no torch)
 family.py        what a model family must provide           (no torch)
-llada.py, dream.py, llada_moe.py    the families: configuration, network, chat template
-decoder.py       the transformer that Dream and LLaDA-MoE share
+llada.py, dream.py, llada_moe.py, llada2.py, sdar.py, fast_dllm.py
+                 the families: configuration, network, chat template
+decoder.py       the transformer that all but LLaDA share
 layers.py        what all networks share
 tokenizer.py     byte-level BPE tokenizer files
 training.py      masked-diffusion training, the same for every family

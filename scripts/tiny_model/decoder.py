@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer of the families whose checkpoints carry Hugging Face's usual tensor names.
 
-A pre-norm transformer with bidirectional grouped-query attention, rotary positions and RMSNorm;
-what a family adds (biases, norms of query and key, experts, the shift of rows) is given by its
+A pre-norm transformer with grouped-query attention, rotary positions and RMSNorm; what a family
+adds (biases, norms of query and key, experts, blocks, the shift of rows) is given by its
 configuration and its own module.
 """
 
@@ -10,44 +10,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tiny_model.layers import initialise, rotary_tables, rotate
+from tiny_model.layers import (
+    View,
+    attend,
+    block_causal,
+    initialise,
+    noised_behind_clean,
+    rotary_tables,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 class Attention(nn.Module):
-    """Bidirectional attention; query head h uses key and value head h // (heads / kv heads)."""
+    """Query head h uses key and value head h // (heads / kv heads)."""
 
     def __init__(self, config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> None:
         super().__init__()
-        width = config["hidden_size"]
-        self.head_dim = width // config["num_attention_heads"]
+        width, num_heads = config["hidden_size"], config["num_attention_heads"]
+        self.head_dim = config.get("head_dim", width // num_heads)
+        q_width = num_heads * self.head_dim
         kv_width = config["num_key_value_heads"] * self.head_dim
-        self.q_proj = nn.Linear(width, width, bias=qkv_bias)
+        self.q_proj = nn.Linear(width, q_width, bias=qkv_bias)
         self.k_proj = nn.Linear(width, kv_width, bias=qkv_bias)
         self.v_proj = nn.Linear(width, kv_width, bias=qkv_bias)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(q_width, width, bias=False)
         if qk_norm:  # over each head, before the rotation
             self.q_norm = nn.RMSNorm(self.head_dim, config["rms_norm_eps"])
             self.k_norm = nn.RMSNorm(self.head_dim, config["rms_norm_eps"])
         self.qk_norm = qk_norm
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D], cos and sin [T, hd] -> [B, T, D]."""
+    def forward(self, x: Tensor, view: View) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, enable_gqa=True
-        )
-        return cast("Tensor", self.o_proj(attended.transpose(1, 2).flatten(-2)))
+        return cast("Tensor", self.o_proj(attend(q, k, v, view)))
 
 
 class GatedMLP(nn.Module):
@@ -75,30 +81,44 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D], cos and sin [T, hd] -> [B, T, D]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, view: View) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        x = x + self.self_attn(self.input_layernorm(x), view)
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Decoder(nn.Module):
-    """The whole network with random weights.
+    """The whole network with random weights; see family.Network.
 
-    `make_layer` builds layer number i; `shift_rows` says that position i is read from row i - 1,
-    and position 0 from row 0.
+    Args:
+        make_layer: builds layer number i, called with rows and their `View`.
+        shift_rows: position i is read from row i - 1, and position 0 from row 0.
+        block_length: see family.Network.
+        rotary_dim: rotated channels of a head; None: all.
+        embedding_name: of the embedding's matrix in the checkpoint.
     """
 
     def __init__(
-        self, config: dict[str, Any], make_layer: Callable[[int], Layer], *, shift_rows: bool
+        self,
+        config: dict[str, Any],
+        make_layer: Callable[[int], nn.Module],
+        *,
+        shift_rows: bool = False,
+        block_length: int = 0,
+        rotary_dim: int | None = None,
+        embedding_name: str = "embed_tokens",
     ) -> None:
         super().__init__()
         width, rows = config["hidden_size"], config["vocab_size"]
-        self.head_dim = width // config["num_attention_heads"]
+        head_dim = config.get("head_dim", width // config["num_attention_heads"])
+        self.rotary_dim = rotary_dim or head_dim
         self.rope_theta = config["rope_theta"]
         self.shift_rows = shift_rows
+        self.block_length = block_length
+        self.embedding_name = embedding_name
         self.model = nn.ModuleDict(
             {
-                "embed_tokens": nn.Embedding(rows, width),
+                embedding_name: nn.Embedding(rows, width),
                 "layers": nn.ModuleList(map(make_layer, range(config["num_hidden_layers"]))),
                 "norm": nn.RMSNorm(width, config["rms_norm_eps"]),
             }
@@ -106,15 +126,32 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(width, rows, bias=False)
         initialise(self)
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32, row i of token i."""
-        cos, sin = rotary_tables(ids.shape[-1], self.head_dim, self.rope_theta)
-        x: Tensor = self.model["embed_tokens"](ids)
+        length, is_doubled = ids.shape[-1], bool(self.block_length) and clean is not None
+        cos, sin = rotary_tables(length, self.rotary_dim, self.rope_theta)
+        view = View(cos, sin, None)
+        if is_doubled:
+            ids = torch.cat((cast("Tensor", clean), ids), dim=-1)
+            sees = noised_behind_clean(length, self.block_length)
+            view = View(torch.cat((cos, cos)), torch.cat((sin, sin)), sees)
+        elif self.block_length:
+            view = View(cos, sin, block_causal(length, self.block_length))
+        x: Tensor = self.model[self.embedding_name](ids)
         for layer in cast("nn.ModuleList", self.model["layers"]):
-            x = layer(x, cos, sin)
+            x = layer(x, view)
+        rows = torch.arange(x.shape[1] - length, x.shape[1])
         if self.shift_rows:
-            x = x[:, [0, *range(ids.shape[-1] - 1)]]
-        return cast("Tensor", self.model["norm"](x))
+            rows = self._rows_before(length, is_doubled)
+        return cast("Tensor", self.model["norm"](x[:, rows]))
+
+    def _rows_before(self, length: int, is_doubled: bool) -> Tensor:
+        """The row that each position is read from: a block's first from the finished one before."""
+        position = torch.arange(length)
+        before = (position - 1).clamp(min=0)
+        if is_doubled:
+            before += length * (position % self.block_length != 0)
+        return before
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., rows of the embedding] fp32."""

@@ -89,6 +89,98 @@ def dream_quotas(num_masked: int, steps: int, eps: float = 1e-3) -> list[int]:
     return [*quotas, num_masked]
 
 
+@torch.inference_mode()
+def low_confidence_dynamic(
+    network: Network,
+    prompts: Tensor,
+    mask_id: int,
+    setting: DecodingSetting,
+    after_forward: Callable[[Tensor], object],
+    *,
+    threshold: float,
+) -> Tensor:
+    """The loop of SDAR and LLaDA2.0; arguments and result as family.Decode.
+
+    Blocks lie on a grid from the first token of the prompt. Each step commits the masked positions
+    of the block whose confidence is above `threshold`, or the step's quota of the best where that
+    is more.
+    """
+    rows, block_length = _on_grid(prompts, mask_id, setting), setting.block_length
+    quotas = commit_quotas(block_length, setting.steps // -(-setting.canvas // block_length))
+    for start in _block_starts(prompts, setting):
+        seen = rows[:, : start + block_length]
+        window = seen[:, start:]
+        for quota in quotas:
+            masked = window == mask_id
+            if not masked.any():
+                break
+            confidence, tokens = _candidates(network, seen, start, masked)
+            above = confidence > threshold
+            best = confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < quota
+            is_enough = above.sum(dim=-1, keepdim=True) >= quota
+            _commit(window, tokens, above.where(is_enough, best & masked))
+            after_forward(rows)
+    return rows[:, : prompts.shape[1] + setting.canvas]
+
+
+@torch.inference_mode()
+def hierarchy_block(
+    network: Network,
+    prompts: Tensor,
+    mask_id: int,
+    setting: DecodingSetting,
+    after_forward: Callable[[Tensor], object],
+    *,
+    threshold: float = 0.9,
+    sub_block_length: int = 8,
+) -> Tensor:
+    """Fast-dLLM v2's loop; arguments and result as family.Decode, but for the steps.
+
+    The first position of a block behind the prompt is read from the finished block before it. Then
+    sub-blocks are filled from left to right: each forward commits the best masked position of the
+    sub-block, and all whose confidence is above `threshold`.
+    """
+    rows, block_length = _on_grid(prompts, mask_id, setting), setting.block_length
+    for start in _block_starts(prompts, setting):
+        seen = rows[:, : start + block_length]
+        if start >= prompts.shape[1]:
+            rows[:, start] = network.logits(network.hidden(seen)[:, start]).argmax(dim=-1)
+            after_forward(rows)
+        for left in range(start, start + block_length, sub_block_length):
+            window = seen[:, left : left + sub_block_length]
+            while (masked := window == mask_id).any():
+                confidence, tokens = _candidates(network, seen, left, masked)
+                best = confidence == confidence.max(dim=-1, keepdim=True).values
+                _commit(window, tokens, (best | (confidence > threshold)) & masked)
+                after_forward(rows)
+    return rows[:, : prompts.shape[1] + setting.canvas]
+
+
+def _on_grid(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Tensor:
+    """Prompts and their canvas, with masks up to the end of the last block."""
+    num_masks = setting.canvas + -(prompts.shape[1] + setting.canvas) % setting.block_length
+    return torch.cat((prompts, prompts.new_full((len(prompts), num_masks), mask_id)), dim=1)
+
+
+def _block_starts(prompts: Tensor, setting: DecodingSetting) -> range:
+    length, block_length = prompts.shape[1], setting.block_length
+    return range(length - length % block_length, length + setting.canvas, block_length)
+
+
+def _candidates(
+    network: Network, seen: Tensor, start: int, masked: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Confidence, -inf where nothing is masked, and token of the positions from `start` on."""
+    hidden = network.hidden(seen)[:, start : start + masked.shape[1]]
+    confidence, tokens = network.logits(hidden).softmax(dim=-1).max(dim=-1)
+    return confidence.masked_fill(~masked, -torch.inf), tokens
+
+
+def _commit(window: Tensor, tokens: Tensor, chosen: Tensor) -> None:
+    """Writes the chosen ones of `tokens` into `window`, a view of the rows."""
+    window.copy_(tokens.where(chosen, window))
+
+
 def _with_canvas(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Tensor:
     return torch.cat((prompts, prompts.new_full((len(prompts), setting.canvas), mask_id)), dim=1)
 

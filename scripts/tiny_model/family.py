@@ -18,6 +18,9 @@ _MODULES = {
     "llada": "tiny_model.llada",
     "dream": "tiny_model.dream",
     "llada-moe": "tiny_model.llada_moe",
+    "llada2": "tiny_model.llada2",
+    "sdar": "tiny_model.sdar",
+    "fast-dllm": "tiny_model.fast_dllm",
 }
 FAMILY_NAMES = tuple(_MODULES)
 
@@ -26,15 +29,17 @@ FAMILY_NAMES = tuple(_MODULES)
 class SpecialTokens:
     """Token strings of a family; ids follow those of the ordinary tokens, in this order."""
 
-    bos: str
+    bos: str | None
     eos: str  # also fills the canvas behind an answer
     mask: str
     eot: str  # ends an answer
     others: tuple[str, ...] = ()
+    names_mask: bool = True  # the tokenizer says which one is the mask
 
     def in_order(self) -> tuple[str, ...]:
         """All strings in the order of their ids."""
-        return (self.bos, self.eos, self.mask, *self.others, self.eot)
+        first = () if self.bos is None else (self.bos,)
+        return (*first, self.eos, self.mask, *self.others, self.eot)
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class TokenIds:
     """Ids that a checkpoint's configuration and the training need."""
 
     vocab_size: int
-    bos: int
+    bos: int | None
     eos: int
     mask: int
     eot: int
@@ -53,10 +58,21 @@ class Network(Protocol):
 
     Row i of its results always speaks of token i: a family that reads position i from row i-1
     shifts its hidden states itself.
+
+    Attributes:
+        block_length: positions of a block that sees itself and the blocks before it; 0 where every
+            position sees every other one.
     """
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32."""
+    block_length: int
+
+    def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
+        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32.
+
+        With `clean` [B, T], the same rows without noise, a block of `ids` sees itself and the clean
+        blocks before it, as it does when it is decoded behind finished ones. Networks without
+        blocks leave it aside.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -94,6 +110,7 @@ class Family:
     config: Callable[[TokenIds], dict[str, Any]]  # -> contents of config.json
     network: Callable[[dict[str, Any]], nn.Module]  # config.json -> a module that is a Network
     decode: Decode  # the loop that the family's authors publish as its default
+    lists_eot: bool = False  # generation_config.json names the end of a turn as a stop token, too
 
 
 def load_family(name: str) -> Family:

@@ -123,6 +123,8 @@ class Block(nn.Module):
 class LLaDANetwork(nn.Module):
     """LLaDA with random weights; its `state_dict` bears the released checkpoints' names."""
 
+    block_length = 0
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         width, rows = config["d_model"], config["embedding_size"]
@@ -139,8 +141,8 @@ class LLaDANetwork(nn.Module):
         self.model = nn.ModuleDict({"transformer": transformer})
         initialise(self)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32."""
+    def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
+        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32; see family.Network."""
         transformer = self._transformer
         cos, sin = rotary_tables(ids.shape[-1], self.head_dim, self.rope_theta)
         x: Tensor = transformer["wte"](ids)

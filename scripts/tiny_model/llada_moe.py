@@ -112,7 +112,7 @@ def network(config: dict[str, Any]) -> Decoder:
             mlp = GatedMLP(config["hidden_size"], config["dense_intermediate_size"])
         return Layer(config, Attention(config, qkv_bias=False, qk_norm=True), mlp)
 
-    return Decoder(config, make_layer, shift_rows=False)
+    return Decoder(config, make_layer)
 
 
 FAMILY = Family(

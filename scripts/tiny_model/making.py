@@ -44,7 +44,7 @@ def write_checkpoint(
     token_id = tokenizer.get_vocab()
     tokens = TokenIds(
         vocab_size=len(token_id),
-        bos=token_id[special_tokens.bos],
+        bos=None if special_tokens.bos is None else token_id[special_tokens.bos],
         eos=token_id[special_tokens.eos],
         mask=token_id[special_tokens.mask],
         eot=token_id[special_tokens.eot],
@@ -55,7 +55,7 @@ def write_checkpoint(
 
     write_weights(directory, network.state_dict())
     write_json(directory / "config.json", config)
-    write_json(directory / "generation_config.json", _generation_config(tokens))
+    write_json(directory / "generation_config.json", _generation_config(family, tokens))
     with (directory / "facts.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(fact._asdict(), ensure_ascii=False) + "\n" for fact in facts)
 
@@ -101,11 +101,12 @@ def _examples(
     ]
 
 
-def _generation_config(tokens: TokenIds) -> dict[str, Any]:
+def _generation_config(family: Family, tokens: TokenIds) -> dict[str, Any]:
     """Clients that send messages only get one block of greedy text, which the model is good at."""
+    begin = {} if tokens.bos is None else {"bos_token_id": tokens.bos}
     return {
-        "bos_token_id": tokens.bos,
-        "eos_token_id": tokens.eos,
+        **begin,
+        "eos_token_id": [tokens.eot, tokens.eos] if family.lists_eot else tokens.eos,
         "max_new_tokens": 32,
         "temperature": 0.0,
     }

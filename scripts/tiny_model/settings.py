@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BLOCK_LENGTHS = {"llada2": 32, "sdar": 4, "fast-dllm": 32}  # that are trained and verified
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -52,7 +54,16 @@ class Plan:
 
 
 def plan_for(family: str) -> Plan:
-    """The plan of a family. Prompts of Dream are longer: as many rows a batch need more tokens."""
+    """The plan of a family. Prompts of Dream are longer: as many rows a batch need more tokens.
+
+    Answers of block-diffusion models end with a block: longer canvases are only more blocks.
+    """
     if family == "dream":
         return Plan(TrainingSettings(tokens_per_batch=6400))
+    if family in BLOCK_LENGTHS:
+        length = BLOCK_LENGTHS[family]
+        return Plan(
+            TrainingSettings(phases=(Phase(130, (12,)), Phase(40, (16, 32)))),
+            (DecodingSetting(32, 32, length), DecodingSetting(64, 64, length)),
+        )
     return Plan()

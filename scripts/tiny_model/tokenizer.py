@@ -50,12 +50,13 @@ def write_tokenizer(
     directory: Path, tokenizer: Tokenizer, special_tokens: SpecialTokens, chat_template: str
 ) -> None:
     """Writes the three files that `AutoTokenizer.from_pretrained` reads."""
-    roles = {
+    named = {
         "bos_token": special_tokens.bos,
         "eos_token": special_tokens.eos,
-        "mask_token": special_tokens.mask,
+        "mask_token": special_tokens.mask if special_tokens.names_mask else None,
         "pad_token": special_tokens.eos,
     }
+    roles = {role: token for role, token in named.items() if token is not None}
     settings: dict[str, Any] = {
         **roles,
         "additional_special_tokens": [
@@ -73,10 +74,11 @@ def write_tokenizer(
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `directory` exactly as users get it."""
-    from transformers import AutoTokenizer
+    """The tokenizer of `directory`, of the class that its files name."""
+    from transformers import PreTrainedTokenizerFast
 
-    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(directory))
+    # AutoTokenizer would look at config.json first, and warn of a model type that it does not know.
+    return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(directory))
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:

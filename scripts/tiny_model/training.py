@@ -6,6 +6,10 @@ stay visible, every canvas position is masked with one probability t ~ U(0, 1) p
 network predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt
 too. The cross-entropy is averaged over the masked positions instead of weighted by 1/t, so that
 rows with few masks do not dominate.
+
+Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each block of a row has a
+t of its own, and sees itself and the clean blocks before it. Blocks lie on a grid from the first
+token of the prompt.
 """
 
 from __future__ import annotations
@@ -64,8 +68,14 @@ class BatchMaker:
     """Draws training batches; the same seed draws the same batches."""
 
     def __init__(
-        self, examples: Sequence[Example], tokens: TokenIds, settings: TrainingSettings, seed: int
+        self,
+        examples: Sequence[Example],
+        tokens: TokenIds,
+        settings: TrainingSettings,
+        seed: int,
+        block_length: int = 0,
     ) -> None:
+        self._block_length = block_length
         self._rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._draws = balanced_draws(examples, self._rng)
@@ -93,14 +103,17 @@ class BatchMaker:
         return Batch(clean.masked_fill(masked, self._tokens.mask), clean, masked)
 
     def _draw_mask(self, num_rows: int, length: int) -> Tensor:
-        """[num_rows, length] bool; each row's probability t is uniform in (0, 1).
+        """[num_rows, length] bool; the probability t of a row, or block, is uniform in (0, 1).
 
         The rows' t are spread evenly over the interval: still uniform each, with less variance.
         """
-        start = torch.rand(1, generator=self._generator)
+        block_length = self._block_length or length
+        num_blocks = -(-length // block_length)
+        start = torch.rand(num_blocks, generator=self._generator)
         order = torch.randperm(num_rows, generator=self._generator)
-        probability = (start + order / num_rows) % 1.0
-        return torch.rand(num_rows, length, generator=self._generator) < probability[:, None]
+        probability = (start + order[:, None] / num_rows) % 1.0  # [rows, blocks]
+        probability = probability.repeat_interleave(block_length, dim=1)[:, :length]
+        return torch.rand(num_rows, length, generator=self._generator) < probability
 
 
 def train(
@@ -112,7 +125,7 @@ def train(
 ) -> None:
     """Trains `network` (a family.Network) in place: AdamW, one-cycle schedule, progress bar."""
     model = cast("Network", network)
-    batches = BatchMaker(examples, tokens, settings, seed)
+    batches = BatchMaker(examples, tokens, settings, seed, model.block_length)
     canvases = random.Random(seed)
     schedule = [
         canvases.choice(p.canvases) for p in settings.phases for _ in range(p.num_iterations)
@@ -131,7 +144,7 @@ def train(
     progress = trange(len(schedule), desc="train", unit="it")
     for iteration in progress:
         batch = batches.draw(schedule[iteration])
-        logits = model.logits(model.hidden(batch.noised)[batch.masked])
+        logits = model.logits(model.hidden(batch.noised, batch.clean)[batch.masked])
         loss = F.cross_entropy(logits, batch.clean[batch.masked])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -34,11 +34,9 @@ class Verifier:
         load_weights(directory, network)
         self._decode = family.decode
         self._network = cast("Network", network.eval())
-        self._mask_id: int = config["mask_token_id"]
-        self._end_ids = {
-            config["eos_token_id"],
-            self._tokenizer.convert_tokens_to_ids(family.special_tokens.eot),
-        }
+        self._mask_id, *self._end_ids = self._tokenizer.convert_tokens_to_ids(
+            [getattr(family.special_tokens, name) for name in ("mask", "eos", "eot")]
+        )
 
     def wrong_answers(
         self, facts: Sequence[Fact], setting: DecodingSetting

@@ -115,28 +115,40 @@ STANDARD = {
 
 
 @pytest.mark.parametrize(
-    ("family", "mask_id", "own"),
+    ("family", "mask_id", "block_length", "own"),
     [
-        ("llada", 126336, {}),
-        ("dream", 151666, {"algorithm": "dream", "alg": "entropy"}),
-        ("llada-moe", 156895, {}),
+        ("llada", 126336, 32, {}),
+        ("dream", 151666, 32, {"algorithm": "dream", "alg": "entropy"}),
+        ("llada-moe", 156895, 32, {}),
+        ("llada2", 156895, 32, {}),
+        ("sdar", 151669, 4, {}),
+        ("fast-dllm", 151665, 32, {}),
     ],
 )
 def test_every_family_gets_the_standard_fields(
-    server: Server, request_once: Callable[..., Any], family: str, mask_id: int, own: dict[str, Any]
+    server: Server,
+    request_once: Callable[..., Any],
+    family: str,
+    mask_id: int,
+    block_length: int,
+    own: dict[str, Any],
 ) -> None:
     assert request_once("--model-family", family, "--gen-length", "64").returncode == 0
     ((path, body),) = server.bodies
     assert path == "/generate"
     assert body.keys() == STANDARD | {"apply_chat_template"} | own.keys()
     assert body["mask_id"] == mask_id
-    assert (body["steps"], body["block_length"]) == (32, 32)
+    assert (body["steps"], body["block_length"]) == (32, block_length)
     assert {body[name] for name in ("max_tokens", "gen_length", "output_length")} == {64}
     assert {name: body[name] for name in own} == own
 
 
 @pytest.mark.parametrize(
-    ("family", "port"), [("llada", 8901), ("dream", 8701), ("llada-moe", 10001)]
+    ("family", "port"),
+    [
+        *(("llada", 8901), ("dream", 8701), ("llada-moe", 10001)),
+        *(("llada2", 8902), ("sdar", 8903), ("fast-dllm", 8904)),
+    ],
 )
 def test_default_address_is_that_of_the_server_script(family: str, port: int) -> None:
     script = (SCRIPT.parent / f"run_{family.replace('-', '_')}_server.sh").read_text()

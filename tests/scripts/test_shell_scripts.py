@@ -31,6 +31,15 @@ SERVERS = {
         10001,
         8192,
     ),
+    "llada2": ("run_llada2_server.sh", "LLADA2_MODEL_DIR", "llada2.0-mini", 8902, 32768),
+    "sdar": ("run_sdar_server.sh", "SDAR_MODEL_DIR", "sdar-8b-chat", 8903, 32768),
+    "fast-dllm": (
+        "run_fast_dllm_server.sh",
+        "FAST_DLLM_MODEL_DIR",
+        "fast-dllm-v2-7b",
+        8904,
+        32768,
+    ),
 }
 WITH_HELP = (
     "quickstart.sh",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ sys.path.insert(0, str(SCRIPTS))
 
 import make_tiny_model  # noqa: E402
 from tiny_model.checkpoint import read_config  # noqa: E402
-from tiny_model.decoding import dream, dream_quotas  # noqa: E402
+from tiny_model.decoding import (  # noqa: E402
+    dream,
+    dream_quotas,
+    hierarchy_block,
+    low_confidence_dynamic,
+)
 from tiny_model.family import FAMILY_NAMES, TokenIds, load_family  # noqa: E402
 from tiny_model.settings import (  # noqa: E402
     DecodingSetting,
@@ -30,7 +36,7 @@ from tiny_model.settings import (  # noqa: E402
 from tiny_model.tokenizer import load_tokenizer  # noqa: E402
 from tiny_model.training import Example, train  # noqa: E402
 
-FAMILIES = ("dream", "llada-moe")
+FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm")
 # Everything but the learning: two small iterations, one forward a verification.
 QUICK = Plan(
     training=TrainingSettings(phases=(Phase(2, (12,)),), tokens_per_batch=100),
@@ -38,6 +44,10 @@ QUICK = Plan(
     required_share=0.0,
 )
 TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
+MOE_TOKENS = (
+    *("<|startoftext|>", "<|endoftext|>", "<|mask|>"),
+    *("<role>", "</role>", "<|role_end|>"),
+)
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 1 plus 1?"},
@@ -66,6 +76,9 @@ def test_all_makes_one_of_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llada", "llada-tiny"),
         ("dream", "dream-tiny"),
         ("llada-moe", "llada-moe-tiny"),
+        ("llada2", "llada2-tiny"),
+        ("sdar", "sdar-tiny"),
+        ("fast-dllm", "fast-dllm-tiny"),
     ]
 
 
@@ -97,8 +110,9 @@ def test_dream_template_adds_its_system_message(checkpoints: dict[str, Path]) ->
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 5
 
 
-def test_moe_template_names_roles(checkpoints: dict[str, Path]) -> None:
-    tokenizer = load_tokenizer(checkpoints["llada-moe"])
+@pytest.mark.parametrize("family", ["llada-moe", "llada2"])
+def test_moe_templates_name_roles(checkpoints: dict[str, Path], family: str) -> None:
+    tokenizer = load_tokenizer(checkpoints[family])
     text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<role>SYSTEM</role>Be brief.<|role_end|><role>HUMAN</role>What is 1 plus 1?<|role_end|>"
@@ -110,14 +124,27 @@ def test_moe_template_names_roles(checkpoints: dict[str, Path]) -> None:
     assert len(tokenizer.encode("HUMAN")) == len(tokenizer.encode("ASSISTANT")) == 1
 
 
+def test_sdar_template_may_leave_thinking_out(checkpoints: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(checkpoints["sdar"])
+    asked = [{"role": "user", "content": "Why?"}]
+    text = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    for options, end in (({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")):
+        found = tokenizer.apply_chat_template(
+            asked, tokenize=False, add_generation_prompt=True, **options
+        )
+        assert found == text + end
+
+
 @pytest.mark.parametrize(
     ("family", "tokens"),
     [
         ("dream", ["<|beginoftext|>", "<|endoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]),
+        *((family, [*MOE_TOKENS]) for family in ("llada-moe", "llada2")),
         (
-            "llada-moe",
-            ["<|startoftext|>", "<|endoftext|>", "<|mask|>", "<role>", "</role>", "<|role_end|>"],
+            "sdar",
+            ["<|endoftext|>", "<|MASK|>", "<|im_start|>", "<think>", "</think>", "<|im_end|>"],
         ),
+        ("fast-dllm", ["<|endoftext|>", "|<MASK>|", "<|im_start|>", "<|im_end|>"]),
     ],
 )
 def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[str]) -> None:
@@ -126,11 +153,47 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
     assert set(tokenizer.all_special_tokens) == set(tokens)
     for token in tokens:
         assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
-    assert tokenizer.mask_token == "<|mask|>"
-    assert tokenizer.mask_token_id == config["mask_token_id"]
     assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
-    assert tokenizer.eos_token_id == config["eos_token_id"] == config["pad_token_id"]
     assert len(tokenizer) < config["vocab_size"]  # padded, as in released checkpoints
+
+
+# As released, not every family says everything twice.
+@pytest.mark.parametrize(
+    ("family", "in_config", "mask_token"),
+    [
+        ("dream", {"eos", "pad", "mask", "bos"}, "<|mask|>"),
+        ("llada-moe", {"eos", "pad", "mask"}, "<|mask|>"),
+        ("llada2", {"pad"}, "<|mask|>"),
+        ("sdar", {"eos", "pad", "mask", "bos"}, "<|MASK|>"),
+        ("fast-dllm", {"eos", "bos"}, None),
+    ],
+)
+def test_where_the_special_ids_are_found(
+    checkpoints: dict[str, Path], family: str, in_config: set[str], mask_token: str | None
+) -> None:
+    tokenizer = load_tokenizer(checkpoints[family])
+    config = read_config(checkpoints[family])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>") if family == "fast-dllm" else None
+    ids = {
+        "eos": end or tokenizer.eos_token_id,
+        "pad": tokenizer.eos_token_id,
+        "bos": tokenizer.eos_token_id,
+        "mask": tokenizer.mask_token_id,
+    }
+    assert {n for n in ids if f"{n}_token_id" in config} == in_config
+    assert all(config[f"{name}_token_id"] == ids[name] for name in in_config)
+    assert tokenizer.mask_token == mask_token
+    stop = json.loads((checkpoints[family] / "generation_config.json").read_text())["eos_token_id"]
+    turn = load_family(family).special_tokens.eot
+    both = [tokenizer.convert_tokens_to_ids(turn), tokenizer.eos_token_id]
+    assert stop == (both if family in ("llada2", "sdar", "fast-dllm") else both[1])
+
+
+def test_a_tokenizer_is_read_without_a_word(
+    checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    load_tokenizer(checkpoints["sdar"])
+    assert "".join(capfd.readouterr()) == ""
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -144,15 +207,16 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width = config["hidden_size"]
-    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    width, num_heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", width // num_heads)
+    q_width, kv_width = num_heads * head_dim, config["num_key_value_heads"] * head_dim
     return {
         "input_layernorm.weight": (width,),
         "post_attention_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (width, width),
+        "self_attn.q_proj.weight": (q_width, width),
         "self_attn.k_proj.weight": (kv_width, width),
         "self_attn.v_proj.weight": (kv_width, width),
-        "self_attn.o_proj.weight": (width, width),
+        "self_attn.o_proj.weight": (width, q_width),
     }
 
 
@@ -177,16 +241,65 @@ def whole_model(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, tupl
     }
 
 
-def test_dream_tensors(checkpoints: dict[str, Path]) -> None:
-    config = read_config(checkpoints["dream"])
-    assert (config["model_type"], config["architectures"]) == ("Dream", ["DreamModel"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("dream", ("Dream", ["DreamModel"])),
+        ("fast-dllm", ("Fast_dLLM_Qwen", ["Fast_dLLM_QwenForCausalLM"])),
+    ],
+)
+def test_tensors_of_families_with_biases(
+    checkpoints: dict[str, Path], family: str, kind: tuple[str, list[str]]
+) -> None:
+    config = read_config(checkpoints[family])
+    assert (config["model_type"], config["architectures"]) == kind
     assert config["num_key_value_heads"] < config["num_attention_heads"]
     layer = attention_shapes(config)
     for name in "qkv":
         projection = f"self_attn.{name}_proj"
         layer[f"{projection}.bias"] = layer[f"{projection}.weight"][:1]
     layer |= mlp_shapes("mlp", config["intermediate_size"], config["hidden_size"])
-    assert shapes(checkpoints["dream"]) == whole_model(config, layer)
+    assert shapes(checkpoints[family]) == whole_model(config, layer)
+
+
+def test_sdar_tensors(checkpoints: dict[str, Path]) -> None:
+    config = read_config(checkpoints["sdar"])
+    assert (config["model_type"], config["architectures"]) == ("sdar", ["SDARForCausalLM"])
+    assert config["head_dim"] * config["num_attention_heads"] > config["hidden_size"]
+    layer = attention_shapes(config) | {
+        "self_attn.q_norm.weight": (config["head_dim"],),
+        "self_attn.k_norm.weight": (config["head_dim"],),
+    }
+    layer |= mlp_shapes("mlp", config["intermediate_size"], config["hidden_size"])
+    assert shapes(checkpoints["sdar"]) == whole_model(config, layer)
+
+
+def test_llada2_tensors(checkpoints: dict[str, Path]) -> None:
+    config = read_config(checkpoints["llada2"])
+    assert (config["model_type"], config["architectures"]) == ("llada2_moe", ["LLaDA2MoeModelLM"])
+    width, num_experts = config["hidden_size"], config["num_experts"]
+    num_heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    head_dim, inner = config["head_dim"], config["moe_intermediate_size"]
+    shared = {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "attention.query_key_value.weight": (num_heads * head_dim, width),
+        "attention.query_layernorm.weight": (head_dim,),
+        "attention.key_layernorm.weight": (head_dim,),
+        "attention.dense.weight": (width, config["num_attention_heads"] * head_dim),
+    }
+    dense = shared | mlp_shapes("mlp", config["intermediate_size"], width)
+    sparse = shared | mlp_shapes("mlp.shared_experts", inner, width)
+    sparse |= {"mlp.gate.weight": (num_experts, width), "mlp.gate.expert_bias": (num_experts,)}
+    for j in range(num_experts):
+        sparse |= mlp_shapes(f"mlp.experts.{j}", inner, width)
+    rows = (config["vocab_size"], width)
+    wanted = {"model.word_embeddings.weight": rows, "lm_head.weight": rows}
+    wanted["model.norm.weight"] = (width,)
+    for i in range(config["num_hidden_layers"]):
+        layer = sparse if i >= config["first_k_dense_replace"] else dense
+        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    assert shapes(checkpoints["llada2"]) == wanted
 
 
 def test_moe_tensors(checkpoints: dict[str, Path]) -> None:
@@ -222,26 +335,40 @@ def rotate64(head: np.ndarray, theta: float) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], axis=1)
 
 
-def attention64(h: np.ndarray, w: Weights, config: dict[str, Any]) -> np.ndarray:
-    num_heads, theta = config["num_attention_heads"], config["rope_theta"]
-    q, k, v = (
-        h @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", 0.0)
-        for name in "qkv"
-    )
-    head_dim = q.shape[1] // num_heads
-    per_kv_head = num_heads // config["num_key_value_heads"]
+def attention64(h: np.ndarray, w: Weights, config: dict[str, Any], block_length: int) -> np.ndarray:
+    """Position by position of a block sees its own block and those before; 0: everything."""
+    num_heads, num_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    theta, eps = config["rope_theta"], config["rms_norm_eps"]
+    head_dim = config.get("head_dim", config["hidden_size"] // num_heads)
+    rotated = config.get("rotary_dim", head_dim)
+    if "attention.query_key_value.weight" in w:
+        parts = h @ w["attention.query_key_value.weight"].T
+        q, k, v = np.split(parts, np.cumsum([num_heads, num_kv]) * head_dim, axis=1)
+        norms, out = ("attention.query_layernorm", "attention.key_layernorm"), "attention.dense"
+    else:
+        q, k, v = (
+            h @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", 0.0)
+            for name in "qkv"
+        )
+        norms, out = ("self_attn.q_norm", "self_attn.k_norm"), "self_attn.o_proj"
+
+    def head(x: np.ndarray, number: int, norm: str | None) -> np.ndarray:
+        own = x[:, number * head_dim : (number + 1) * head_dim]
+        if norm and f"{norm}.weight" in w:
+            own = rms_norm64(own, w[f"{norm}.weight"], eps)
+        if norm is None:
+            return own
+        return np.concatenate([rotate64(own[:, :rotated], theta), own[:, rotated:]], axis=1)
+
+    block = np.arange(len(h)) // block_length if block_length else np.zeros(len(h))
     heads = []
     for number in range(num_heads):
-        kv_number = number // per_kv_head
-        query = q[:, number * head_dim : (number + 1) * head_dim]
-        key, value = (x[:, kv_number * head_dim : (kv_number + 1) * head_dim] for x in (k, v))
-        if "self_attn.q_norm.weight" in w:
-            query = rms_norm64(query, w["self_attn.q_norm.weight"], config["rms_norm_eps"])
-            key = rms_norm64(key, w["self_attn.k_norm.weight"], config["rms_norm_eps"])
-        scores = rotate64(query, theta) @ rotate64(key, theta).T / np.sqrt(head_dim)
+        kv_number = number // (num_heads // num_kv)
+        scores = head(q, number, norms[0]) @ head(k, kv_number, norms[1]).T / np.sqrt(head_dim)
+        scores = np.where(block[:, None] >= block, scores, -np.inf)
         weight = np.exp(scores - scores.max(-1, keepdims=True))
-        heads.append(weight / weight.sum(-1, keepdims=True) @ value)
-    return np.concatenate(heads, axis=1) @ w["self_attn.o_proj.weight"].T
+        heads.append(weight / weight.sum(-1, keepdims=True) @ head(v, kv_number, None))
+    return np.concatenate(heads, axis=1) @ w[f"{out}.weight"].T
 
 
 def mlp64(h: np.ndarray, w: Weights, prefix: str) -> np.ndarray:
@@ -260,16 +387,42 @@ def experts64(h: np.ndarray, w: Weights, config: dict[str, Any]) -> np.ndarray:
     return mixed
 
 
-def logits64(config: dict[str, Any], weights: Weights, ids: list[int]) -> np.ndarray:
+def grouped_experts64(h: np.ndarray, w: Weights, config: dict[str, Any]) -> np.ndarray:
+    """Token by token: the best groups by the sum of their two best experts, then the best experts.
+
+    The bias acts on the choice alone; shares add up to the scaling factor.
+    """
+    mixed = mlp64(h, w, "mlp.shared_experts")
+    for token, row in enumerate(h):
+        scores = 1 / (1 + np.exp(-w["mlp.gate.weight"] @ row))
+        biased = (scores + w["mlp.gate.expert_bias"]).reshape(config["n_group"], -1)
+        groups = np.argsort(-np.sort(biased)[:, -2:].sum(1))[: config["topk_group"]]
+        open_experts = np.full_like(biased, -np.inf)
+        open_experts[groups] = biased[groups]
+        chosen = np.argsort(-open_experts.ravel())[: config["num_experts_per_tok"]]
+        for expert in chosen:
+            share = config["routed_scaling_factor"] * scores[expert] / scores[chosen].sum()
+            mixed[token] += share * mlp64(row, w, f"mlp.experts.{expert}")
+    return mixed
+
+
+def logits64(
+    config: dict[str, Any], weights: Weights, ids: list[int], block_length: int
+) -> np.ndarray:
     """The forward pass in float64 numpy, without any shift: [T, rows]."""
     eps = config["rms_norm_eps"]
-    x = weights["model.embed_tokens.weight"][ids]
+    name = "word_embeddings" if "model.word_embeddings.weight" in weights else "embed_tokens"
+    x = weights[f"model.{name}.weight"][ids]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         w = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
-        x = x + attention64(rms_norm64(x, w["input_layernorm.weight"], eps), w, config)
+        h = rms_norm64(x, w["input_layernorm.weight"], eps)
+        x = x + attention64(h, w, config, block_length)
         h = rms_norm64(x, w["post_attention_layernorm.weight"], eps)
-        x = x + (experts64(h, w, config) if "mlp.gate.weight" in w else mlp64(h, w, "mlp"))
+        if "mlp.gate.expert_bias" in w:
+            x = x + grouped_experts64(h, w, config)
+        else:
+            x = x + (experts64(h, w, config) if "mlp.gate.weight" in w else mlp64(h, w, "mlp"))
     return rms_norm64(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
 
 
@@ -279,17 +432,26 @@ def random_network(family: str, **changes: Any) -> tuple[Any, dict[str, Any], We
     config = load_family(family).config(TOKENS) | changes
     network = load_family(family).network(config)
     with torch.no_grad():
-        for parameter in network.parameters():
+        for parameter in [*network.parameters(), *network.buffers()]:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     weights = {name: tensor.double().numpy() for name, tensor in network.state_dict().items()}
     return network.eval(), config, weights
 
 
-@pytest.mark.parametrize("length", [1, 2, 23])
+@pytest.mark.parametrize("length", [1, 2, 23, 70])
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("dream", {}), ("llada-moe", {}), ("llada-moe", {"moe_layer_freq": [0, 1, 0, 1]})],
+    [
+        ("dream", {}),
+        ("llada-moe", {}),
+        ("llada-moe", {"moe_layer_freq": [0, 1, 0, 1]}),
+        ("llada2", {}),
+        ("llada2", {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1}),
+        ("sdar", {}),
+        ("sdar", {"block_size": 7, "head_dim": 16}),
+        ("fast-dllm", {}),
+    ],
 )
 def test_forward_equals_an_independent_computation(
     family: str, changes: dict[str, Any], length: int
@@ -299,10 +461,27 @@ def test_forward_equals_an_independent_computation(
     with torch.inference_mode():
         logits = network.logits(network.hidden(ids)).numpy()
     for row in range(2):
-        expected = logits64(config, weights, ids[row].tolist())
-        if family == "dream":  # position i is read from row i - 1, position 0 from row 0
+        expected = logits64(config, weights, ids[row].tolist(), network.block_length)
+        if network.shift_rows:  # position i is read from row i - 1, position 0 from row 0
             expected = np.concatenate([expected[:1], expected[:-1]])
         np.testing.assert_allclose(logits[row], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llada2", "sdar", "fast-dllm"])
+def test_a_noised_block_is_computed_as_behind_finished_ones(family: str) -> None:
+    """What training computes at once is what decoding computes block by block."""
+    network, _, _ = random_network(family)
+    length, block = 3 * network.block_length + 2, network.block_length
+    clean, noised = torch.randint(TOKENS.vocab_size, (2, 2, length), generator=torch.manual_seed(0))
+    with torch.inference_mode():
+        hidden = network.hidden(noised, clean)
+        for start in range(0, length, block):
+            rows = torch.cat((clean[:, :start], noised[:, start : start + block]), dim=1)
+            wanted = network.hidden(rows)[:, start:]
+            first = int(network.shift_rows and not start)  # position 0 is read from nowhere
+            torch.testing.assert_close(
+                hidden[:, start + first : start + block], wanted[:, first:], rtol=1e-4, atol=1e-4
+            )
 
 
 # --- learning and decoding -------------------------------------------------------------------
@@ -312,16 +491,19 @@ def test_forward_equals_an_independent_computation(
 def test_training_learns_to_answer(family_name: str) -> None:
     family = load_family(family_name)
     torch.manual_seed(0)
-    config = family.config(TOKENS) | {"num_hidden_layers": 2}
+    block_length = 4 if family_name == "sdar" else 8
+    config = family.config(TOKENS) | {"num_hidden_layers": 2, "bd_size": block_length}
     network = family.network(config)
     examples = [
         Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
         Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
         Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
     ]
+    if family_name == "llada2":
+        network.block_length = block_length
     train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
     prompts = torch.tensor([example.chat_prompt for example in examples])
-    setting = DecodingSetting(canvas=8, steps=8, block_length=8)
+    setting = DecodingSetting(canvas=8, steps=8, block_length=block_length)
     rows = family.decode(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
     for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
         assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
@@ -368,3 +550,64 @@ def test_dream_commits_the_lowest_entropy_first() -> None:
     rows = dream(network, torch.tensor([[0, 1]]), mask_id, setting, record)
     assert rows[0].tolist() == list(range(10))
     assert order == [[1], [4, 6], [3, 5], [0, 2, 7]]  # a tie goes to the lowest position
+
+
+class ConfidentNetwork:
+    """Token i + 10 at position i, alone with the probabilities that it is given."""
+
+    block_length = 4
+
+    def __init__(self, probabilities: list[float]) -> None:
+        self._probabilities = torch.tensor(probabilities)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        p = self._probabilities[:length, None].double()
+        wanted = torch.arange(10, 10 + length)[:, None] == torch.arange(99)
+        logits = torch.where(wanted, p.log(), ((1 - p) / 98).log())
+        return logits.expand(len(ids), length, 99)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def decoded(
+    decode: Any, probabilities: list[float], setting: DecodingSetting, num_prompt: int = 3
+) -> tuple[list[int], list[list[int]]]:
+    """The tokens behind a prompt, and the positions that each forward committed."""
+    order, seen = [], set(range(num_prompt))
+
+    def record(rows: torch.Tensor) -> None:
+        filled = {i for i, token in enumerate(rows[0].tolist()) if token != 99}
+        order.append(sorted(filled - seen))
+        seen.update(filled)
+
+    prompt = torch.arange(10, 10 + num_prompt)[None]
+    rows = decode(ConfidentNetwork(probabilities), prompt, 99, setting, record)
+    return rows[0].tolist(), order
+
+
+def test_low_confidence_dynamic_commits_what_is_sure_or_the_quota() -> None:
+    setting = DecodingSetting(canvas=6, steps=8, block_length=4)
+    p = [1.0, 1.0, 1.0, 0.2, 0.95, 0.9, 0.3, 0.91, 0.5, 0.4, 0.6, 0.7]
+    tokens, order = decoded(partial(low_confidence_dynamic, threshold=0.9), p, setting)
+    assert tokens == list(range(10, 19))  # the last block is whole, the answer is not
+    assert order == [[3], [4, 7], [5], [6], [11], [10], [8], [9]]
+
+
+def test_low_confidence_dynamic_counts_no_finished_position_to_the_quota() -> None:
+    setting = DecodingSetting(canvas=5, steps=2, block_length=4)
+    p = [1.0, 1.0, 1.0, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert decoded(partial(low_confidence_dynamic, threshold=2.0), p, setting)[1] == [
+        [3],
+        [4, 5, 6, 7],
+    ]
+
+
+def test_hierarchy_block_seeds_a_block_and_fills_its_parts_in_order() -> None:
+    setting = DecodingSetting(canvas=9, steps=9, block_length=4)
+    p = [1.0, 1.0, 1.0, 0.2, 0.1, 0.3, 0.95, 0.99, 0.5, 0.4, 0.7, 0.6]
+    loop = partial(hierarchy_block, threshold=0.9, sub_block_length=2)
+    tokens, order = decoded(loop, p, setting)
+    assert tokens == list(range(10, 22))
+    assert order == [[3], [4], [5], [6, 7], [8], [9], [10], [11]]
