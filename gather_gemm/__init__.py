@@ -7,11 +7,14 @@ Nothing is built: kernels are compiled at first use. Importing never fails; with
 
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, weighted_gemm
-from .routing import Routing, add_terms, route, route_rows, sum_terms
+from .routing import Routing, add_terms, route, route_rows, router_logits, sum_terms
+from .scoring import SOFTMAX, Scoring
 from .top import Top, gather_top, has_top
 
 __all__ = [
+    "SOFTMAX",
     "Routing",
+    "Scoring",
     "Top",
     "add_terms",
     "gated_gemm",
@@ -21,6 +24,7 @@ __all__ = [
     "is_built",
     "route",
     "route_rows",
+    "router_logits",
     "sum_terms",
     "weighted_gemm",
 ]

@@ -63,6 +63,7 @@ def weighted_gemm(
     slots: Tensor,
     weights: Tensor,
     *,
+    is_weighted: bool = True,
     early: bool = False,
 ) -> Tensor:
     """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
@@ -76,6 +77,7 @@ def weighted_gemm(
         ends: int32 [E], as for `gated_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
+        is_weighted: else the weights, of any dtype, give their shape alone.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
             stream ends: only where that kernel is one of `gated_gemm` or of this product, which
             start when `ends` is written.
@@ -89,10 +91,11 @@ def weighted_gemm(
     op = "weighted_gemm"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
-    _check(op, "weights", weights, x, (-1, -1))
+    if is_weighted:
+        _check(op, "weights", weights, x, (-1, -1))
     _check_indices(op, "ends", ends, x, len(weight))
     _check_indices(op, "slots", slots, x, len(x))
-    if weights.numel() != len(x) or not weights.is_contiguous():
+    if weights.dim() != 2 or weights.numel() != len(x) or not weights.is_contiguous():
         raise ValueError(
             f"{op}: weights must be [R, k] contiguous with R * k = {len(x)}, "
             f"got {list(weights.shape)} with strides {weights.stride()}"
@@ -101,9 +104,11 @@ def weighted_gemm(
     if out.numel() == 0:
         return out
     if _kernels is None or not can_take(x):
-        return reference.weighted_terms(reference.grouped_gemm(x, weight, ends), slots, weights)
+        products = reference.grouped_gemm(x, weight, ends)
+        return reference.weighted_terms(products, slots, weights, is_weighted=is_weighted)
+    scales = weights if is_weighted else None
     with guard(x):
-        _kernels.launch_weighted(x, weight, ends, slots, weights, out.view(len(x), -1), early)
+        _kernels.launch_weighted(x, weight, ends, slots, scales, out.view(len(x), -1), early)
     return out
 
 

@@ -176,7 +176,7 @@ def weighted_kernel(
     weight_rows,  # the same, by pointer
     ends,  # [E] int32
     slots,  # [S] int32
-    scales,  # [S]
+    scales,  # [S], or None
     out,  # [S, N]
     num_groups,
     num_columns,
@@ -190,6 +190,7 @@ def weighted_kernel(
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
     AHEAD: tl.constexpr,
+    IS_WEIGHTED: tl.constexpr,
     OVERLAPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -230,8 +231,10 @@ def weighted_kernel(
         )
         total = tl.dot(left, right, total, input_precision="ieee")
     dtype = out.dtype.element_ty
-    scale = tl.load(scales + out_rows, mask=row_mask, other=0.0).to(tl.float32)
-    product = (total.to(dtype).to(tl.float32) * scale[None, :]).to(dtype)
+    product = total.to(dtype)
+    if IS_WEIGHTED:
+        scale = tl.load(scales + out_rows, mask=row_mask, other=0.0).to(tl.float32)
+        product = (product.to(tl.float32) * scale[None, :]).to(dtype)
     columns = first_column + tl.arange(0, COLUMNS)
     tl.store(
         out + out_rows.to(tl.int64)[:, None] * out_stride + columns[None, :],
@@ -287,15 +290,15 @@ def launch_weighted(
     weight: Tensor,
     ends: Tensor,
     slots: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     out: Tensor,
     early: bool = False,
     config: GroupedConfig | None = None,
 ) -> None:
     """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
 
-    Row i is weighted and becomes row ``slots[i]`` of `out`. If `early`, `ends` and `weight` are
-    read before the kernel before this one has ended.
+    Row i is weighted, where there are weights, and becomes row ``slots[i]`` of `out`. If `early`,
+    `ends` and `weight` are read before the kernel before this one has ended.
     """
     num_groups, num_columns, depth = weight.shape
     config = config or choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
@@ -321,6 +324,7 @@ def launch_weighted(
         DEPTH=config.depth,
         USE_TMA=uses_tma,
         AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
+        IS_WEIGHTED=weights is not None,
         OVERLAPS=overlaps(x.device),
         EARLY=early and overlaps(x.device),
         launch_pdl=overlaps(x.device),

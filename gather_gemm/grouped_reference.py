@@ -9,20 +9,50 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu
 
+from .scoring import SOFTMAX, Scoring
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LEAST = -3.0e38  # what counts as NaN and -inf where experts are chosen
 
-def route(logits: Tensor, num_chosen: int, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+
+def route(
+    logits: Tensor, num_chosen: int, bias: Tensor | None, scoring: Scoring = SOFTMAX
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, slots and ends; see `gather_gemm.route`."""
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    scores = probabilities if bias is None else probabilities + bias
-    # a stable sort, as topk leaves the order of equals open
-    ranked = scores.sort(dim=-1, descending=True, stable=True).indices
-    chosen = ranked[:, :num_chosen].sort(dim=-1).values
-    weights = probabilities.gather(-1, chosen).to(logits.dtype)
+    wide = logits.to(torch.float32)
+    scores = wide.sigmoid() if scoring.is_sigmoid else wide.softmax(dim=-1)
+    ranks = scores if bias is None else scores + bias
+    ranks = torch.where(ranks > _LEAST, ranks, _LEAST)
+    if scoring.num_groups > 1:
+        ranks = ranks.masked_fill(~_kept_groups(ranks, scoring), -torch.inf)
+    chosen = _best(ranks, num_chosen).sort(dim=-1).values
+    weights = scores.gather(-1, chosen)
+    if scoring.is_normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    weights = (weights * scoring.scale).to(logits.dtype)
     slots = chosen.flatten().argsort(stable=True).to(torch.int32)
     return weights, slots, _group_ends(chosen, logits.shape[1])
+
+
+def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
+    """[R, E] bool: the experts of the groups whose two best ranks have the largest sums."""
+    num_rows, num_experts = ranks.shape
+    groups = ranks.view(num_rows, scoring.num_groups, -1)
+    sums = groups.topk(2, dim=-1).values.sum(dim=-1)
+    sums = torch.where(sums > _LEAST, sums, _LEAST)
+    kept = torch.zeros_like(sums, dtype=torch.bool)
+    kept.scatter_(1, _best(sums, scoring.num_kept_groups), True)
+    return kept.repeat_interleave(num_experts // scoring.num_groups, dim=1)
+
+
+def _best(ranks: Tensor, count: int) -> Tensor:
+    """The columns of the `count` largest of each row; among equals the lowest.
+
+    A stable sort, as topk leaves the order of equals open.
+    """
+    return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
@@ -52,16 +82,25 @@ def gated(gate_up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-def weighted_terms(down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """Rows [S, D] in the order of `slots`, put back as [R, k, D] and weighted [R, k]."""
+def weighted_terms(
+    down: Tensor, slots: Tensor, weights: Tensor, *, is_weighted: bool = True
+) -> Tensor:
+    """Rows [S, D] in the order of `slots`, put back as [R, k, D], and weighted [R, k]."""
     terms = torch.empty_like(down)
     terms[slots] = down
-    return terms.view(*weights.shape, down.shape[1]).mul_(weights[:, :, None])
+    terms = terms.view(*weights.shape, down.shape[1])
+    return terms.mul_(weights[:, :, None]) if is_weighted else terms
 
 
-def sum_terms(terms: Tensor) -> Tensor:
-    """The sum over k of [R, k, D], first to last, each rounded; see `gather_gemm.sum_terms`."""
-    total = terms[:, 0].clone(memory_format=torch.contiguous_format)
-    for index in range(1, terms.shape[1]):
-        total.add_(terms[:, index])
-    return total
+def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """The sum over k of [R, k, D], first to last; see `gather_gemm.sum_terms`."""
+    if weights is None:
+        total = terms[:, 0].clone(memory_format=torch.contiguous_format)
+        for index in range(1, terms.shape[1]):
+            total.add_(terms[:, index])
+    else:
+        wide = torch.zeros_like(terms[:, 0], dtype=torch.float32)
+        for index in range(terms.shape[1]):
+            wide += terms[:, index].to(torch.float32) * weights[:, index, None]
+        total = wide.to(terms.dtype)
+    return total if addend is None else total.add_(addend)

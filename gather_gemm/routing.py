@@ -11,6 +11,7 @@ from torch import Tensor
 from . import grouped_reference as reference
 from ._ops import _check
 from ._triton import can_take, guard, load_kernels
+from .scoring import SOFTMAX, Scoring
 
 _kernels = load_kernels("routing_kernel")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,7 +22,7 @@ class Routing(NamedTuple):
     """Rows on their way to their experts. A slot is a row's place for one of its k terms.
 
     Attributes:
-        weights: [R, k] in the dtype of the logits, of a row's experts in ascending order.
+        weights: [R, k] of a row's experts in ascending order.
         slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, and by
             row within an expert.
         ends: int32 [E], the end of each expert's part of `slots`.
@@ -32,33 +33,47 @@ class Routing(NamedTuple):
     ends: Tensor
 
 
-def route(logits: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routing:
-    """Choose experts for each row by a softmax over all of them in fp32.
+def route(
+    logits: Tensor, num_chosen: int, bias: Tensor | None = None, scoring: Scoring = SOFTMAX
+) -> Routing:
+    """Choose experts for each row by their scores in fp32.
 
-    The weights are the probabilities of the chosen experts as they are: they do not sum to 1.
-    Among equals the lowest expert is chosen. On CUDA one kernel for few rows and two for many,
-    launched from shapes alone; the result does not depend on the order in which blocks run.
+    By default the weights are the probabilities of the chosen experts as they are: they do not sum
+    to 1. Among equals the lowest expert, or group of them, is chosen. On CUDA one kernel for few
+    rows and two for many, launched from shapes alone; the result does not depend on the order in
+    which blocks run.
 
     Args:
         logits: [R, E] bf16, fp16 or fp32, E at most 1,024; rows may be strided.
         num_chosen: k, from 1 to E.
-        bias: fp32 [E], added to the probabilities for the choice only.
+        bias: fp32 [E], added to the scores for the choice only.
+        scoring: how logits become a choice and weights; the groups that it keeps have at least k
+            experts, every group at least two.
+
+    Returns:
+        weights in the dtype of the logits.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
     _check_logits(logits)
-    _check_choice("route", logits.shape[1], num_chosen, bias, logits.device)
+    _check_choice("route", logits.shape[1], num_chosen, bias, logits.device, scoring)
     if _kernels is None or not can_take(logits) or len(logits) == 0:
-        return Routing(*reference.route(logits, num_chosen, bias))
+        return Routing(*reference.route(logits, num_chosen, bias, scoring))
     routing = _allocate(logits, logits.shape[1], num_chosen)
     with guard(logits):
-        _kernels.launch_route(logits, num_chosen, bias, *routing)
+        _kernels.launch_route(logits, num_chosen, bias, scoring, *routing)
     return routing
 
 
-def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = None) -> Routing:
-    """`route` by the logits ``x @ gate.T``, rounded to the dtype.
+def route_rows(
+    x: Tensor,
+    gate: Tensor,
+    num_chosen: int,
+    bias: Tensor | None = None,
+    scoring: Scoring = SOFTMAX,
+) -> Routing:
+    """`route` by the logits ``x @ gate.T``, rounded to the dtype if not `Scoring.in_fp32`.
 
     Sums in fp32. On CUDA a kernel multiplies by parts of the depth, which suits few rows, and the
     kernel that chooses takes the sum of the parts; fp32 goes through PyTorch's product.
@@ -68,7 +83,10 @@ def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = N
         gate: [E, D] of the same dtype, E at most 1,024; likewise. It may be read before the kernel
             before in the stream ends, which must not write it.
         num_chosen: k, from 1 to E.
-        bias: fp32 [E], added to the probabilities for the choice only.
+        bias, scoring: as for `route`.
+
+    Returns:
+        weights in the dtype of x, or fp32.
 
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
@@ -76,13 +94,24 @@ def route_rows(x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = N
     op = "route_rows"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "gate", gate, x, (-1, x.shape[1]))
-    _check_choice(op, len(gate), num_chosen, bias, x.device)
+    _check_choice(op, len(gate), num_chosen, bias, x.device, scoring)
     if _kernels is None or not can_take(x) or not _is_scored(x):
-        return route(torch.mm(x, gate.t()), num_chosen, bias)
-    routing = _allocate(x, len(gate), num_chosen)
+        return route(router_logits(x, gate, scoring), num_chosen, bias, scoring)
+    dtype = torch.float32 if scoring.in_fp32 else x.dtype
+    routing = _allocate(x, len(gate), num_chosen, dtype)
     with guard(x):
-        _kernels.launch_route(_kernels.launch_score(x, gate), num_chosen, bias, *routing)
+        parts = _kernels.launch_score(x, gate)
+        _kernels.launch_route(parts, num_chosen, bias, scoring, *routing)
     return routing
+
+
+def router_logits(x: Tensor, gate: Tensor, scoring: Scoring = SOFTMAX) -> Tensor:
+    """``x @ gate.T`` [R, E] by PyTorch: in the dtype of x, or in fp32 if `Scoring.in_fp32`."""
+    if not scoring.in_fp32 or x.dtype == torch.float32:
+        return torch.mm(x, gate.t())
+    if x.is_cuda:  # the products of 16-bit numbers are exact in fp32
+        return torch.mm(x, gate.t(), out_dtype=torch.float32)
+    return torch.mm(x.to(torch.float32), gate.to(torch.float32).t())
 
 
 def _is_scored(x: Tensor) -> bool:
@@ -90,47 +119,56 @@ def _is_scored(x: Tensor) -> bool:
     return x.element_size() == 2 and x.numel() > 0
 
 
-def _allocate(rows: Tensor, num_experts: int, num_chosen: int) -> Routing:
+def _allocate(
+    rows: Tensor, num_experts: int, num_chosen: int, dtype: torch.dtype | None = None
+) -> Routing:
     num_slots = len(rows) * num_chosen
     return Routing(
-        rows.new_empty(len(rows), num_chosen),
+        rows.new_empty(len(rows), num_chosen, dtype=dtype),
         torch.empty(num_slots, dtype=torch.int32, device=rows.device),
         torch.empty(num_experts, dtype=torch.int32, device=rows.device),
     )
 
 
-def sum_terms(terms: Tensor) -> Tensor:
-    """The sum of each row's terms, first to last, every sum rounded to the dtype.
+def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """The sum of each row's terms, first to last.
+
+    Without weights every sum is rounded to the dtype; with them the terms are weighted and added in
+    fp32, and the whole is rounded once. The addend comes last, and that sum is rounded as well.
 
     Args:
         terms: [R, k, D] bf16, fp16 or fp32, contiguous.
+        weights: fp32 [R, k] contiguous, or None.
+        addend: [R, D] of the dtype of the terms, contiguous, or None.
 
     Returns:
         [R, D].
 
     Raises:
-        ValueError: `terms` is not as above.
+        ValueError: An argument is not as above.
     """
-    _check_terms("sum_terms", terms)
+    _check_terms("sum_terms", terms, weights, addend)
     if _kernels is None or not can_take(terms) or terms.numel() == 0:
-        return reference.sum_terms(terms)
+        return reference.sum_terms(terms, weights, addend)
     out = terms.new_empty(terms.shape[0], terms.shape[2])
     with guard(terms):
-        _kernels.launch_sum(terms, out, adds=False)
+        _kernels.launch_sum(terms, weights, addend, out, adds=False)
     return out
 
 
-def add_terms(x: Tensor, terms: Tensor) -> None:
+def add_terms(
+    x: Tensor, terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None
+) -> None:
     """x += `sum_terms`, in place.
 
     Args:
         x: [R, D] of the dtype of the terms; rows may be strided, D is contiguous.
-        terms: [R, k, D], as for `sum_terms`.
+        terms, weights, addend: as for `sum_terms`.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
-    _check_terms("add_terms", terms)
+    _check_terms("add_terms", terms, weights, addend)
     wanted = (terms.shape[0], terms.shape[2])
     is_like = x.dtype == terms.dtype and x.device == terms.device
     if x.shape != wanted or not is_like or (x.shape[1] > 1 and x.stride(1) != 1):
@@ -140,10 +178,10 @@ def add_terms(x: Tensor, terms: Tensor) -> None:
             f"strides {x.stride()}"
         )
     if _kernels is None or not can_take(terms) or terms.numel() == 0:
-        x.add_(reference.sum_terms(terms))
+        x.add_(reference.sum_terms(terms, weights, addend))
         return
     with guard(terms):
-        _kernels.launch_sum(terms, x, adds=True)
+        _kernels.launch_sum(terms, weights, addend, x, adds=True)
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -159,12 +197,25 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _check_choice(
-    op: str, num_experts: int, num_chosen: int, bias: Tensor | None, device: torch.device
+    op: str,
+    num_experts: int,
+    num_chosen: int,
+    bias: Tensor | None,
+    device: torch.device,
+    scoring: Scoring,
 ) -> None:
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"{op}: wanted E at most {MAX_EXPERTS}, got {num_experts}")
     if not 1 <= num_chosen <= num_experts:
         raise ValueError(f"{op}: num_chosen must be from 1 to {num_experts}, got {num_chosen}")
+    if scoring.num_groups > 1:
+        size, rest = divmod(num_experts, scoring.num_groups)
+        kept = scoring.num_kept_groups
+        if rest or size < 2 or not num_chosen <= kept * size <= num_experts:
+            raise ValueError(
+                f"{op}: scoring must keep groups of at least {num_chosen} of {num_experts} experts "
+                f"that lie in groups of two or more, got {kept} of {scoring.num_groups} groups"
+            )
     if bias is None:
         return
     is_like = bias.dtype == torch.float32 and bias.device == device
@@ -175,7 +226,7 @@ def _check_choice(
         )
 
 
-def _check_terms(op: str, terms: Tensor) -> None:
+def _check_terms(op: str, terms: Tensor, weights: Tensor | None, addend: Tensor | None) -> None:
     if terms.dim() != 3 or terms.dtype not in _DTYPES or not terms.is_contiguous():
         raise ValueError(
             f"{op}: terms must be [R, k, D] contiguous of one of bf16, fp16 and fp32, "
@@ -183,3 +234,23 @@ def _check_terms(op: str, terms: Tensor) -> None:
         )
     if terms.shape[1] == 0:
         raise ValueError(f"{op}: terms must have at least one term a row, got {list(terms.shape)}")
+    _check_like(op, "weights", weights, terms, terms.shape[:2], torch.float32)
+    _check_like(op, "addend", addend, terms, (terms.shape[0], terms.shape[2]), terms.dtype)
+
+
+def _check_like(
+    op: str,
+    name: str,
+    tensor: Tensor | None,
+    like: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    if tensor is None:
+        return
+    is_like = tensor.dtype == dtype and tensor.device == like.device
+    if tensor.shape != shape or not is_like or not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be {dtype} {list(shape)} contiguous on {like.device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )

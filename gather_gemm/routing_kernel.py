@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .overlap import begin_open, overlaps
+from .scoring import Scoring
 
 
 @triton.jit
@@ -53,20 +54,51 @@ def score_kernel(
 
 
 @triton.jit
-def _choose(scores, is_expert, num_chosen, EXPERTS: tl.constexpr):
-    """Mark the num_chosen best of each row of scores [ROWS, EXPERTS]; ties to the lowest expert."""
+def _at_least(ranks):
+    """NaN is greater than nothing: as the least number its row still chooses the lowest experts."""
+    return tl.where(ranks > -3.0e38, ranks, -3.0e38)
+
+
+@triton.jit
+def _in_kept_groups(
+    ranks,
+    is_expert,
+    num_experts,
+    NUM_GROUPS: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Mark the experts of the groups whose two best ranks sum highest; ties to the lowest group."""
     experts = tl.arange(0, EXPERTS)[None, :]
-    is_open = tl.broadcast_to(is_expert[None, :], scores.shape)
-    # NaN is greater than nothing: as the least number its row still chooses the lowest experts.
-    scores = tl.where(scores > -3.0e38, scores, -3.0e38)
-    for _ in range(num_chosen):
-        winner = tl.argmax(tl.where(is_open, scores, float("-inf")), axis=1)
-        is_open = is_open & (experts != winner[:, None])
+    size = num_experts // NUM_GROUPS
+    groups = experts // size
+    sums = tl.full(ranks.shape, float("-inf"), dtype=tl.float32)  # of each expert's group
+    for group in range(NUM_GROUPS):
+        members = tl.where(groups == group, ranks, float("-inf"))
+        best = tl.max(members, axis=1)
+        winner = tl.argmax(members, axis=1)
+        second = tl.max(tl.where(experts == winner[:, None], float("-inf"), members), axis=1)
+        sums = tl.where(groups == group, _at_least(best + second)[:, None], sums)
+    is_open = tl.broadcast_to(is_expert[None, :], ranks.shape)
+    for _ in range(NUM_KEPT):
+        winner = tl.argmax(tl.where(is_open, sums, float("-inf")), axis=1)
+        is_open = is_open & (groups != winner[:, None] // size)
     return is_expert[None, :] & ~is_open
 
 
+@triton.jit
+def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
+    """Mark the num_chosen best of each row of ranks [ROWS, EXPERTS]; ties to the lowest expert."""
+    experts = tl.arange(0, EXPERTS)[None, :]
+    is_open = can_be_chosen
+    for _ in range(num_chosen):
+        winner = tl.argmax(tl.where(is_open, ranks, float("-inf")), axis=1)
+        is_open = is_open & (experts != winner[:, None])
+    return can_be_chosen & ~is_open
+
+
 # Not specialised: Triton 3.6 fails on the loop of one turn that a constant 1 would leave.
-@triton.jit(do_not_specialize=["num_chosen"])
+@triton.jit(do_not_specialize=["num_chosen", "scale"])
 def choose_kernel(
     logits,  # [P, R, E], to be summed and rounded to the dtype of the weights
     bias,  # [E] fp32
@@ -80,10 +112,15 @@ def choose_kernel(
     num_chosen,
     logits_stride,
     part_stride,
+    scale,
     NUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -99,15 +136,26 @@ def choose_kernel(
         given += tl.load(logits + part * part_stride + at, mask=inside, other=float("-inf"))
     given = given.to(weights.dtype.element_ty).to(tl.float32)
     given = tl.where(is_row[:, None], given, 0.0)
-    powers = tl.where(is_expert[None, :], tl.exp(given - tl.max(given, axis=1)[:, None]), 0.0)
-    probabilities = powers / tl.sum(powers, axis=1)[:, None]
-    scores = probabilities
+    if IS_SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-given))
+    else:
+        powers = tl.where(is_expert[None, :], tl.exp(given - tl.max(given, axis=1)[:, None]), 0.0)
+        scores = powers / tl.sum(powers, axis=1)[:, None]
+    ranks = scores
     if HAS_BIAS:
-        scores += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
-    is_chosen = _choose(scores, is_expert, num_chosen, EXPERTS) & is_row[:, None]
+        ranks += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
+    ranks = _at_least(ranks)
+    if NUM_GROUPS > 1:
+        is_open = _in_kept_groups(ranks, is_expert, num_experts, NUM_GROUPS, NUM_KEPT, EXPERTS)
+    else:
+        is_open = tl.broadcast_to(is_expert[None, :], ranks.shape)
+    is_chosen = _choose(ranks, is_open, num_chosen, EXPERTS) & is_row[:, None]
     ones = is_chosen.to(tl.int32)
     slot = row_ids[:, None] * num_chosen + tl.cumsum(ones, axis=1) - 1
-    tl.store(weights + slot, probabilities.to(weights.dtype.element_ty), mask=is_chosen)
+    if IS_NORMALISED:
+        scores /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
+    scores *= scale
+    tl.store(weights + slot, scores.to(weights.dtype.element_ty), mask=is_chosen)
     totals = tl.sum(ones, axis=0)
     if IS_WHOLE:
         last = tl.cumsum(totals)
@@ -167,11 +215,15 @@ def sort_kernel(
 @triton.jit
 def sum_kernel(
     terms,  # [R, K, D]
+    weights,  # [R, K] fp32, where the sum is one in fp32
+    addend,  # [R, D]
     out,  # [R, D]
     num_columns,
     out_stride,
     NUM_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_WEIGHTED: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     ADDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -182,10 +234,18 @@ def sum_kernel(
     dtype = out.dtype.element_ty
     term = terms + row * NUM_TERMS * num_columns + columns
     total = tl.load(term, mask=mask, other=0.0).to(tl.float32)
+    if IS_WEIGHTED:
+        total *= tl.load(weights + row * NUM_TERMS)
     for index in tl.static_range(1, NUM_TERMS):
-        addend = tl.load(term + index * num_columns, mask=mask, other=0.0).to(tl.float32)
-        # every sum is rounded to the model dtype
-        total = (total + addend).to(dtype).to(tl.float32)
+        more = tl.load(term + index * num_columns, mask=mask, other=0.0).to(tl.float32)
+        if IS_WEIGHTED:
+            total += more * tl.load(weights + row * NUM_TERMS + index)
+        else:  # every sum is rounded to the model dtype
+            total = (total + more).to(dtype).to(tl.float32)
+    total = total.to(dtype).to(tl.float32)
+    if HAS_ADDEND:
+        more = tl.load(addend + row * num_columns + columns, mask=mask, other=0.0)
+        total = (total + more.to(tl.float32)).to(dtype).to(tl.float32)
     into = out + row * out_stride + columns
     if ADDS:
         total += tl.load(into, mask=mask, other=0.0).to(tl.float32)
@@ -236,6 +296,7 @@ def launch_route(
     logits: Tensor,
     num_chosen: int,
     bias: Tensor | None,
+    scoring: Scoring,
     weights: Tensor,
     slots: Tensor,
     ends: Tensor,
@@ -270,10 +331,15 @@ def launch_route(
         num_chosen,
         parts.stride(1),
         parts.stride(0),
+        scoring.scale,
         NUM_PARTS=num_parts,
         ROWS=rows,
         EXPERTS=experts,
         HAS_BIAS=bias is not None,
+        IS_SIGMOID=scoring.is_sigmoid,
+        IS_NORMALISED=scoring.is_normalised,
+        NUM_GROUPS=scoring.num_groups,
+        NUM_KEPT=scoring.num_kept_groups,
         IS_WHOLE=is_whole,
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
@@ -303,17 +369,23 @@ def _choose_block(num_elements: int) -> tuple[int, int]:
     return next(block for most, block in _CHOICES if most is None or num_elements <= most)
 
 
-def launch_sum(terms: Tensor, out: Tensor, adds: bool) -> None:
+def launch_sum(
+    terms: Tensor, weights: Tensor | None, addend: Tensor | None, out: Tensor, adds: bool
+) -> None:
     """Enqueue ``out = sum`` or ``out += sum`` over terms [R, k, D]; the arguments are checked."""
     num_rows, num_terms, num_columns = terms.shape
     columns = min(1024, triton.next_power_of_2(num_columns))
     sum_kernel[(num_rows, triton.cdiv(num_columns, columns))](
         terms,
+        weights,
+        addend,
         out,
         num_columns,
         out.stride(0),
         NUM_TERMS=num_terms,
         COLUMNS=columns,
+        IS_WEIGHTED=weights is not None,
+        HAS_ADDEND=addend is not None,
         ADDS=adds,
         OVERLAPS=overlaps(terms.device),
         launch_pdl=overlaps(terms.device),

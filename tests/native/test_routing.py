@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of experts, the order of rows, and the sum of terms, with and without kernels."""
 
+import math
+
 import pytest
 import torch
 
-from gather_gemm import add_terms, is_built, route, route_rows, sum_terms
+from gather_gemm import SOFTMAX, Scoring, add_terms, is_built, route, route_rows, sum_terms
 from gather_gemm import grouped_reference as reference
 from tests.native.test_grouped_gemm import run_interpreted
 
@@ -18,15 +20,70 @@ SIZES = [
     (1100, 64, 8),
 ]
 
+# Experts, experts of a row, and how they are chosen: as in LLaDA2, SDAR-MoE and LLaDA-MoE; groups
+# that are all kept, of no power of two, and one expert of one group; scores as they are.
+SCORINGS = [
+    (256, 8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
+    (128, 8, Scoring(is_normalised=True)),
+    (64, 8, SOFTMAX),
+    (12, 3, Scoring(num_groups=3, num_kept_groups=3)),
+    (40, 6, Scoring(num_groups=8, num_kept_groups=2, in_fp32=True)),
+    (6, 1, Scoring(True, 3, 1, is_normalised=True)),
+    (5, 4, Scoring(True, scale=0.5)),
+]
+
 # Depths: of a part of a tile, of a tile, of several and a part; of the compiled kernel.
 DEPTHS = [5, 256, 600, 1024]
 
 
-def check_routing(logits, num_chosen, bias):
-    given = route(logits, num_chosen, bias)
-    weights, slots, ends = reference.route(logits, num_chosen, bias)
+def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
+    given = route(logits, num_chosen, bias, scoring)
+    weights, slots, ends = reference.route(logits, num_chosen, bias, scoring)
     assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
-    torch.testing.assert_close(given.weights, weights)
+    torch.testing.assert_close(given.weights, weights, equal_nan=True)
+
+
+def awkward_logits(generator, num_rows, num_experts):
+    """Few values, so that many are equal; -inf here and there, and rows of zeros and of -inf."""
+    logits = torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    logits[0] = 0.0
+    logits[num_rows // 2] = -torch.inf
+    logits[num_rows // 2, -1] = 1.0
+    return logits
+
+
+def defined_routing(logits, num_chosen, bias, scoring):
+    """The experts of one row, ascending, and their weights, in Python's float64."""
+    peak = max(logits)
+    if scoring.is_sigmoid:
+        scores = [1.0 / (1.0 + math.exp(-g)) if g > -math.inf else 0.0 for g in logits]
+    else:
+        total = sum(math.exp(g - peak) for g in logits)
+        scores = [math.exp(g - peak) / total for g in logits]
+    ranks = [score + more for score, more in zip(scores, bias, strict=True)]
+    size = len(ranks) // scoring.num_groups
+
+    def group_rank(group):
+        return -sum(sorted(ranks[group * size : (group + 1) * size])[-2:])
+
+    groups = range(scoring.num_groups)
+    if scoring.num_groups > 1:
+        groups = sorted(groups, key=group_rank)[: scoring.num_kept_groups]
+    allowed = [e for e in range(len(ranks)) if e // size in groups]
+    experts = sorted(sorted(allowed, key=lambda e: -ranks[e])[:num_chosen])
+    weights = [scores[e] for e in experts]
+    whole = sum(weights) + 1e-20 if scoring.is_normalised else 1.0
+    return experts, [weight / whole * scoring.scale for weight in weights]
+
+
+def experts_of(routing, num_rows, num_chosen):
+    """[R, k]: the experts of each row by its places."""
+    places = torch.arange(len(routing.slots), device=routing.slots.device)
+    members = torch.bucketize(places, routing.ends, right=True)
+    experts = torch.empty_like(members)
+    experts[routing.slots.long()] = members
+    return experts.view(num_rows, num_chosen)
 
 
 def exact_rows(generator, num_rows, num_experts, depth, dtype):
@@ -39,10 +96,11 @@ def exact_rows(generator, num_rows, num_experts, depth, dtype):
     return x[:, :depth], gate[:, :depth] / 8
 
 
-def check_rows(x, gate, num_chosen, bias):
-    logits = (x.float() @ gate.float().t()).to(x.dtype)
-    given = route_rows(x, gate, num_chosen, bias)
-    weights, slots, ends = reference.route(logits, num_chosen, bias)
+def check_rows(x, gate, num_chosen, bias, scoring=SOFTMAX):
+    logits = x.float() @ gate.float().t()
+    logits = logits if scoring.in_fp32 else logits.to(x.dtype)
+    given = route_rows(x, gate, num_chosen, bias, scoring)
+    weights, slots, ends = reference.route(logits, num_chosen, bias, scoring)
     assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
     torch.testing.assert_close(given.weights, weights)
 
@@ -89,6 +147,56 @@ def test_against_the_definition(
         slots = row * num_chosen + torch.arange(num_chosen)
         where = torch.cat([(routing.slots.cpu() == slot).nonzero()[0] for slot in slots])
         assert [members[place][1] for place in where.tolist()] == experts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 9, 70])
+@pytest.mark.parametrize(("num_experts", "num_chosen", "scoring"), SCORINGS, ids=str)
+@pytest.mark.parametrize("is_awkward", [False, True])
+def test_every_scoring_against_its_definition(
+    generator, device, num_rows, num_experts, num_chosen, scoring, is_awkward
+):
+    if is_awkward:
+        logits = awkward_logits(generator, num_rows, num_experts)
+        bias = torch.randint(0, 3, (num_experts,), generator=generator) / 4
+    else:
+        logits = torch.randn(num_rows, num_experts, generator=generator)
+        bias = torch.randn(num_experts, generator=generator)
+    routing = route(logits.to(device), num_chosen, bias.to(device), scoring)
+    experts = experts_of(routing, num_rows, num_chosen).tolist()
+    for row, values in enumerate(logits.tolist()):
+        wanted, weights = defined_routing(values, num_chosen, bias.tolist(), scoring)
+        if not is_awkward or scoring.is_sigmoid:  # probabilities of equals differ by rounding
+            assert experts[row] == wanted
+        if experts[row] == wanted:
+            given = routing.weights[row].double().cpu()
+            torch.testing.assert_close(given, torch.tensor(weights).double(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 33, 300])
+@pytest.mark.parametrize(("num_experts", "num_chosen", "scoring"), SCORINGS, ids=str)
+def test_rows_of_every_scoring(
+    generator, device, dtype, num_rows, num_experts, num_chosen, scoring
+):
+    x, gate = exact_rows(generator, num_rows, num_experts, 600, dtype)
+    bias = torch.randn(num_experts, generator=generator).to(device)
+    for given_bias in (None, bias):
+        check_rows(x.to(device), gate.to(device), num_chosen, given_bias, scoring)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_and_weights_may_stay_fp32(generator, device):
+    """Two logits that bf16 does not tell apart, and a weight that it rounds."""
+    x = torch.ones(1, 2, dtype=torch.bfloat16, device=device)
+    gate = torch.tensor([[1.0, 0.0], [1.0, 2**-10], [-9.0, 0.0]], device=device).bfloat16()
+    rounded = route_rows(x, gate, 1, scoring=Scoring(is_sigmoid=True))
+    exact = route_rows(x, gate, 1, scoring=Scoring(is_sigmoid=True, in_fp32=True))
+    assert (rounded.ends.tolist(), exact.ends.tolist()) == ([1, 1, 1], [0, 1, 1])
+    assert (rounded.weights.dtype, exact.weights.dtype) == (torch.bfloat16, torch.float32)
+    wanted = torch.sigmoid(torch.tensor(1 + 2**-10, dtype=torch.float64))
+    torch.testing.assert_close(exact.weights[0, 0].double().cpu(), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.gpu
@@ -198,11 +306,39 @@ def test_sums_are_rounded_one_by_one(generator, device, dtype, shape):
     assert torch.equal(x, wanted) and torch.equal(wide[:, shape[2] :], edge)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (33, 8, 1500)])
+@pytest.mark.parametrize("has_addend", [False, True])
+def test_weighted_sums_are_rounded_once(generator, device, dtype, shape, has_addend):
+    """Small whole numbers times eighths: exact in fp32, and in no order of sums in bf16."""
+    terms = torch.randint(-100, 101, shape, generator=generator).to(dtype).to(device)
+    weights = torch.randint(1, 9, shape[:2], generator=generator).to(device) / 8
+    total = (terms.double() * weights.double()[:, :, None]).sum(1).to(dtype)
+    addend = torch.randn(shape[0], shape[2], generator=generator).to(dtype).to(device)
+    given_addend = addend if has_addend else None
+    wanted = total + addend if has_addend else total
+    assert torch.equal(sum_terms(terms, weights, given_addend), wanted)
+    x = torch.randn(shape[0], shape[2], generator=generator).to(dtype).to(device)
+    wanted = x + wanted
+    add_terms(x, terms, weights, given_addend)
+    assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_addend_comes_last(generator, device):
+    terms = torch.randn(9, 4, 33, generator=generator).bfloat16().to(device)
+    addend = torch.randn(9, 33, generator=generator).bfloat16().to(device)
+    assert torch.equal(sum_terms(terms, None, addend), sum_terms(terms) + addend)
+
+
 INTERPRETED = """
 import torch
 from gather_gemm import add_terms, route, routing, sum_terms
 from gather_gemm import grouped_reference as reference
-from tests.native.test_routing import DEPTHS, SIZES, check_routing, check_rows, exact_rows
+from tests.native.test_routing import (
+    DEPTHS, SCORINGS, SIZES, awkward_logits, check_routing, check_rows, exact_rows
+)
 routing.reference = None  # the kernels must not need it
 generator = torch.Generator().manual_seed(5)
 *most_rows, num_chosen = SIZES[-1]
@@ -220,6 +356,26 @@ for dtype in (torch.float32, torch.float16):
         wanted += x
         add_terms(x, terms)
         assert torch.equal(x, wanted)
+for num_experts, num_chosen, scoring in SCORINGS:
+    bias = torch.randint(0, 3, (num_experts,), generator=generator) / 4
+    for num_rows in (1, 9):
+        logits = awkward_logits(generator, num_rows, num_experts)
+        if scoring.is_sigmoid:
+            check_routing(logits, num_chosen, bias, scoring)
+        check_routing(logits.exp2().clamp(max=2), num_chosen, None, scoring)
+        check_routing(torch.randn(num_rows, num_experts, generator=generator), num_chosen, bias,
+                      scoring)
+    x, gate = exact_rows(generator, 9, num_experts, 256, torch.float16)
+    check_rows(x, gate, num_chosen, bias, scoring)
+for shape in ((1, 1, 1), (5, 3, 7), (3, 8, 1500)):
+    terms = torch.randint(-100, 101, shape, generator=generator).half()
+    weights = torch.randint(1, 9, shape[:2], generator=generator) / 8
+    addend = torch.randn(shape[0], shape[2], generator=generator).half()
+    for some in (None, addend):
+        assert torch.equal(
+            sum_terms(terms, weights, some), reference.sum_terms(terms, weights, some)
+        )
+    assert torch.equal(sum_terms(terms, None, addend), reference.sum_terms(terms, None, addend))
 for num_rows, num_experts, num_chosen in SIZES[:-1]:
     for depth in DEPTHS:
         x, gate = exact_rows(generator, num_rows, num_experts, depth, torch.float16)
@@ -246,6 +402,14 @@ def test_kernels_under_the_interpreter():
         (lambda: route(torch.zeros(4, 6), 7), "num_chosen must be from 1 to 6, got 7"),
         (lambda: route(torch.zeros(4, 6), 2, torch.zeros(5)), r"bias must be fp32 \[6\]"),
         (lambda: route(torch.zeros(4, 6), 2, torch.zeros(6).half()), "got torch.float16"),
+        (lambda: route(torch.zeros(4, 6), 2, None, Scoring(num_groups=4)), "1 of 4 groups"),
+        (lambda: route(torch.zeros(4, 6), 2, None, Scoring(num_groups=6)), "groups of two or more"),
+        (lambda: route(torch.zeros(4, 6), 3, None, Scoring(num_groups=3)), "at least 3 of 6"),
+        (
+            lambda: sum_terms(torch.zeros(4, 2, 6), torch.zeros(4, 3)),
+            r"weights must be .* \[4, 2\]",
+        ),
+        (lambda: sum_terms(torch.zeros(4, 2, 6), None, torch.zeros(4)), r"addend must be"),
         (lambda: sum_terms(torch.zeros(4, 6)), r"terms must be \[R, k, D\]"),
         (lambda: sum_terms(torch.zeros(4, 0, 6)), "at least one term"),
         (lambda: add_terms(torch.zeros(4, 5), torch.zeros(4, 2, 6)), r"x must be \[4, 6\]"),

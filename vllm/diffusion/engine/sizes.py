@@ -85,7 +85,8 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         is_summed=num_ranks > 1,
     )
     qkv = out._replace(columns=(num_heads + 2 * num_kv_heads) * config.head_dim)
-    gate_up = out._replace(columns=2 * mlp_width)
+    widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
+    gate_up = out._replace(columns=2 * widest)
     kinds = ops.kinds_of(vllm_config.quant_config)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
     table_bytes = FP32_BYTES if architecture.rotates_in_fp32 else model.dtype.itemsize
@@ -120,10 +121,13 @@ def _products(
 
 
 def _experts(config: DiffusionConfig, num_ranks: int) -> Experts | None:
-    if not config.architecture.expert_layers:
+    architecture = config.architecture
+    if not architecture.expert_layers:
         return None
     return Experts(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
-        width=config.expert_intermediate_size // num_ranks,
+        width=architecture.expert_width // num_ranks,
+        shared_width=architecture.shared_expert_width // num_ranks,
+        in_fp32=architecture.scoring.in_fp32,
     )

@@ -33,3 +33,10 @@ class GatedMLP:
                 normed = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
                 self.gate_up_proj.gated(normed, activated, buffers)
             self.down_proj.add_to(x, activated, buffers)
+
+    def project(self, normed: Tensor, out: Tensor, buffers: Buffers) -> None:
+        """Write this rank's part of Wdown (silu(Wgate h) * Wup h) of h = normed [R, D] to out."""
+        with buffers.scope("feed-forward"):
+            activated = buffers.take("activated", (len(normed), self.width), normed.dtype)
+            self.gate_up_proj.gated(normed, activated, buffers)
+            self.down_proj.project(activated, out, buffers)

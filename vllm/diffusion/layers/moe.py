@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.norm import RMSNorm
+
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class ExpertsMLP:
     """The feed-forward stage of a layer with experts, over weights owned elsewhere.
 
     `gate` is the router [E, D]; `w1` [E, 2I, D] and `w2` [E, D, I] hold this rank's part of every
-    expert's width; `bias` [E] shifts the choice where the model has it.
+    expert's width; `bias` [E] shifts the choice where the model has it. `shared` is the expert of
+    all rows, if there is one.
     """
 
     norm: RMSNorm
@@ -29,20 +33,37 @@ class ExpertsMLP:
     w2: Tensor
     num_chosen: int
     bias: Tensor | None = None
+    scoring: ops.Scoring = ops.SOFTMAX
+    shared: GatedMLP | None = None
 
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
-        """x += sum over the chosen experts of weight * expert(norm(x)); x [R, D], in place."""
+        """x += shared(h) + sum over the chosen experts of weight * expert(h), h = norm(x).
+
+        x [R, D], in place.
+        """
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
             normed = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
-            routing = self._route(normed, buffers)
-            ops.add_experts(x, normed, routing, self.w1, self.w2, buffers)
+            addend = None
+            if self.shared is not None:
+                addend = buffers.take("shared expert", x.shape, x.dtype)
+                self.shared.project(normed, addend, buffers)
+            ops.add_experts(
+                x,
+                normed,
+                self._route(normed, buffers),
+                self.w1,
+                self.w2,
+                buffers,
+                addend=addend,
+                in_fp32=self.scoring.in_fp32,
+            )
 
     def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
         """The experts of every row."""
-        element_bytes = normed.element_size()
+        element_bytes = FP32_BYTES if self.scoring.in_fp32 else normed.element_size()
         scores_bytes = len(self.w1) * (element_bytes + 1)  # and choices, int8
         chosen_bytes = self.num_chosen * (element_bytes + 4)  # weights, int32 slots
         buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
-        return ops.route_rows(normed, self.gate, self.num_chosen, self.bias)
+        return ops.route_rows(normed, self.gate, self.num_chosen, self.bias, self.scoring)

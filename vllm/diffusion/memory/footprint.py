@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+FP32_BYTES = 4
 STATISTICS_BYTES = 4  # log-sum-exp that attention kernels store for each query and head, fp32
 INPUT_BYTES = 3 * 8  # token, position and slot of a row, int64
 READ_INPUT_BYTES = 2 * 8  # row and position of a row that is read, int64
@@ -29,11 +30,18 @@ Phases = tuple[Terms, ...]  # of a stage, one after the other: what has ended is
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: E of them, k for a row, each of this width on this rank."""
+    """A mixture of experts: E of them, k for a row, each of this width on this rank.
+
+    Attributes:
+        shared_width: of the expert of all rows; 0 where there is none.
+        in_fp32: logits of the router, and weights, are fp32.
+    """
 
     count: int
     chosen: int
     width: int
+    shared_width: int = 0
+    in_fp32: bool = False
 
 
 class Products(NamedTuple):
@@ -41,7 +49,7 @@ class Products(NamedTuple):
 
     Attributes:
         project: bytes a row of the fused product of queries, keys and values, by name.
-        gated: of gate and up, and silu(gate) * up.
+        gated: of gate and up, and silu(gate) * up, in the widest MLP.
         add_to: of the products that are added to the residual stream.
         most_gated_rows: chunks of more rows take nothing of `gated`; None for no end.
     """
@@ -284,16 +292,22 @@ class Footprint:
         if experts is None:
             return ()
         rows, row_bytes = experts.chosen, self.shape.row_bytes
-        terms = {
-            "normed": row_bytes,
-            # weights in the model dtype, slots int32, choices int8
-            "routing": experts.count * (element + 1) + rows * (element + 4),
+        scores = FP32_BYTES if experts.in_fp32 else element
+        resident = {"normed": row_bytes}
+        if experts.shared_width:
+            resident["shared expert"] = row_bytes
+        terms = resident | {
+            # scores and weights, slots int32, choices int8
+            "routing": experts.count * (scores + 1) + rows * (scores + 4),
             "activated of experts": rows * experts.width * element,
             "terms of experts": rows * row_bytes,
         }
         if self.shape.num_ranks > 1:
             terms["summed over ranks"] = 2 * row_bytes  # the terms, then the ranks' sums
-        return (terms,)
+        if not experts.shared_width:
+            return (terms,)
+        activated = resident | {"activated": experts.shared_width * element}
+        return *(activated | products.gated for products in self.shape.products), terms
 
 
 def is_streamed(layout: Layout) -> bool:

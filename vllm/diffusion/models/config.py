@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 USUAL_BLOCK = 32
 
 
+class ExpertScoring(NamedTuple):
+    """How experts are chosen and weighted: the attributes of `gather_gemm.Scoring`."""
+
+    is_sigmoid: bool = False
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    is_normalised: bool = False
+    scale: float = 1.0
+    in_fp32: bool = False
+
+
 class Architecture(NamedTuple):
     """What differs between families; the default is as in Llama.
 
@@ -40,9 +51,13 @@ class Architecture(NamedTuple):
         max_qkv: most that an element of queries, keys and values may be, either way.
         embedding_scale, logits_scale: what these are multiplied by.
         dense_width: of the MLPs that are no experts; 0 where every layer has experts.
-        expert_layers: the layers, counted from 0, that have experts, as `num_experts`,
-            `num_experts_per_tok` and `expert_intermediate_size` of the configuration describe them.
-        has_expert_bias: a bias shifts the choice of experts.
+        expert_layers: the layers, counted from 0, that have experts, `num_experts` of them and
+            `num_experts_per_tok` for a row.
+        expert_width, shared_expert_width: of an expert, and of the one of all rows, if any.
+        scoring: how experts are chosen and weighted.
+        expert_bias_of: the module whose tensor `expert_bias` shifts the choice of experts, if any:
+            "mlp" or "mlp.gate".
+        has_fused_qkv: `self_attn.qkv_proj` is one tensor of the checkpoint.
         layer_names: of every layer in the checkpoint.
         module_names: of modules in the checkpoint where they are not Llama's, by Llama's: of the
             whole model first, then within a layer.
@@ -61,7 +76,11 @@ class Architecture(NamedTuple):
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     expert_layers: tuple[int, ...] = ()
-    has_expert_bias: bool = False
+    expert_width: int = 0
+    shared_expert_width: int = 0
+    scoring: ExpertScoring = ExpertScoring()
+    expert_bias_of: str | None = None
+    has_fused_qkv: bool = False
     module_names: Mapping[str, str] = MappingProxyType({})
 
 
@@ -84,7 +103,6 @@ class DiffusionConfig(PreTrainedConfig):
         tie_word_embeddings: bool
         num_experts: int
         num_experts_per_tok: int
-        expert_intermediate_size: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Inherit `__init__`, in whose place transformers puts one that knows no checks."""

@@ -68,6 +68,7 @@ class LLaDAMoEConfig(DiffusionConfig):
 
     if TYPE_CHECKING:
         dense_intermediate_size: int
+        expert_intermediate_size: int
         max_position_embeddings: int
         partial_rotary_factor: float
         clip_qkv: float | None
@@ -105,7 +106,8 @@ class LLaDAMoEConfig(DiffusionConfig):
             norms_each_head=self.qk_layernorm,
             max_qkv=self.clip_qkv,
             expert_layers=expert_layers,
-            has_expert_bias=self.moe_router_enable_expert_bias,
+            expert_width=self.expert_intermediate_size,
+            expert_bias_of="mlp" if self.moe_router_enable_expert_bias else None,
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a mixture of experts, by the names of LLaDA-MoE's checkpoints."""
+"""The weights of a mixture of experts, by the names of Qwen3-MoE's checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from vllm.diffusion import ops
 from vllm.diffusion.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.layers.moe import ExpertsMLP
 from vllm.diffusion.layers.parallel import keep_plain
-from vllm.diffusion.models.modules import MLPWeights
+from vllm.diffusion.models.modules import DenseMLP, MLPWeights
 from vllm.diffusion.models.weights import Destination
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -54,7 +55,7 @@ class ExpertMatrices(nn.Module):
         if width % num_ranks:
             raise ServerConfigError(
                 f"tensor_parallel_size: given {num_ranks}; "
-                f"wanted a divisor of expert_intermediate_size {width}"
+                f"wanted a divisor of the experts' width {width}"
             )
         self.width = width // num_ranks
         self.sharded_dim = sharded_dim
@@ -76,7 +77,7 @@ class ExpertMatrices(nn.Module):
 
 
 class MixtureMLP(MLPWeights):
-    """Router and experts of one layer.
+    """Router and experts of one layer, and the expert of all rows where there is one.
 
     The experts' matrices are stacked, so that one grouped product multiplies by all of them.
 
@@ -93,19 +94,33 @@ class MixtureMLP(MLPWeights):
                 f"quantization: given {quant_config.get_name()}; "
                 "wanted none for a model with experts, which run unquantised"
             )
-        width, inner = config.hidden_size, config.expert_intermediate_size
+        architecture = config.architecture
+        width, inner = config.hidden_size, architecture.expert_width
+        self.scoring = ops.Scoring(*architecture.scoring)
         self.num_experts, self.num_chosen = config.num_experts, config.num_experts_per_tok
         self.shape = (inner, width)
         self.gate = keep_plain(
             ReplicatedLinear(width, config.num_experts, bias=False, prefix=f"{prefix}.gate")
         )
-        # fp32: the choice is made in fp32, and the bias matters in its small differences
-        self.expert_bias: nn.Parameter | None = None
-        if config.architecture.has_expert_bias:
+        self.expert_bias_of = architecture.expert_bias_of
+        if self.expert_bias_of is not None:
+            # fp32: the choice is made in fp32, and the bias matters in its small differences
             bias = torch.empty(config.num_experts, dtype=torch.float32)
-            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+            owner = self.gate if self.expert_bias_of == "mlp.gate" else self
+            owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
         self.w1 = ExpertMatrices(config.num_experts, 2, (inner, width), sharded_dim=0)
         self.w2 = ExpertMatrices(config.num_experts, 1, (width, inner), sharded_dim=1)
+        self.shared_experts: DenseMLP | None = None
+        if architecture.shared_expert_width:
+            self.shared_experts = DenseMLP(
+                config, quant_config, f"{prefix}.shared_experts", architecture.shared_expert_width
+            )
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[E] fp32, added to the scores for the choice of experts; None where nothing is."""
+        bias: Tensor | None = getattr(self, "expert_bias", None)
+        return getattr(self.gate, "expert_bias", None) if bias is None else bias
 
     def stage(self, norm: RMSNorm) -> ExpertsMLP:
         return ExpertsMLP(
@@ -114,19 +129,23 @@ class MixtureMLP(MLPWeights):
             self.w1.weight,
             self.w2.weight,
             self.num_chosen,
-            self.expert_bias,
+            self.bias,
+            self.scoring,
+            None if self.shared_experts is None else self.shared_experts.stage(norm),
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
         inward, outward = self.shape, self.shape[::-1]
         destinations = {f"{path}.gate": Destination(f"{path}.gate", (self.num_experts, inward[1]))}
-        if self.expert_bias is not None:
+        if self.expert_bias_of == "mlp":
             destinations[path] = Destination(path, (self.num_experts,))
         for expert in range(self.num_experts):
             source = f"{path}.experts.{expert}"
             for name, part in _PART.items():
                 destinations[f"{source}.{name}"] = Destination(f"{path}.w1", inward, (expert, part))
             destinations[f"{source}.down_proj"] = Destination(f"{path}.w2", outward, (expert, 0))
+        if self.shared_experts is not None:
+            destinations |= self.shared_experts.destinations(f"{path}.shared_experts")
         return destinations
 
 
@@ -140,7 +159,7 @@ def unstacked(
     Raises:
         CheckpointError: a stacked tensor has another shape.
     """
-    num_experts, inner = config.num_experts, config.expert_intermediate_size
+    num_experts, inner = config.num_experts, config.architecture.expert_width
     shapes = {
         "w1": (num_experts, 2 * inner, config.hidden_size),
         "w2": (num_experts, config.hidden_size, inner),

@@ -97,12 +97,12 @@ class AttentionWeights(nn.Module):
         width, head_dim = config.hidden_size, config.head_dim
         q_width = config.num_attention_heads * head_dim
         kv_width = config.num_key_value_heads * head_dim
-        destinations = {
-            f"{path}.q_proj": Destination(fused, (q_width, width), "q"),
-            f"{path}.k_proj": Destination(fused, (kv_width, width), "k"),
-            f"{path}.v_proj": Destination(fused, (kv_width, width), "v"),
-            f"{path}.o_proj": Destination(f"{path}.o_proj", (width, q_width)),
-        }
+        destinations = {f"{path}.o_proj": Destination(f"{path}.o_proj", (width, q_width))}
+        if config.architecture.has_fused_qkv:
+            destinations[fused] = Destination(fused, (q_width + 2 * kv_width, width))
+        else:
+            for part, rows in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+                destinations[f"{path}.{part}_proj"] = Destination(fused, (rows, width), part)
         if self.q_norm is not None:
             q_gains, k_gains = (
                 (q_width, kv_width) if config.architecture.norms_all_heads else (head_dim, head_dim)
@@ -125,14 +125,18 @@ class MLPWeights(nn.Module, ABC):
 
 
 class DenseMLP(MLPWeights):
-    """The matrices of a gated MLP."""
+    """The matrices of a gated MLP, of the width `inner` or that of dense layers."""
 
     def __init__(
-        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        config: DiffusionConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        inner: int | None = None,
     ) -> None:
         super().__init__()
         architecture = config.architecture
-        self.shape = (architecture.dense_width, config.hidden_size)
+        self.shape = (inner or architecture.dense_width, config.hidden_size)
         inner, width = self.shape
         self.gate_up_proj = keep_plain(
             MergedColumnParallelLinear(

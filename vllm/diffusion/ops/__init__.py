@@ -2,7 +2,7 @@
 """The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
-from vllm.diffusion.ops.experts import Routing, add_experts, route_rows
+from vllm.diffusion.ops.experts import SOFTMAX, Routing, Scoring, add_experts, route_rows
 from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,

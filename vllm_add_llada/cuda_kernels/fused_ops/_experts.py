@@ -108,6 +108,7 @@ def weighted_gemm(
     slots: Tensor,
     weights: Tensor,
     *,
+    is_weighted: bool = True,
     early: bool = False,
 ) -> Tensor:
     """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
@@ -118,6 +119,7 @@ def weighted_gemm(
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] bf16, R * k = S, contiguous.
+        is_weighted: else the weights, bf16 or fp32, give their shape alone.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
             stream ends: only where that kernel writes neither, and starts when `ends` is written.
 
@@ -138,7 +140,8 @@ def weighted_gemm(
     num_rows = len(x)
     check_vector(name, "ends", ends, (torch.int32,), (num_groups,), x.device)
     check_vector(name, "slots", slots, (torch.int32,), (num_rows,), x.device)
-    check_vector(name, "weights", weights, (x.dtype,), (-1, -1), x.device)
+    dtypes = (x.dtype,) if is_weighted else (x.dtype, torch.float32)
+    check_vector(name, "weights", weights, dtypes, (-1, -1), x.device)
     if weights.numel() != num_rows:
         raise ValueError(
             f"{name}: weights must be [R, k] with R * k = {num_rows}, got {list(weights.shape)}"
@@ -154,7 +157,7 @@ def weighted_gemm(
         weight=weight.data_ptr(),
         ends=ends.data_ptr(),
         slots=slots.data_ptr(),
-        scales=weights.data_ptr(),
+        scales=weights.data_ptr() if is_weighted else 0,
         out=out.data_ptr(),
         x_stride=x.stride(0),
         weight_stride=weight.stride(1),

@@ -157,7 +157,10 @@ struct Target {
     for (int i = 0; i < kWidth / 8; ++i) {
       const bool is_row = row + i * 8 < walk.num_rows;
       slots[i] = is_row ? params.slots[walk.first_row + row + i * 8] : -1;
-      scales[i] = is_row ? __bfloat162float(params.scales[slots[i]]) : 0.0f;
+      scales[i] = 1.0f;
+      if (is_row && params.scales != nullptr) {
+        scales[i] = __bfloat162float(params.scales[slots[i]]);
+      }
     }
   }
 

@@ -17,7 +17,7 @@ struct WeightedGemmParams {
   const void* weight;  // [num_groups * num_columns, depth], rows weight_stride apart
   const int* ends;     // [num_groups], of the groups' rows
   const int* slots;    // [num_rows], a permutation
-  const void* scales;  // [num_rows]
+  const void* scales;  // [num_rows], or null for products as they are
   void* out;           // [num_rows, num_columns]
   int64_t x_stride, weight_stride;  // elements
   int num_rows, num_groups, num_columns, depth;

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the logits of a row become a choice of experts and their weights, as data."""
+
+from typing import NamedTuple
+
+
+class Scoring(NamedTuple):
+    """A rule of mixtures of experts; the default is a softmax whose probabilities are the weights.
+
+    Attributes:
+        is_sigmoid: an expert's score is the sigmoid of its logit, else the softmax over all
+            experts; in fp32.
+        num_groups, num_kept_groups: experts lie in groups of equal size, one after the other, and
+            only those of some groups can be chosen: of the groups whose two best experts, by scores
+            with the bias, have the largest sums.
+        is_normalised: the weights of a row are divided by their sum.
+        scale: of the weights, after that.
+        in_fp32: logits, weights and the sum of a row's terms are fp32, and only that sum is rounded
+            to the model dtype; else each is rounded by itself.
+    """
+
+    is_sigmoid: bool = False
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    is_normalised: bool = False
+    scale: float = 1.0
+    in_fp32: bool = False
+
+
+SOFTMAX = Scoring()
