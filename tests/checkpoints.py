@@ -2,7 +2,7 @@
 """Tiny random checkpoints in the released formats, written to a folder of a test.
 
 Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar"),
-Fast-dLLM v2 ("fast_dllm").
+SDAR with experts ("sdar_moe"), LLaDA2 ("llada2") and Fast-dLLM v2 ("fast_dllm").
 
 The weights are scaled up, norm gains too: with a plain initialisation the softmax is nearly
 uniform, every confidence ties and no decoding rule can be told from another.
@@ -133,20 +133,23 @@ TOKENIZER_STYLES = {
     ),
     "moe": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
+    "sdar_moe": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
+    "llada2": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "fast_dllm": TokenizerStyle(
         FAST_DLLM_SPECIAL_TOKENS, None, None, DREAM_CHAT_TEMPLATE, nfc=True
     ),
 }
 # eos_token_id of generation_config.json where it is not EOS_ID alone
-STOP_IDS = {"sdar": [EOT_ID, EOS_ID], "fast_dllm": [EOT_ID, EOS_ID]}
+STOP_IDS = {family: [EOT_ID, EOS_ID] for family in ("sdar", "sdar_moe", "fast_dllm")}
 
 WEIGHT_GAIN = 3.0
 # A very sharp attention or routing would magnify rounding until near-ties are everywhere.
 KEEP_SIZE = (
     *("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"),
-    *("mlp.gate.weight", "mlp.expert_bias"),
+    *("mlp.gate.weight", "mlp.expert_bias", "gate.expert_bias"),
+    *("query_layernorm.weight", "key_layernorm.weight"),
 )
-EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
+EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight")
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,24 @@ FAMILY_CASES: dict[str, Case] = {
 BLOCK_CASES: dict[str, Case] = {
     "sdar": Case(seed=2, family="sdar"),
     "sdar_tied": Case(seed=3, family="sdar", overrides={"tie_word_embeddings": True}),
+    "sdar_moe": Case(seed=6, family="sdar_moe"),
+    "sdar_moe_mix": Case(
+        seed=7,
+        family="sdar_moe",
+        overrides={"mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "llada2": Case(seed=8, family="llada2"),
+    "llada2_dense_first": Case(
+        seed=9,
+        family="llada2",
+        overrides={"first_k_dense_replace": 2, "num_shared_experts": 2, "head_dim": 24},
+    ),
+    "llada2_all_experts": Case(
+        seed=10,
+        family="llada2",
+        overrides={"first_k_dense_replace": 0, "num_shared_experts": 0, "n_group": 1}
+        | {"topk_group": 1, "num_experts_per_tok": 1},
+    ),
     "fast_dllm": Case(seed=4, family="fast_dllm"),
     "fast_dllm_tied": Case(seed=5, family="fast_dllm", overrides={"tie_word_embeddings": True}),
 }
@@ -371,6 +392,87 @@ def sdar_config(**overrides: Any) -> dict[str, Any]:
     return config
 
 
+def sdar_moe_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny SDAR with experts, keys as released, then the overrides."""
+    config = sdar_config(
+        architectures=["SDARMoeForCausalLM"],
+        auto_map={
+            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+        },
+        model_type="sdar_moe",
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        num_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=False,
+        router_aux_loss_coef=0.001,
+    )
+    config.update(overrides)
+    return config
+
+
+def llada2_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny LLaDA2, keys as released, then the overrides."""
+    config: dict[str, Any] = {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+            "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+            "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+        },
+        "embedding_dropout": 0.0,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "max_window_layers": 3,
+        "model_type": "llada2_moe",
+        "moe_intermediate_size": 32,
+        "moe_router_enable_expert_bias": True,
+        "n_group": 4,
+        "norm_head": False,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "num_shared_experts": 1,
+        "output_dropout": 0.0,
+        "output_router_logits": False,
+        "pad_token_id": EOS_ID,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 600000,
+        "rotary_dim": 8,
+        "routed_scaling_factor": 2.5,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "topk_group": 2,
+        "torch_dtype": "float32",
+        "transformers_version": "4.57.1",
+        "use_bias": False,
+        "use_cache": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+    config.update(overrides)
+    return config
+
+
 def fast_dllm_config(**overrides: Any) -> dict[str, Any]:
     """config.json of the tiny Fast-dLLM v2, keys as released, then the overrides."""
     config: dict[str, Any] = {
@@ -415,6 +517,8 @@ CONFIGS = {
     "dream": dream_config,
     "moe": moe_config,
     "sdar": sdar_config,
+    "sdar_moe": sdar_moe_config,
+    "llada2": llada2_config,
     "fast_dllm": fast_dllm_config,
 }
 
@@ -620,7 +724,10 @@ def make_checkpoint(
     weights = random_weights(config, seed, gain)
     if fused_experts:
         weights = fuse_experts(weights)
-    save_weights(folder, {name: w.to(dtype) for name, w in weights.items()}, num_shards)
+    stored = {
+        name: w if name.endswith("gate.expert_bias") else w.to(dtype) for name, w in weights.items()
+    }
+    save_weights(folder, stored, num_shards)
     if released_tokenizer_files:
         save_dream_tokenizer_files(folder)
     else:

@@ -13,20 +13,33 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from tests.checkpoints import (
     dream_config,
     fast_dllm_config,
+    llada2_config,
     llada_config,
     moe_config,
     sdar_config,
+    sdar_moe_config,
 )
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import BY_ARCHITECTURE, DREAM, LLADA, LLADA_MOE, SDAR
+from vllm.diffusion.families import (
+    DREAM,
+    LLADA,
+    LLADA2,
+    LLADA21,
+    LLADA_MOE,
+    SDAR,
+    family_of,
+)
 from vllm.diffusion.models.config import config_classes
 from vllm.diffusion.models.dream import DreamConfig
 from vllm.diffusion.models.fast_dllm import FastDLLMConfig
 from vllm.diffusion.models.llada import LLaDAConfig
+from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
 from vllm.diffusion.models.sdar import SDARConfig
+from vllm.diffusion.models.sdar_moe import SDARMoeConfig
 
 if TYPE_CHECKING:
+    from vllm.diffusion.families import Family
     from vllm.diffusion.models.config import DiffusionConfig
 
 DREAM_7B = dream_config(
@@ -88,10 +101,42 @@ FAST_DLLM_1_5B = fast_dllm_config(
     bos_token_id=151643,
     eos_token_id=151645,
 )
+LLADA2_MINI = llada2_config(
+    vocab_size=157184,
+    hidden_size=2048,
+    intermediate_size=5120,
+    moe_intermediate_size=512,
+    num_hidden_layers=20,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=32768,
+    num_experts=256,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    pad_token_id=156892,
+)
+SDAR_30B = sdar_moe_config(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=32768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    mask_token_id=151669,
+)
 RELEASED = {
     "dream": (DreamConfig, DREAM_7B),
     "moe": (LLaDAMoEConfig, MOE_7B),
     "sdar": (SDARConfig, SDAR_4B),
+    "sdar_moe": (SDARMoeConfig, SDAR_30B),
+    "llada2": (LLaDA2Config, LLADA2_MINI),
     "fast_dllm": (FastDLLMConfig, FAST_DLLM_1_5B),
 }
 
@@ -111,6 +156,8 @@ def make(family: str, *without: str, **overrides: Any) -> Any:
         ("moe", 64, (16, 16), 157184, 8192),
         ("sdar", 0, (32, 8), 151936, 32768),
         ("fast_dllm", 0, (12, 2), 151936, 32768),
+        ("sdar_moe", 128, (32, 4), 151936, 32768),
+        ("llada2", 256, (16, 4), 157184, 32768),
     ],
 )
 def test_upstream_reads_the_shapes_it_wants(
@@ -118,7 +165,7 @@ def test_upstream_reads_the_shapes_it_wants(
 ) -> None:
     config = make(family)
     shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
-    assert shape.head_size == config.head_dim == config.architecture.rotary_dim == 128
+    assert shape.head_size == config.head_dim == 128
     assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == heads
     assert (shape.vocab_size, shape.num_experts) == (vocab_size, num_experts)
     assert shape.derived_max_model_len_and_key[0] == length
@@ -220,6 +267,36 @@ def test_copies_and_round_trips(family: str) -> None:
         ("fast_dllm", "layer_types", ["sliding_attention"] * 28, {}),
         ("fast_dllm", "bd_size", "32", {}),
         ("fast_dllm", "hidden_act", "gelu", {}),
+        ("sdar_moe", "attention_bias", True, {}),
+        ("sdar_moe", "num_experts_per_tok", 129, {}),
+        ("sdar_moe", "moe_intermediate_size", None, {}),
+        ("sdar_moe", "decoder_sparse_step", 0, {}),
+        ("sdar_moe", "mlp_only_layers", [48], {}),
+        ("sdar_moe", "norm_topk_prob", "yes", {}),
+        ("sdar_moe", "quantization_config", {"quant_method": "fp8"}, {}),
+        ("llada2", "use_bias", True, {}),
+        ("llada2", "use_qkv_bias", True, {}),
+        ("llada2", "use_qk_norm", False, {}),
+        ("llada2", "norm_head", True, {}),
+        ("llada2", "score_function", "softmax", {}),
+        ("llada2", "norm_topk_prob", False, {}),
+        ("llada2", "moe_router_enable_expert_bias", False, {}),
+        ("llada2", "router_dtype", "bf16", {}),
+        ("llada2", "hidden_act", "gelu", {}),
+        ("llada2", "use_sliding_window", True, {}),
+        ("llada2", "expert_capacity", 48, {}),
+        ("llada2", "quantization_config", {"quant_method": "fp8"}, {}),
+        ("llada2", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
+        ("llada2", "partial_rotary_factor", 0.3, {"head_dim": 10}),
+        ("llada2", "num_experts_per_tok", 257, {}),
+        ("llada2", "n_group", 7, {}),
+        ("llada2", "n_group", 256, {}),
+        ("llada2", "topk_group", 9, {}),
+        ("llada2", "topk_group", 1, {"num_experts_per_tok": 33}),
+        ("llada2", "first_k_dense_replace", -1, {}),
+        ("llada2", "num_shared_experts", 0.5, {}),
+        ("llada2", "routed_scaling_factor", 0, {}),
+        ("llada2", "block_size", 0, {}),
         ("sdar", "attention_bias", True, {}),
         ("sdar", "use_sliding_window", True, {"sliding_window": 4096}),
         ("sdar", "layer_types", ["full_attention", "sliding_attention"], {}),
@@ -278,6 +355,9 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
         (llada_config(), LLaDAConfig),
         (SDAR_4B, SDARConfig),
         (FAST_DLLM_1_5B, FastDLLMConfig),
+        (LLADA2_MINI, LLaDA2Config),
+        ({**LLADA2_MINI, "model_type": "llada21_moe"}, LLaDA2Config),
+        (SDAR_30B, SDARMoeConfig),
     ],
 )
 def test_the_architecture_decides(
@@ -299,12 +379,69 @@ def test_block_lengths() -> None:
     assert make("fast_dllm", bd_size=16).block_length == 16
 
 
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [("llada2_moe", LLADA2), ("llada21_moe", LLADA21), ("llada2_moe_copy", LLADA2)],
+)
+def test_the_model_type_tells_versions_apart(model_type: str, family: Family) -> None:
+    config = make("llada2", model_type=model_type)
+    assert config.family is family
+    assert pickle.loads(pickle.dumps(config)).family is family
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experts"),
+    [
+        ({"first_k_dense_replace": 0}, range(20)),
+        ({"first_k_dense_replace": 3}, range(3, 20)),
+        ({"first_k_dense_replace": 25}, range(0)),
+    ],
+)
+def test_first_layers_of_llada2_are_dense(overrides: dict[str, Any], experts: range) -> None:
+    architecture = make("llada2", **overrides).architecture
+    assert architecture.expert_layers == tuple(experts)
+    assert architecture.dense_width == (5120 if len(experts) < 20 else 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dense"),
+    [
+        ({}, []),
+        ({"mlp_only_layers": [0, 47]}, [0, 47]),
+        ({"decoder_sparse_step": 2}, list(range(0, 48, 2))),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 1, *range(2, 48, 2)]),
+    ],
+)
+def test_which_layers_of_sdar_moe_are_dense(overrides: dict[str, Any], dense: list[int]) -> None:
+    architecture = make("sdar_moe", **overrides).architecture
+    assert sorted({*range(48)} - {*architecture.expert_layers}) == dense
+    assert architecture.dense_width == (6144 if dense else 0)
+
+
+def test_options_of_llada2_default_to_those_of_the_release() -> None:
+    options = (
+        *("rms_norm_eps", "partial_rotary_factor", "use_bias", "use_qkv_bias", "use_qk_norm"),
+        *("norm_head", "score_function", "norm_topk_prob", "moe_router_enable_expert_bias"),
+        *("router_dtype", "n_group", "topk_group", "routed_scaling_factor", "num_shared_experts"),
+        "first_k_dense_replace",
+    )
+    assert make("llada2", *options).architecture == make("llada2").architecture
+    assert make("llada2", **dict.fromkeys(options)).architecture == make("llada2").architecture
+    assert make("llada2").architecture.rotary_dim == 64
+    assert make("llada2").architecture.shared_expert_width == 512
+    assert make("llada2").block_length == 32
+
+
 def test_a_mask_token_may_be_the_tokenizers() -> None:
     assert make("sdar", "mask_token_id").family is SDAR
 
 
 def test_architectures_of_the_families() -> None:
-    assert BY_ARCHITECTURE["DreamModel"] is BY_ARCHITECTURE["DreamForDiffusionLM"] is DREAM
-    assert BY_ARCHITECTURE["LLaDAMoEModelLM"] is LLADA_MOE
-    assert BY_ARCHITECTURE["LLaDAModelLM"] is LLADA
+    for name in ("DreamModel", "DreamForDiffusionLM"):
+        assert family_of([name], "Dream") is DREAM
+    assert family_of(["LLaDAMoEModelLM"], "llada") is LLADA_MOE
+    assert family_of(["LLaDAModelLM"], "llada") is LLADA
+    assert family_of(["SomethingElseLM", "SDARForCausalLM"], None) is SDAR
+    assert family_of(["SomethingElseLM"], "sdar") is None
+    assert family_of(None, "sdar") is None
     assert (DREAM.logit_shift, LLADA_MOE.logit_shift) == (1, 0)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from vllm.model_executor.models import ModelRegistry
 
-from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.diffusion.families import ARCHITECTURES
 from vllm.diffusion.plugin import register
 
 
-@pytest.mark.parametrize("architecture", sorted(BY_ARCHITECTURE))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_upstream_sees_a_text_generation_model(architecture: str) -> None:
     register()
     info = ModelRegistry.models[architecture].inspect_model_cls()

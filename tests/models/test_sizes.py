@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 CASES = [
     *("mha", "gqa", "padded_vocab", "bias", "qk_norm", "model_dtype_rope", "one_kv_head"),
     *("dream", "dream_tied", "moe", "moe_dense_mix", "moe_partial_clipped", "moe_all_dense"),
-    *("moe_narrow_heads", "sdar", "fast_dllm_tied"),
+    *("moe_narrow_heads", "sdar", "fast_dllm_tied", "sdar_moe_mix"),
+    *("llada2", "llada2_dense_first", "llada2_all_experts"),
 ]
 
 
@@ -53,6 +54,9 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
     count, _, width = mixtures[0].w2.shape
     assert (shape.experts.count, shape.experts.width) == (count, width)
     assert shape.experts.chosen == mixtures[0].num_chosen
+    shared = mixtures[0].shared
+    assert shape.experts.shared_width == (0 if shared is None else shared.width)
+    assert shape.experts.in_fp32 == mixtures[0].scoring.in_fp32
 
 
 def test_ranks_share_heads_widths_and_columns(case_path: Callable[[str], Path]) -> None:

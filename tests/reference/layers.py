@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 
 def read_checkpoint(
-    path: str | Path, dtype: torch.dtype
+    path: str | Path, dtype: torch.dtype, wide: str = "none are"
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and all tensors of a folder (shards with index, or one file), cast to dtype."""
+    """config.json and all tensors of a folder (shards with index, or one file), cast to dtype.
+
+    Tensors whose names end in `wide` stay at least fp32.
+    """
     folder = Path(path)
     config = json.loads((folder / "config.json").read_text())
     index = folder / "model.safetensors.index.json"
@@ -33,7 +36,11 @@ def read_checkpoint(
     weights: dict[str, Tensor] = {}
     for name in files:
         weights.update(load_file(str(folder / name)))
-    return config, {name: tensor.to(dtype) for name, tensor in weights.items()}
+    at_least = torch.promote_types(dtype, torch.float32)
+    return config, {
+        name: tensor.to(at_least if name.endswith(wide) else dtype)
+        for name, tensor in weights.items()
+    }
 
 
 def check_shapes(wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> None:

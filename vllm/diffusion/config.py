@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.diffusion import envs, startup_log
+from vllm.diffusion import envs, families, startup_log
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
-from vllm.diffusion.families import BY_ARCHITECTURE
 from vllm.diffusion.fields import server_defaults
 from vllm.diffusion.pages import PAGE_SIZE
 from vllm.diffusion.params import ServedModel, SpecialIds
@@ -62,8 +61,8 @@ def configure(vllm_config: VllmConfig) -> None:
 
 def family_of(vllm_config: VllmConfig) -> Family | None:
     """The family of the configured model; None where it is none of ours."""
-    listed = vllm_config.model_config.hf_config.architectures or []
-    return next((BY_ARCHITECTURE[a] for a in listed if a in BY_ARCHITECTURE), None)
+    config = vllm_config.model_config.hf_config
+    return families.family_of(config.architectures, config.model_type)
 
 
 def served_model(vllm_config: VllmConfig) -> ServedModel:
@@ -73,7 +72,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     family = family_of(vllm_config)
     if family is None:
         raise ModelConfigError(
-            "architectures", config.architectures, f"wanted one of {sorted(BY_ARCHITECTURE)}"
+            "architectures", config.architectures, f"wanted one of {sorted(families.ARCHITECTURES)}"
         )
     generation = model.try_get_generation_config() | model.override_generation_config
     return ServedModel(

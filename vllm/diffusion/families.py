@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.visibility import FULL, BlockCausal, Visibility
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Family:
     Attributes:
         name: short name, as users write it.
         architectures: values of `architectures` in config.json that load as this family.
-        model_types: values of `model_type` in config.json that the family's releases carry.
+        model_types: values of `model_type` in config.json that the family's releases carry; they
+            tell families of the same architecture apart.
         config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
         defaults: of request parameters, where the family's own differ from the algorithm's. A
@@ -95,6 +96,33 @@ SDAR = Family(
     mask_token="<|MASK|>",
 )
 
+SDAR_MOE = replace(
+    SDAR,
+    name="sdar-moe",
+    architectures=("SDARMoeForCausalLM",),
+    model_types=("sdar_moe",),
+    config_class="vllm.diffusion.models.sdar_moe:SDARMoeConfig",
+)
+
+LLADA2 = Family(
+    name="llada2",
+    architectures=("LLaDA2MoeModelLM",),
+    model_types=("llada2_moe",),
+    config_class="vllm.diffusion.models.llada2:LLaDA2Config",
+    default_algorithm="low_confidence_dynamic",
+    caps_steps=True,
+    visibility=BlockCausal(),
+    mask_token="<|mask|>",
+)
+
+LLADA21 = replace(
+    LLADA2,
+    name="llada2.1",
+    model_types=("llada21_moe",),
+    default_algorithm="joint_threshold",
+    caps_steps=False,
+)
+
 FAST_DLLM = Family(
     name="fast-dllm",
     architectures=("Fast_dLLM_QwenForCausalLM",),
@@ -107,8 +135,21 @@ FAST_DLLM = Family(
     mask_token="|<MASK>|",
 )
 
-FAMILIES: tuple[Family, ...] = (LLADA, DREAM, LLADA_MOE, SDAR, FAST_DLLM)
+FAMILIES: tuple[Family, ...] = (
+    *(LLADA, DREAM, LLADA_MOE),
+    *(LLADA2, LLADA21, SDAR, SDAR_MOE, FAST_DLLM),
+)
 
-BY_ARCHITECTURE: dict[str, Family] = {
-    architecture: family for family in FAMILIES for architecture in family.architectures
-}
+ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.architectures)
+
+
+def family_of(architectures: Sequence[str] | None, model_type: str | None) -> Family | None:
+    """The family of a checkpoint; None where it is none of ours.
+
+    The first architecture that is one of ours decides; of several families that have it the one
+    with the model type, else the first.
+    """
+    name = next((name for name in architectures or () if name in ARCHITECTURES), None)
+    families = [family for family in FAMILIES if name in family.architectures]
+    named = [family for family in families if model_type in family.model_types]
+    return next(iter(named + families), None)

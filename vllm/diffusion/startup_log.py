@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, cast
 
-from vllm.diffusion.families import BY_ARCHITECTURE
+from vllm.diffusion.families import ARCHITECTURES
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _Shortened(logging.Filter):
 
 
 def _is_ours(config: VllmConfig) -> bool:
-    return any(name in BY_ARCHITECTURE for name in config.model_config.architectures)
+    return any(name in ARCHITECTURES for name in config.model_config.architectures)
 
 
 def shorten_the_configuration() -> None:

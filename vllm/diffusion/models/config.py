@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from transformers import PreTrainedConfig
 
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import BY_ARCHITECTURE, FAMILIES
+from vllm.diffusion.families import ARCHITECTURES, FAMILIES, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -122,14 +122,16 @@ class DiffusionConfig(PreTrainedConfig):
             ModelConfigError: no architecture of the list is one that we run, or the
                 configuration of that architecture is refused.
         """
-        target = _class_of(config_dict.get("architectures"), default=cls)
+        model_type = config_dict.get("model_type")
+        target = _class_of(config_dict.get("architectures"), model_type, default=cls)
         return super(DiffusionConfig, target).from_dict(config_dict, **kwargs)
 
     @property
     def family(self) -> Family:
-        """The family of the checkpoint's architecture."""
-        architectures = self.architectures or []
-        return next(BY_ARCHITECTURE[a] for a in architectures if a in BY_ARCHITECTURE)
+        """The family of the checkpoint's architecture and model type."""
+        family = family_of(self.architectures, self.model_type)
+        assert family is not None  # `from_dict` refuses any other
+        return family
 
     @property
     def block_length(self) -> int:
@@ -171,13 +173,13 @@ def config_class_of(family: Family) -> type[DiffusionConfig]:
 
 
 def _class_of(
-    architectures: Sequence[str] | None, default: type[DiffusionConfig]
+    architectures: Sequence[str] | None, model_type: str | None, default: type[DiffusionConfig]
 ) -> type[DiffusionConfig]:
     """The configuration class of the first architecture that we run."""
     if not architectures:
         return default
-    for architecture in architectures:
-        if architecture in BY_ARCHITECTURE:
-            return config_class_of(BY_ARCHITECTURE[architecture])
-    wanted = f"one of {', '.join(BY_ARCHITECTURE)}"
+    family = family_of(architectures, model_type)
+    if family is not None:
+        return config_class_of(family)
+    wanted = f"one of {', '.join(sorted(ARCHITECTURES))}"
     raise ModelConfigError("architectures", list(architectures), wanted)

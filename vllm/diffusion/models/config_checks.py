@@ -61,6 +61,16 @@ def head_width(
     return int(head_dim)
 
 
+def check_rotary_share(values: Mapping[str, Any]) -> None:
+    """The share of a head's channels that are rotated, `partial_rotary_factor` of `head_dim`."""
+    check_positive(values, "partial_rotary_factor", whole=False)
+    head_dim = values["head_dim"]
+    rotary_dim = int(head_dim * values["partial_rotary_factor"])
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        wanted = f"a share of the head width {head_dim} that is an even number of channels"
+        refuse(values, "partial_rotary_factor", wanted)
+
+
 def plain_rope_theta(values: dict[str, Any]) -> float | None:
     """Take the descriptions of scaled rotary embeddings out of `values`; none may be in use.
 

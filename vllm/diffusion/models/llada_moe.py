@@ -15,6 +15,7 @@ from vllm.diffusion.models.config_checks import (
     check_id,
     check_only,
     check_positive,
+    check_rotary_share,
     head_width,
     plain_rope_theta,
     refuse,
@@ -89,6 +90,7 @@ class LLaDAMoEConfig(DiffusionConfig):
             complete["num_key_value_heads"] = complete["num_attention_heads"]
         _check_supported(complete)
         complete["head_dim"] = _checked_head_dim(complete)
+        check_rotary_share(complete)
         _check_experts(complete)
         check_id(complete, "mask_token_id", "vocab_size")
         super().__init__(**complete)
@@ -138,16 +140,11 @@ def _check_supported(values: Mapping[str, Any]) -> None:
 
 def _checked_head_dim(values: Mapping[str, Any]) -> int:
     check_positive(values, "num_key_value_heads")
-    for key in ("rope_theta", "rms_norm_eps", "partial_rotary_factor"):
+    for key in ("rope_theta", "rms_norm_eps"):
         check_positive(values, key, whole=False)
     if values["clip_qkv"] is not None:
         check_positive(values, "clip_qkv", whole=False)
-    head_dim = head_width(values)
-    rotary_dim = int(head_dim * values["partial_rotary_factor"])
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        wanted = f"a share of the head width {head_dim} that is an even number of channels"
-        refuse(values, "partial_rotary_factor", wanted)
-    return head_dim
+    return head_width(values)
 
 
 def _check_experts(values: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from vllm.diffusion.ops.sampling import (
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
 
 __all__ = [
+    "SOFTMAX",
     "Array",
     "HostCopy",
     "Matrix",
@@ -45,6 +46,7 @@ __all__ = [
     "Rows",
     "Sampled",
     "Score",
+    "Scoring",
     "Staging",
     "Use",
     "Workspace",
