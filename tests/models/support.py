@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from vllm.diffusion.visibility import FULL, Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -29,6 +31,24 @@ if TYPE_CHECKING:
     from vllm.diffusion.visibility import Visibility
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
+
+
+class Recorder:
+    """Scratch memory that knows what was asked of it, in bytes."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        out = torch.full(shape, torch.nan, dtype=dtype)
+        self.taken[name] = out.nbytes
+        return out
+
+    def expect(self, name: str, num_bytes: int) -> None:
+        self.taken[name] = num_bytes
+
+    def scope(self, stage: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def engine_config(path: Path, dtype: str = "float32", **engine_args: Any) -> VllmConfig:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,34 +11,15 @@ import torch
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
+from tests.models.support import Recorder
 from vllm.diffusion import ops
 from vllm.diffusion.ops import dispatch
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import Tensor
 
 ROWS, DEPTH, COLUMNS = 5, 12, 8
 CPU = torch.device("cpu")
-
-
-class Recorder:
-    """Scratch memory that knows what was asked of it, in bytes."""
-
-    def __init__(self) -> None:
-        self.taken: dict[str, int] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        out = torch.full(shape, torch.nan, dtype=dtype)
-        self.taken[name] = out.nbytes
-        return out
-
-    def expect(self, name: str, num_bytes: int) -> None:
-        self.taken[name] = num_bytes
-
-    def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class HalfMethod(LinearMethodBase):  # type: ignore[misc]

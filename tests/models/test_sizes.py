@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.models.support import engine_config
+from tests.models.support import Recorder, engine_config
 from vllm.diffusion.engine.sizes import model_shape
+from vllm.diffusion.memory.footprint import Footprint, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,27 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
     shared = mixtures[0].shared
     assert shape.experts.shared_width == (0 if shared is None else shared.width)
     assert shape.experts.in_fp32 == mixtures[0].scoring.in_fp32
+
+
+@pytest.mark.parametrize("case", ["moe", "sdar_moe", "llada2", "llada2_dense_first"])
+def test_experts_take_what_is_planned(
+    case: str, case_model: Callable[[str], DiffusionModel], case_path: Callable[[str], Path]
+) -> None:
+    """The expert of all rows counts gate and up of the widest MLP, which is a dense one."""
+    model, rows, scratch = case_model(case), 7, Recorder()
+    model.layers[-1].feed_forward(torch.ones(rows, model.hidden_size), scratch)
+    footprint = Footprint(model_shape(engine_config(case_path(case))))
+    planned = {
+        name: rows * num_bytes
+        for phase in footprint.feed_forward(Layout(keep_queries=True))
+        for name, num_bytes in phase.items()
+    }
+    for name, num_bytes in scratch.taken.items():
+        if name == "gate and up":
+            assert num_bytes <= planned[name]
+        else:
+            assert num_bytes == planned[name], name
+    assert "terms of experts" in scratch.taken
 
 
 def test_ranks_share_heads_widths_and_columns(case_path: Callable[[str], Path]) -> None:

@@ -67,6 +67,15 @@ def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> 
     assert ids_of(path).stop == {EOS_ID}
 
 
+def test_llada2_names_them_in_its_other_files(tmp_path: Path) -> None:
+    """config.json has neither; the role's end stops an answer only where that is listed."""
+    path = make_checkpoint(tmp_path, family="llada2")
+    ids = ids_of(path)
+    assert (ids.mask, ids.eos, ids.eot, ids.stop) == (MASK_ID, EOS_ID, None, {EOS_ID})
+    change(path, "generation_config.json", eos_token_id=[EOS_ID, EOT_ID])
+    assert ids_of(path).stop == {EOS_ID, EOT_ID}
+
+
 def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="sdar")
     change(path, "config.json", eos_token_id=None)
