@@ -32,7 +32,7 @@ def test_arrays_arrive_under_the_names_that_they_left_under(device: str) -> None
     assert isinstance(found, StepInputs) and isinstance(found.bounds[0][0], SequenceBounds)
     bounds = found.bounds[0][0]
     tensors = [found.token_ids, found.positions, found.slot_mapping]
-    tensors += [bounds.query_ends, bounds.key_starts, bounds.key_counts]
+    tensors += [*bounds]
     for number, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
         assert tensor.device.type == device
         assert tensor.dtype == torch.from_numpy(array).dtype

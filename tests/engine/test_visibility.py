@@ -193,10 +193,12 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
         torch.testing.assert_close(given, wanted[rows])
 
 
-def test_prefill_of_block_causal_sequences_is_a_list_of_growing_key_ranges() -> None:
+def test_prefill_of_a_block_causal_sequence_is_one_sequence_on_its_grid() -> None:
     made = canvas("a", 22, BlockCausal(), ())
     batch = build_batch([made], logit_shift=0)
-    lengths = [sequence.keys.stop - sequence.keys.start for sequence in batch.sequences]
-    assert lengths == [4, 8, 12, 16, 20, 22]
+    ((_, (span,), _),) = batch.span_groups(slice(0, 22))
+    assert [span.keys_read_by(row) for row in range(0, 22, 4)] == [4, 8, 12, 16, 20, 22]
+    ((_, (later,), _),) = batch.span_groups(slice(7, 13))
+    assert (later.first, later.keys_read_by(0), later.keys_read_by(5)) == (7, 8, 16)
     assert batch.shape.longest == 22
     assert np.array_equal(batch.positions, np.arange(22))

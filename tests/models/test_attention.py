@@ -63,6 +63,15 @@ PAGED_LAYOUTS = [
     [Span(0, 2, 0, 5), Span(2, 2, 8, 11), Span(2, 4, 12, 12)],  # no queries, no keys
 ]
 
+# Sequences on grids of blocks, beside others.
+GRIDS = [
+    [Span(0, 9, 0, 9, 4)],  # a whole sequence, its last block cut
+    [Span(0, 6, 0, 9, 3, 3)],  # the blocks behind those that are kept
+    [Span(0, 3, 0, 9, 4, 2)],  # a chunk across a border, seen by nobody whole
+    [Span(0, 4, 0, 4, 1), Span(4, 6, 0, 7), Span(6, 9, 0, 8, 5, 4)],
+    [Span(0, 2, 0, 9, 100, 3), Span(2, 2, 0, 4, 2), Span(2, 4, 4, 4, 2)],
+]
+
 
 def heads(rows: int, num_heads: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -79,6 +88,11 @@ def plain_attention(
         keys = slice(span.kv_start, span.kv_end)
         for row in range(span.q_start, span.q_end):
             for head in range(q.shape[1]):
+                if span.block_length:  # the definition: no block after the query's own
+                    own = (span.first + row - span.q_start) // span.block_length
+                    every = range(span.kv_start, span.kv_end)
+                    seen = [j for j in every if (j - span.kv_start) // span.block_length <= own]
+                    keys = slice(span.kv_start, span.kv_start + len(seen))
                 scores = k[keys, head // group].double() @ q[row, head].double()
                 weights = torch.softmax(scores / math.sqrt(q.shape[2]), dim=0)
                 out[row, head] = weights @ v[keys, head // group].double()
@@ -86,7 +100,7 @@ def plain_attention(
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("spans", LAYOUTS)
+@pytest.mark.parametrize("spans", LAYOUTS + GRIDS)
 def test_attend_equals_its_definition(spans: list[Span], num_kv_heads: int) -> None:
     num_rows = spans[-1].q_end if spans else 0
     q = heads(num_rows, 4, seed=1)
@@ -102,7 +116,7 @@ def test_attend_equals_its_definition(spans: list[Span], num_kv_heads: int) -> N
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("spans", PAGED_LAYOUTS)
+@pytest.mark.parametrize("spans", PAGED_LAYOUTS + GRIDS[:3])
 def test_attend_reads_pages_in_any_order(spans: list[Span], num_kv_heads: int) -> None:
     q = heads(spans[-1].q_end, 4, seed=1)
     k, v = (heads(NUM_PAGED_KEYS, num_kv_heads, seed=seed) for seed in (2, 3))
@@ -359,8 +373,16 @@ def test_split_kernel_under_the_interpreter() -> None:
 
 
 def run_split() -> None:
-    """Grouped heads, strided rows, empty sequences; keys in one part and in several."""
-    spans = [Span(0, 5, 7, 177), Span(5, 5, 3, 9), Span(5, 14, 0, 0), Span(14, 15, 190, 200)]
+    """Grouped heads, strided rows, empty sequences; keys in one part and in several; blocks."""
+    run_split_of([Span(0, 5, 7, 177), Span(5, 5, 3, 9), Span(5, 14, 0, 0), Span(14, 15, 190, 200)])
+    blocks = [Span(0, 9, 7, 177, 4, 161), Span(9, 9, 3, 9, 1), Span(9, 14, 20, 100)]
+    run_split_of([*blocks, Span(14, 15, 190, 200, 6, 3)])
+    run_split_of([Span(0, 15, 0, 15, 5)])  # not split: a later part has no keys for the first rows
+    run_split_of([Span(0, 15, 0, 170, 7, 60)])
+    run_split_in_pages()
+
+
+def run_split_of(spans: list[Span]) -> None:
     layout = AttentionLayout.of(spans, "cpu")
     generator = torch.Generator().manual_seed(20250920)
     for dtype, num_kv_heads, limit in ((torch.float32, 1, 1e-5), (torch.float16, 2, 4e-3)):
@@ -368,19 +390,23 @@ def run_split() -> None:
         pool = torch.randn(200, 2 * num_kv_heads + 1, 16, generator=generator).to(dtype)
         k, v = pool[:, 1 : 1 + num_kv_heads], pool[:, 1 + num_kv_heads :]
         wanted = plain_attention(q, k, v, spans)
-        pool[177:190] = torch.nan  # what no sequence reads may be anything
+        is_read = torch.zeros(len(pool), dtype=torch.bool)
+        for span in spans:
+            is_read[span.kv_start : span.kv_start + span.keys_read_by(span.num_queries - 1)] = True
+        pool[~is_read] = torch.nan  # what no sequence reads may be anything
         for programs in (0, 64):  # not split, and in parts of 64 keys
             out = torch.full(q.shape, torch.nan, dtype=dtype)
             result = split_attention(
                 *(q, k, v, *layout[:3]),
                 max_queries=layout.max_queries,
                 max_keys=layout.max_keys + 80,  # a bound, not a maximum
+                block_lengths=layout.block_lengths,
+                firsts=layout.firsts,
                 out=out,
                 config=SplitConfig(16, 16, programs, num_warps=4, num_stages=1),
             )
             assert result is out
             torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
-    run_split_in_pages()
 
 
 def run_split_in_pages() -> None:

@@ -41,6 +41,11 @@ LAYOUTS = {
     ],
     "more than are counted at once": [Span(i, i + 1, i, 2 * i) for i in range(150)],
     "no keys": [Span(0, 40, 9, 9)],
+    "blocks": [Span(0, 300, 0, 300, 32), Span(300, 332, 0, 4032, 4, 4000), Span(332, 340, 9, 4000)],
+    "many blocks": [Span(0, 2001, 3, 2004, 4)],
+    "the block before and the next": [
+        Span(64 * i, 64 * i + 64, 0, 64 * i + 64, 32, 64 * i) for i in range(40)
+    ],
 }
 # Keys of a sequence start with a page of 64.
 PAGED_LAYOUTS = {
@@ -55,6 +60,11 @@ PAGED_LAYOUTS = {
         *(Span(80, 81, 4992, 5000), Span(81, 337, 1024, 1281)),
     ],
     "no keys": [Span(0, 40, 64, 64)],
+    "blocks": [
+        *(Span(0, 300, 0, 300, 32), Span(300, 332, 0, 4032, 4, 4000)),
+        *(Span(332, 340, 64, 4000), Span(340, 341, 128, 2000, 7, 1871), Span(341, 360, 64, 64, 4)),
+    ],
+    "many blocks": [Span(0, 2001, 64, 3073, 4, 1008)],
 }
 
 
@@ -72,6 +82,10 @@ def definition(q, k, v, spans):
             continue
         heads_k, heads_v = (x[keys].double().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[queries].double(), heads_k)
+        if span.block_length:
+            blocks = torch.arange(span.num_keys, device=q.device) // span.block_length
+            own = torch.arange(span.num_queries, device=q.device) + span.first
+            scores[:, blocks > (own // span.block_length)[:, None]] = -torch.inf
         weights = (scores / math.sqrt(q.shape[2])).softmax(dim=-1)
         out[queries] = torch.einsum("hqk,khd->qhd", weights, heads_v)
     return out
@@ -189,7 +203,10 @@ def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
             attend(q, k, v, layout, backend=Backend.SPLIT)
             layout = layout._replace(max_keys=NUM_KEYS, pages=pages)
             attend(q, *stored, layout, backend=Backend.SPLIT)
-    assert compiled.count("part_kernel") == 4  # with the keys split, and not; in pages, and not
+            layout = layout._replace(block_lengths=ends[1:], firsts=0 * ends[1:])
+            attend(q, *stored, layout, backend=Backend.SPLIT)
+    # with the keys split, and not; in one range, in pages, and there in blocks
+    assert compiled.count("part_kernel") == 6
     assert compiled.count("merge_kernel") <= 1
 
 

@@ -19,16 +19,39 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """Queries of one sequence and all keys of that sequence, as half-open row ranges.
+    """Queries of one sequence and the keys that they read, as half-open row ranges.
 
     `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values;
-    where these lie in pages, rows as a `PageTable` counts them.
+    where these lie in pages, rows as a `PageTable` counts them. Every query reads all of the keys,
+    unless they are on a grid of blocks: then a query reads those of its own block and of the blocks
+    before.
+
+    Attributes:
+        block_length: keys of a block, counted from the first key; 0 where there is no grid.
+        first: the key beside which the first query stands, counted likewise. The others follow.
     """
 
     q_start: int
     q_end: int
     kv_start: int
     kv_end: int
+    block_length: int = 0
+    first: int = 0
+
+    @property
+    def num_queries(self) -> int:
+        return self.q_end - self.q_start
+
+    @property
+    def num_keys(self) -> int:
+        return self.kv_end - self.kv_start
+
+    def keys_read_by(self, query: int) -> int:
+        """How many of the keys, from the first one, a query reads; counted from the first query."""
+        if not self.block_length:
+            return self.num_keys
+        block = (self.first + query) // self.block_length
+        return min((block + 1) * self.block_length, self.num_keys)
 
 
 class PageTable(NamedTuple):
@@ -52,7 +75,8 @@ class AttentionLayout(NamedTuple):
     """Which rows attend to which: S sequences, each with queries and keys of its own.
 
     The queries of the sequences tile the R query rows in order. The keys of a sequence are any
-    range of the N key rows, or of those that `pages` names; a sequence without keys gets zeros. A
+    range of the N key rows, or of those that `pages` names; a sequence without keys gets zeros.
+    Without `block_lengths` a query reads all keys of its sequence, with them as `Span` says. A
     captured graph reads the tensors again at every replay, so what they hold may change, within
     the two bounds.
     """
@@ -64,6 +88,8 @@ class AttentionLayout(NamedTuple):
     max_keys: int  # at least the keys of every sequence
     spans: tuple[Span, ...] | None  # the same on the host; None in a captured graph
     pages: PageTable | None = None  # None: the keys of a sequence are one range of rows
+    block_lengths: Tensor | None = None  # [S] int32 on the device, `Span.block_length` of each
+    firsts: Tensor | None = None  # [S] int32 on the device, `Span.first` of each
 
     @classmethod
     def of(
@@ -76,7 +102,8 @@ class AttentionLayout(NamedTuple):
         """
         spans = tuple(spans)
         check_tiling(spans)
-        key_counts = [span.kv_end - span.kv_start for span in spans]
+        key_counts = [span.num_keys for span in spans]
+        has_blocks = any(span.block_length for span in spans)
 
         def on_device(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
@@ -85,10 +112,12 @@ class AttentionLayout(NamedTuple):
             query_ends=on_device([0, *(span.q_end for span in spans)]),
             key_starts=on_device([*(span.kv_start for span in spans), 0]),
             key_counts=on_device(key_counts),
-            max_queries=max((span.q_end - span.q_start for span in spans), default=0),
+            max_queries=max((span.num_queries for span in spans), default=0),
             max_keys=max(key_counts, default=0),
             spans=spans,
             pages=pages,
+            block_lengths=on_device([s.block_length for s in spans]) if has_blocks else None,
+            firsts=on_device([span.first for span in spans]) if has_blocks else None,
         )
 
 

@@ -41,7 +41,14 @@ class Seen(NamedTuple):
 
 
 class Visibility(ABC):
-    """Who sees whom."""
+    """Who sees whom.
+
+    Attributes:
+        block_length: positions of a block, before which a position sees nothing else; 0 where every
+            position sees all.
+    """
+
+    block_length: int
 
     @abstractmethod
     def with_blocks_of(self, block_length: int) -> Visibility:
@@ -66,6 +73,8 @@ class Full(Visibility):
     A key depends on all tokens, so it is final only when they all are: keys that are kept while
     tokens change are an approximation.
     """
+
+    block_length = 0
 
     def with_blocks_of(self, block_length: int) -> Visibility:
         return self

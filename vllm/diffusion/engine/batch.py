@@ -3,7 +3,8 @@
 
 Whole sequences come first, one after the other; with guidance a request has two, its own and the
 unconditional one, whose prompt is masked. The windows of requests that keep keys and values follow.
-The family's visibility cuts what a request computes into sequences: rows that read the same keys.
+What a request computes of one sequence is a run of rows that read the same keys, or, where the
+family's visibility is block-causal, the keys of their own blocks and of those before.
 """
 
 from __future__ import annotations
@@ -30,19 +31,27 @@ if TYPE_CHECKING:
 
 
 class PackedSequence(NamedTuple):
-    """Rows of the batch that attend to the same keys.
+    """Rows of the batch that attend to the same keys, each to as many as `Span` says.
 
     Attributes:
         rows: of the batch.
         keys: rows of the batch, or kept keys by the store's table.
         is_cached: which of the two; kept ones only where this step does not compute them all.
         kept: the keys by the store's table, where they are kept.
+        block_length, first: as `Span` has them.
     """
 
     rows: slice
     keys: slice
     is_cached: bool
     kept: slice | None = None
+    block_length: int = 0
+    first: int = 0
+
+    def part(self, first_row: int, last_row: int) -> PackedSequence:
+        """Some of the rows."""
+        skipped = first_row - self.rows.start if self.block_length else 0
+        return self._replace(rows=slice(first_row, last_row), first=self.first + skipped)
 
 
 Sequences: TypeAlias = tuple[PackedSequence, ...]
@@ -155,7 +164,7 @@ class StepBatch:
         for sequence in self.sequences:
             first, last = max(sequence.rows.start, chunk.start), min(sequence.rows.stop, chunk.stop)
             if first < last:
-                counts.append((last - first, sequence))
+                counts.append((last - first, sequence.part(first, last)))
         return _group_spans(counts)
 
     def sample_parts(self, rows_per_part: int) -> Iterator[SamplePart]:
@@ -289,38 +298,60 @@ class _Packing:
         self._num_rows = 0
 
     def add(self, number: int, window: _Window, logit_shift: int) -> _Predicting:
-        canvas, first = window.canvas, window.forward.window.start
+        canvas = window.canvas
         positions = window.work.eligible.numpy()
-        rows = (np.maximum(positions - logit_shift, 0) if logit_shift else positions) - first
-        own = self._append(window, canvas.tokens.numpy())
+        rows = np.maximum(positions - logit_shift, 0) if logit_shift else positions
+        first_row, own = self._append(window, canvas.tokens.numpy(), rows)
         on_canvas = positions - canvas.prompt_length
-        predicting = _Predicting(number, on_canvas, rows + own[0].rows.start, own)
+        predicting = _Predicting(number, on_canvas, rows + first_row, own)
         if canvas.cache is not None or canvas.params.cfg_scale == 0:
             return predicting
-        unconditional = self._append(window, canvas.unconditional_tokens().numpy())
+        first_row, unconditional = self._append(window, canvas.unconditional_tokens().numpy(), rows)
         return predicting._replace(
-            unconditional_rows=rows + unconditional[0].rows.start,
-            unconditional_sequences=unconditional,
+            unconditional_rows=rows + first_row, unconditional_sequences=unconditional
         )
 
-    def _append(self, window: _Window, tokens: Array) -> Sequences:
-        """Put a window behind the rows so far, as the sequences that its visibility makes of it."""
-        canvas, positions, is_cached = window.canvas, window.forward.window, window.is_cached
-        computed = slice(positions.start, positions.stop)
+    def _append(self, window: _Window, tokens: Array, sampled: Array) -> tuple[int, Sequences]:
+        """Put a window behind the rows so far.
+
+        Args:
+            window: what is computed.
+            tokens: [T] int64, of its sequence.
+            sampled: [R], positions of its sample rows, ascending.
+
+        Returns:
+            where position 0 would be among the rows, and the sequences of the sample rows.
+        """
+        canvas, forward = window.canvas, window.forward
+        computed = slice(forward.window.start, forward.window.stop)
         self.token_ids.append(tokens[computed])
         self.positions.append(canvas.positions[computed])
-        first_row = self._num_rows - positions.start
-        self._num_rows += len(positions)
+        first_row = self._num_rows - computed.start
+        self._num_rows += len(forward.window)
         if canvas.cache is not None:
             self.slots.append(canvas.cache.slots[computed])
-        sequences = []
-        for queries, keys in canvas.visibility.spans(window.forward):
-            rows = _moved(queries, first_row)
-            kept = None if canvas.cache is None else _moved(keys, canvas.cache.start)
-            read = kept if is_cached and kept is not None else _moved(keys, first_row)
-            sequences.append(PackedSequence(rows, read, is_cached, kept))
-        self.sequences += sequences
-        return tuple(sequences)
+
+        block_length, keys = canvas.visibility.block_length, range(forward.num_keys)
+        if block_length and computed.start // block_length == (computed.stop - 1) // block_length:
+            ((_, keys),) = canvas.visibility.spans(forward)  # all rows read the same
+            block_length = 0
+
+        def sequence(queries: range, keys: range, block_length: int = 0) -> PackedSequence:
+            rows, kept = _moved(queries, first_row), None
+            first = queries.start if block_length else 0
+            if canvas.cache is not None:
+                kept = _moved(keys, canvas.cache.start)
+            read = kept if kept is not None and window.is_cached else _moved(keys, first_row)
+            return PackedSequence(rows, read, window.is_cached, kept, block_length, first)
+
+        whole = sequence(forward.window, keys, block_length)
+        self.sequences.append(whole)
+        if not block_length or not sampled.size:
+            return first_row, (whole,)
+        # Sample rows do not follow one another: they are listed block by block.
+        queries = range(int(sampled[0]), int(sampled[-1]) + 1)
+        seen = canvas.visibility.spans(Forward(queries, kept=forward.num_keys))
+        return first_row, tuple(sequence(*own) for own in seen)
 
 
 def _moved(positions: range, start: int) -> slice:
@@ -381,7 +412,8 @@ def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGro
         spans, end = [], 0
         for count, sequence in counted:
             if sequence.is_cached == is_cached:
-                spans.append(Span(end, end + count, sequence.keys.start, sequence.keys.stop))
+                keys, grid = sequence.keys, (sequence.block_length, sequence.first)
+                spans.append(Span(end, end + count, keys.start, keys.stop, *grid))
                 end += count
         if spans:
             groups.append(SpanGroup(slice(start, start + end), tuple(spans), is_cached))

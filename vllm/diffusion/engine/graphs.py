@@ -92,6 +92,7 @@ class GraphRunner:
         self._memory = memory
         self._max_keys = max_keys
         self._reads_pages = model.reads_pages(caches.device)
+        self._has_blocks = model.family.visibility.block_length > 0
         self._table = caches.table  # at the address that graphs know
         self._copied: PageTable | None = None  # what it holds
         self._captured: dict[Bucket, _Captured] = {}
@@ -166,6 +167,8 @@ class GraphRunner:
             max_keys=self._max_keys if bucket.is_cached else bucket.rows,
             spans=None,
             pages=self._table if bucket.is_cached else None,
+            block_lengths=bounds.block_lengths if self._has_blocks else None,
+            firsts=bounds.firsts if self._has_blocks else None,
         )
         rows = slice(0, bucket.rows)
         attending = ((Attending(rows, layout, bucket.is_cached),),)

@@ -34,11 +34,14 @@ class SequenceBounds(NamedTuple, Generic[A]):
         query_ends: [S + 1] int32, the field's cu_seqlens.
         key_starts: [S + 1] int32.
         key_counts: [S] int32.
+        block_lengths, firsts: [S] int32; of no meaning where no sequence is on a grid.
     """
 
     query_ends: A
     key_starts: A
     key_counts: A
+    block_lengths: A
+    firsts: A
 
 
 class StepInputs(NamedTuple, Generic[A]):
@@ -85,12 +88,14 @@ def pack_samples(part: SamplePart) -> SampleInputs[Array]:
 
 def bounds_of(group: SpanGroup) -> SequenceBounds[Array]:
     """Where the sequences of a span group lie."""
-    _, query_ends, key_starts, key_ends = zip(*group.spans, strict=True)
+    _, query_ends, key_starts, key_ends, blocks, firsts = zip(*group.spans, strict=True)
     counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
     return SequenceBounds(
         query_ends=np.array((0, *query_ends), dtype=np.int32),
         key_starts=np.array((*key_starts, key_ends[-1]), dtype=np.int32),
         key_counts=np.array(counts, dtype=np.int32),
+        block_lengths=np.array(blocks, dtype=np.int32),
+        firsts=np.array(firsts, dtype=np.int32),
     )
 
 
@@ -106,6 +111,8 @@ def empty(num_rows: int, num_slots: int, num_sequences: int) -> StepInputs[Array
                     query_ends=np.zeros(num_sequences + 1, dtype=np.int32),
                     key_starts=np.zeros(num_sequences + 1, dtype=np.int32),
                     key_counts=np.zeros(num_sequences, dtype=np.int32),
+                    block_lengths=np.zeros(num_sequences, dtype=np.int32),
+                    firsts=np.zeros(num_sequences, dtype=np.int32),
                 ),
             ),
         ),
@@ -130,20 +137,25 @@ def fill(inputs: StepInputs[Array], batch: StepBatch) -> None:
     _fill(bounds.query_ends, [0, *(r.stop for r in rows), size], size)
     _fill(bounds.key_starts, [*(k.start for k in keys), num_rows], 0)
     _fill(bounds.key_counts, [*(k.stop - k.start for k in keys), num_padding_keys], 0)
+    _fill(bounds.block_lengths, [sequence.block_length for sequence in batch.sequences], 0)
+    _fill(bounds.firsts, [sequence.first for sequence in batch.sequences], 0)
 
 
 def layout_of(
     group: SpanGroup, bounds: SequenceBounds[Tensor], pages: PageTable
 ) -> AttentionLayout:
     """A span group as attention wants it, given its bounds and where the pages of kept keys are."""
+    has_blocks = any(span.block_length for span in group.spans)
     return AttentionLayout(
         query_ends=bounds.query_ends,
         key_starts=bounds.key_starts,
         key_counts=bounds.key_counts,
-        max_queries=max(span.q_end - span.q_start for span in group.spans),
-        max_keys=max(span.kv_end - span.kv_start for span in group.spans),
+        max_queries=max(span.num_queries for span in group.spans),
+        max_keys=max(span.num_keys for span in group.spans),
         spans=group.spans,
         pages=pages if group.is_cached else None,
+        block_lengths=bounds.block_lengths if has_blocks else None,
+        firsts=bounds.firsts if has_blocks else None,
     )
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bidirectional attention over packed sequences: one interface, the fastest kernel of each shape.
+"""Attention over packed sequences: one interface, the fastest kernel of each shape.
+
+It is bidirectional, and for sequences on a grid of blocks block-causal (`Span`).
 
 Letters: R query rows, N rows of the keys and values, S sequences, H and KV query and key/value
 heads of this rank, hd head width.
@@ -18,14 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm.diffusion.layers.devices import capability
 from vllm.diffusion.layers.split_attention import can_split, split_attention
-from vllm.diffusion.spans import check_tiling
+from vllm.diffusion.spans import Span, check_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from vllm.diffusion.spans import AttentionLayout, PageTable, Span
+    from vllm.diffusion.spans import AttentionLayout, PageTable
 
 # cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
 _CUDA_PRIORITY = [
@@ -55,6 +57,8 @@ _KEYS_OF_WHOLE = 1024
 # Rows that are read after the last layer may be others in every step. With this many keys a step
 # takes so long that the plan does not matter.
 _KEYS_OF_PART = 16384
+# Of a sequence on a grid of blocks, where torch's attention computes it: queries under one mask.
+_MASKED_KEYS = 256
 
 
 def attend(
@@ -66,7 +70,7 @@ def attend(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(hd)) v of every sequence, no mask; softmax statistics in fp32.
+    """softmax(q k^T / sqrt(hd)) v of every sequence; softmax statistics in fp32.
 
     Args:
         q: [R, H, hd]; rows may be strided, as views into a fused product are.
@@ -108,7 +112,7 @@ def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
     """Whether a backend computes attention of these tensors at all."""
     if backend is Backend.SDPA:
         return layout.spans is not None
-    if layout.pages is not None and backend is not Backend.SPLIT:
+    if backend is not Backend.SPLIT and (layout.pages or layout.block_lengths) is not None:
         return False
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return False
@@ -132,10 +136,10 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
-    if layout.pages is not None:
+    if (layout.pages or layout.block_lengths) is not None:
         return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.SDPA
     spans = layout.spans or ()
-    if spans and min(span.q_end - span.q_start for span in spans) >= _MANY_QUERIES:
+    if spans and min(span.num_queries for span in spans) >= _MANY_QUERIES:
         if can_serve(Backend.FLASH3, q, layout):
             return Backend.FLASH3
         if all(_is_worth_a_plan(span) for span in spans):
@@ -144,7 +148,7 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
 
 
 def _is_worth_a_plan(span: Span) -> bool:
-    num_queries, num_keys = span.q_end - span.q_start, span.kv_end - span.kv_start
+    num_queries, num_keys = span.num_queries, span.num_keys
     return num_keys >= (_KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
 
 
@@ -182,11 +186,23 @@ def _attend_each(
     return out
 
 
-def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None) -> Tensor:
-    """Attention of one sequence; grouped heads are read in place, never repeated."""
+def _attend_span(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span,
+    pages: PageTable | None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of one sequence; grouped heads are read in place, never repeated.
+
+    `mask` [queries, keys] says which query reads which key; None: every one reads all.
+    """
     q, start, end = q[span.q_start : span.q_end], span.kv_start, span.kv_end
     if start == end:
         return torch.zeros_like(q)
+    if span.block_length:
+        return _attend_blocks(q, k, v, span, pages)
     if pages is None:
         k, v = k[start:end], v[start:end]
     else:
@@ -195,8 +211,26 @@ def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable |
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
     choice = sdpa_kernel(_CUDA_PRIORITY, set_priority=True) if q.is_cuda else nullcontext()
     with choice:
-        out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        is_grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=is_grouped)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None) -> Tensor:
+    """Attention of one sequence on a grid: of as many blocks at once as read nearly the same."""
+    parts, start = [], 0
+    while start < span.num_queries:
+        # What lies behind a query's own block is computed in vain, and then masked.
+        stop = start + max(_MASKED_KEYS, span.block_length)
+        stop -= (span.first + stop) % span.block_length
+        stop = min(stop, span.num_queries)
+        num_keys = span.keys_read_by(stop - 1)
+        ends = torch.tensor([span.keys_read_by(i) for i in range(start, stop)], device=q.device)
+        mask = torch.arange(num_keys, device=q.device) < ends[:, None]
+        keys = Span(0, stop - start, span.kv_start, span.kv_start + num_keys)
+        parts.append(_attend_span(q[start:stop], k, v, keys, pages, mask))
+        start = stop
+    return torch.cat(parts)
 
 
 def _attend_packed(
@@ -251,6 +285,8 @@ def _attend_split(
         *(layout.query_ends, layout.key_starts, layout.key_counts),
         max_queries=layout.max_queries,
         max_keys=layout.max_keys,
+        block_lengths=layout.block_lengths,
+        firsts=layout.firsts,
         page_rows=None if layout.pages is None else layout.pages.rows,
         page_size=0 if layout.pages is None else layout.pages.size,
         out=out,

@@ -29,7 +29,6 @@ from vllm.diffusion.models.mixture import MixtureMLP, unstacked
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
 from vllm.diffusion.models.weights import Destination, load_checkpoint, module_names
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.visibility import Forward
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -327,9 +326,8 @@ class DiffusionModel(nn.Module, SupportsQuant):
         rotary = self.rotary(positions)
         product = x.new_empty(num_rows, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
-        seen = visibility.spans(Forward(range(num_rows)))
-        spans = [Span(q.start, q.stop, keys.start, keys.stop) for q, keys in seen]
-        layout = AttentionLayout.of(spans, x.device)
+        span = Span(0, num_rows, 0, num_rows, visibility.block_length)
+        layout = AttentionLayout.of([span], x.device)
         for layer in self.layers:
             layer.keys_values(x, rotary, product)
             q, k, v = layer.attention.split(product)

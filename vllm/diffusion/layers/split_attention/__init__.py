@@ -95,12 +95,17 @@ def split_attention(
     *,
     max_queries: int,
     max_keys: int,
+    block_lengths: Tensor | None = None,
+    firsts: Tensor | None = None,
     page_rows: Tensor | None = None,
     page_size: int = 0,
     out: Tensor | None = None,
     config: SplitConfig = CONFIG,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(hd)) v of every sequence, no mask; sums and statistics in fp32.
+    """softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
+
+    No mask, but for sequences on a grid of blocks: a query of those reads the keys of its own block
+    and of the blocks before it.
 
     Reads nothing back to the host, and how much is launched depends on shapes and bounds alone, so
     a CUDA graph can hold it. Between its kernels it keeps at most `config.programs` tiles of fp32
@@ -115,6 +120,10 @@ def split_attention(
             of the table times `page_size`.
         key_counts: [S] int32: keys of each sequence; one without keys gets zeros.
         max_queries, max_keys: at least the queries and the keys of every sequence.
+        block_lengths: [S] int32: keys of a block, counted from the first key; 0 for a sequence
+            whose queries read all keys; None where that is so for all.
+        firsts: [S] int32: the key beside which the first query stands, counted likewise; given
+            with `block_lengths`.
         page_rows: [E] int32: the first key row of every page, where the keys of a sequence lie in
             pages of `page_size` rows, one after the other by this table; None where they lie in
             one range of rows.
@@ -155,7 +164,7 @@ def split_attention(
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         kernels.launch(
             (q, k, v, out),
-            (query_ends, key_starts, key_counts),
+            (query_ends, key_starts, key_counts, block_lengths, firsts),
             page_rows,
             page_size=0 if page_rows is None else page_size,
             scale=math.log2(math.e) / math.sqrt(head_dim),

@@ -21,16 +21,21 @@ def _find_tile(
     query_ends,
     key_starts,
     key_counts,
+    block_lengths,
+    firsts,
     num_sequences,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
 ):
-    """This program's tile: its sequence's first row, queries, first key and keys; its number there.
+    """This program's tile: its sequence's first row, queries, first key and keys, length of a block
+    and key beside its first query; its number there.
 
     Tiles are numbered sequence by sequence. A program past the last tile gets no queries.
     """
     program = tl.program_id(0)
     first_row, num_queries, first_key, num_keys, tile, before = 0, 0, 0, 0, 0, 0
+    block_length, beside = 0, 0
     for first in range(0, num_sequences, SEQUENCES):
         ids = first + tl.arange(0, SEQUENCES)
         is_sequence = ids < num_sequences
@@ -45,15 +50,27 @@ def _find_tile(
         num_queries += tl.sum(tl.where(mine, end - start, 0))
         first_key += tl.sum(tl.where(mine, key, 0))
         num_keys += tl.sum(tl.where(mine, keys, 0))
+        if HAS_BLOCKS:
+            length = tl.load(block_lengths + ids, mask=is_sequence, other=0)
+            at = tl.load(firsts + ids, mask=is_sequence, other=0)
+            block_length += tl.sum(tl.where(mine, length, 0))
+            beside += tl.sum(tl.where(mine, at, 0))
         tile += tl.sum(tl.where(mine, program - (last - num_tiles), 0))
         before += tl.sum(num_tiles)
-    return first_row, num_queries, first_key, num_keys, tile
+    return first_row, num_queries, first_key, num_keys, block_length, beside, tile
 
 
 # What changes from step to step must not make Triton compile anew.
 @triton.jit(
     do_not_specialize=["num_sequences", "num_rows", "num_splits"],
-    do_not_specialize_on_alignment=["query_ends", "key_starts", "key_counts", "page_rows"],
+    do_not_specialize_on_alignment=[
+        "query_ends",
+        "key_starts",
+        "key_counts",
+        "block_lengths",
+        "firsts",
+        "page_rows",
+    ],
 )
 def part_kernel(
     q,  # [R, H, hd]
@@ -65,6 +82,8 @@ def part_kernel(
     query_ends,  # [S + 1] int32
     key_starts,  # [S] int32
     key_counts,  # [S] int32
+    block_lengths,  # [S] int32: keys of a block, 0 where all are read; None without blocks
+    firsts,  # [S] int32: the key beside the first query; None likewise
     page_rows,  # [E] int32: first row of the keys of every page; None without pages
     scale,
     num_sequences,
@@ -83,6 +102,7 @@ def part_kernel(
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,  # keys of a page, whole tiles; 0 where keys are found without a table
+    HAS_BLOCKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -90,8 +110,16 @@ def part_kernel(
         gdc_wait()
         gdc_launch_dependents()
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    first_row, num_queries, first_key, num_keys, tile = _find_tile(
-        query_ends, key_starts, key_counts, num_sequences, GROUP, ROWS
+    first_row, num_queries, first_key, num_keys, block_length, beside, tile = _find_tile(
+        query_ends,
+        key_starts,
+        key_counts,
+        block_lengths,
+        firsts,
+        num_sequences,
+        GROUP,
+        ROWS,
+        HAS_BLOCKS,
     )
     # The query heads of a key/value head are rows beside each other, so keys are read for all.
     packed = tile * ROWS + tl.arange(0, ROWS)
@@ -105,6 +133,11 @@ def part_kernel(
     share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = split * share
     end = tl.minimum(start + share, num_keys)
+    if HAS_BLOCKS:  # rows of a tile read as far as their blocks go, the tile as far as its last row
+        length = tl.where(block_length > 0, block_length, num_keys)
+        block = (beside + query) // tl.maximum(length, 1)
+        row_end = tl.where(is_row, tl.minimum((block + 1) * length, num_keys), 0)
+        end = tl.minimum(end, tl.max(row_end))
     slot = (split * num_rows + row) * HEADS + head
     if IS_SPLIT:  # noqa: SIM102, known when compiling
         if start >= end:
@@ -140,10 +173,16 @@ def part_kernel(
             k_tile_at, v_tile_at = k_at, v_at
         k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
         scores = tl.dot(q_tile, k_tile, input_precision="ieee")
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        if HAS_BLOCKS:
+            scores = tl.where((at + keys)[None, :] < row_end[:, None], scores, float("-inf"))
+        else:
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
-        fade = tl.exp2(highest - higher)
+        base = higher
+        if HAS_BLOCKS:  # a row that reads none of these keys has no highest score yet
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores * scale - base[:, None])
+        fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(weights, axis=1)
         v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
         mixed = tl.dot(
@@ -206,7 +245,7 @@ def merge_kernel(
 
 def launch(
     heads: tuple[Tensor, Tensor, Tensor, Tensor],
-    sequences: tuple[Tensor, Tensor, Tensor],
+    sequences: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     page_rows: Tensor | None,
     *,
     page_size: int,
@@ -219,8 +258,8 @@ def launch(
     overlaps: bool,
 ) -> None:
     """Enqueue the attention of `heads` (q, k, v, out) over `sequences` (query ends, key starts,
-    key counts), through the table of pages where there is one; with more than one split, the merge
-    too.
+    key counts, and block lengths and firsts or None), through the table of pages where there is
+    one; with more than one split, the merge too.
     """
     q, k, v, out = heads
     num_rows, num_heads, head_dim = q.shape
@@ -250,6 +289,7 @@ def launch(
         KEYS=config.keys,
         MIN_KEYS=min_keys,
         PAGE=page_size,
+        HAS_BLOCKS=sequences[3] is not None,
         IS_SPLIT=is_split,
         OVERLAPS=overlaps,
         launch_pdl=overlaps,
