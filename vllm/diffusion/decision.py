@@ -305,9 +305,8 @@ def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: S
         if not spec.defaults or meant_for == algorithm.name:
             return model.defaults[name]
     family = model.family
-    if name in family.defaults and (
-        not spec.defaults or algorithm.name == family.default_algorithm
-    ):
+    is_meant = not spec.defaults or algorithm.name == family.default_algorithm
+    if name in family.defaults and is_meant and _is_used(name, algorithm, model):
         return family.defaults[name]
     return spec.default_for(algorithm.name, is_shifted=model.is_shifted)
 

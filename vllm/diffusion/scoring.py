@@ -68,6 +68,11 @@ class Scoring:
     scores_all: bool = False
     greedy: bool = False
 
+    @property
+    def is_categorical(self) -> bool:
+        """Whether tokens are drawn from a distribution that is written out."""
+        return self.draw != "gumbel"
+
 
 @dataclass(frozen=True)
 class ScoreRequest:

@@ -7,7 +7,8 @@ decoded as far as the answer reaches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -26,20 +27,14 @@ class GridRule(DecodingRule):
     reached and nothing before is masked: no later commit could change it.
     """
 
-    score: Literal["confidence", "negative_entropy"] = "confidence"
-    epsilon: float = 0.0
+    drawn: ClassVar[Scoring] = Scoring(draw="filtered")
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
+        self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
         self.start = -1  # of the active block
         self.step = 0  # forwards of the active block so far
         self._stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
-        self.scoring = Scoring(
-            score=self.score,
-            epsilon=self.epsilon,
-            draw="filtered",
-            scores_all=not params.scores_after_filters,
-        )
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
         masked = tokens.numpy() == self.params.mask_id
@@ -72,5 +67,6 @@ class GridRule(DecodingRule):
         """Whether the answer ends before the first masked position."""
         if first >= min(self.prompt_length + self.params.gen_length, len(tokens)):
             return True
-        begun = tokens[max(self._block_start(first), self.prompt_length) : first].numpy()
+        newest = self._block_start(max(first - 1, 0))
+        begun = tokens[max(newest, self.prompt_length) : first].numpy()
         return bool(np.isin(begun, self._stop_ids).any())

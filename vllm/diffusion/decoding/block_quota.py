@@ -14,6 +14,7 @@ import torch
 from vllm.diffusion.decoding.base import Candidates, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
+from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Work
@@ -78,8 +79,7 @@ class EntropyBounded(GridRule):
     If the model proposes nothing but the mask token, the next forward forbids it.
     """
 
-    score = "negative_entropy"
-    epsilon = 1e-12
+    drawn = Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
         order = most_certain_first(candidates.scores)

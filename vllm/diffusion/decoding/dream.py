@@ -25,11 +25,13 @@ SCORINGS = {
 }
 
 
-def commit_shares(steps: int, eps: float) -> torch.Tensor:
+def commit_shares(steps: int, eps: float, alg: str = "entropy") -> torch.Tensor:
     """[steps] fp32: share of the masked positions that each step commits.
 
     In fp32 as the reference, because counts are cut off after the point.
     """
+    if eps == 0 and alg == "origin":  # DiffuLLaMA: the same in exact numbers
+        return 1 / torch.arange(steps, 0, -1, dtype=torch.float32)
     times = torch.linspace(1, eps, steps + 1, dtype=torch.float32)
     shares = 1 - times[1:] / times[:-1]
     shares[-1] = 1
@@ -61,7 +63,7 @@ class Dream(DecodingRule):
             self.draw_purpose = COMMIT
         elif params.alg_temp > 0:
             self.draw_purpose = CHOICE
-        self._shares = commit_shares(params.steps, params.eps)
+        self._shares = commit_shares(params.steps, params.eps, params.alg)
         self._step = 0
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:

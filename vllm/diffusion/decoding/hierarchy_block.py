@@ -9,20 +9,25 @@ import torch
 
 from vllm.diffusion.decoding.base import Candidates, Mask, Work, and_the_best
 from vllm.diffusion.decoding.block_grid import GridRule
+from vllm.diffusion.scoring import Scoring
 
 
 class HierarchyBlock(GridRule):
     """Commit what exceeds the threshold in the first part with masks, and always the best of it.
 
     Logits are shifted: the last row of a block of final tokens predicts the first token behind it.
-    So the first position of a block is committed alone, by a forward of the block before; the mask
-    token is forbidden there. If a forward proposes nothing but the mask token, the next one forbids
-    it.
+    So the first position of a block is committed alone, by a forward of the block before: its most
+    likely token at any temperature, but never the mask token. If a forward proposes nothing but the
+    mask token, the next one forbids it.
     """
+
+    drawn = Scoring(draw="filtered", greedy=True)
+    _is_seed = False
 
     def work(self, masked: Mask, start: int) -> Work:
         block_length, part_length = self.params.block_length, self.params.sub_block_length
-        if masked[start] and start > 0:
+        self._is_seed = start > 0 and bool(masked[start])
+        if self._is_seed:
             self.forbid_mask = True
             return Work(torch.tensor([start]), (start - block_length, start))
         end = start + block_length
@@ -36,3 +41,8 @@ class HierarchyBlock(GridRule):
         chosen = and_the_best(scores > self.params.threshold, scores).nonzero().flatten()
         self.forbid_mask_unless_changed(candidates, chosen)
         return chosen
+
+    def replacement(self, candidates: Candidates) -> torch.Tensor:
+        if self._is_seed and candidates.greedy is not None:
+            return candidates.greedy
+        return candidates.tokens

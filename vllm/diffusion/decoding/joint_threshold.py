@@ -23,8 +23,8 @@ class JointThreshold(GridRule):
     not of the prompt may change, so it is settled only then.
 
     The mask token may be proposed, and may replace a token. It is forbidden after a forward that
-    changes nothing because of that, and in a block that takes twice as many forwards as one without
-    such proposals can.
+    changes nothing because of that, and in a block that takes more forwards than one can whose
+    masks are filled by at least one a forward each time that it has some.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -36,7 +36,7 @@ class JointThreshold(GridRule):
         self._is_active = False  # the block at `start` has begun and not ended
         self._has_decided = False  # what a forward made of it has not been looked at
         self._num_post_steps = 0
-        self._most_forwards = 2 * (params.block_length + params.max_post_steps)
+        self._most_forwards = (params.block_length + 1) * (params.max_post_steps + 1)
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
         start = self.settled(tokens)
@@ -65,7 +65,8 @@ class JointThreshold(GridRule):
         mask_id = self.params.mask_id
         if bool((block == mask_id).any()):
             return False
-        if torch.equal(block, self._before):
+        is_of_prompt = self.start + len(block) <= self.prompt_length
+        if is_of_prompt or torch.equal(block, self._before):
             return True
         self._num_post_steps += 1
         return self._num_post_steps > self.params.max_post_steps

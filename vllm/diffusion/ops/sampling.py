@@ -81,8 +81,7 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
 
 def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Whole rows [R, vocab_size] from every rank's columns [R, C]; for what cannot be merged."""
-    ranks = get_tensor_model_parallel_world_size()
-    if ranks == 1 or logits.shape[1] == vocab_size:
+    if logits.shape[1] == vocab_size or get_tensor_model_parallel_world_size() == 1:
         return logits
     # Ranks own equal shares of the vocabulary rounded up; the last ones may have fewer columns.
     widest = torch.tensor([logits.shape[1]], device=logits.device)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Dream draws and scores a token (Ye et al., arXiv:2508.15487, reference `diffusion_generate`).
+"""How a token is drawn from its distribution and scored: by Dream and by block-causal families.
 
-Temperature, top-p and top-k come before the softmax, and the score is taken from what they leave.
+Dream (Ye et al., arXiv:2508.15487, reference `diffusion_generate`): temperature, top-p and top-k
+come before the softmax, and the score is taken from what they leave.
+
+Block-causal families: temperature, top-k, top-p, in this order, and none of them at temperature 0.
+LLaDA2.x and Fast-dLLM v2 score what is left; SDAR what there was before top-k and top-p.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from vllm.diffusion.scoring import CATEGORICAL
 if TYPE_CHECKING:
     from vllm.diffusion.sampling.noise import NoiseSource
     from vllm.diffusion.sampling.rows import RowGroup
+    from vllm.diffusion.scoring import Scoring
 
 
 def draw_categorical(
@@ -25,27 +30,39 @@ def draw_categorical(
     At temperature 0 the token is the argmax of the probabilities (the lowest id among those that
     round to the same number). Otherwise it is drawn by the Gumbel-max method.
     """
-    params = group.params
-    if params.temperature > 0:
-        logits = logits / params.temperature
-    if params.top_p is not None and params.top_p < 1:
-        logits = _keep_top_p(logits, params.top_p)
-    if params.top_k is not None:
-        logits = _keep_top_k(logits, params.top_k)
-    probabilities = torch.softmax(logits, dim=-1)
-    if params.temperature > 0:
+    if group.params.temperature > 0:
+        logits = logits / group.params.temperature
+    kept = _filtered(logits, group) if group.filters else logits
+    probabilities = torch.softmax(kept, dim=-1)
+    if group.params.temperature > 0:
         columns = range(logits.shape[1])
         u = noise.uniform(group.seed, CATEGORICAL, group.step, group.positions, columns)
         tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
-        scores = probabilities.gather(1, tokens[:, None])[:, 0]
     else:
-        scores, tokens = probabilities.max(dim=-1)
-    if group.scoring.score == "margin":
+        tokens = probabilities.argmax(dim=-1)
+    if group.scoring.scores_all and group.filters:
+        probabilities = torch.softmax(logits, dim=-1)
+    return tokens, _scores(probabilities, tokens, group.scoring)
+
+
+def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """[R], of tokens [R] in `probabilities` [R, V]; larger is more certain."""
+    if scoring.score == "margin":
         best = probabilities.topk(2, dim=-1).values
-        scores = best[:, 0] - best[:, 1]
-    elif group.scoring.score == "negative_entropy":
-        scores = (probabilities * torch.log(probabilities + group.scoring.epsilon)).sum(dim=-1)
-    return tokens, scores
+        return best[:, 0] - best[:, 1]
+    if scoring.score == "negative_entropy":
+        return (probabilities * torch.log(probabilities + scoring.epsilon)).sum(dim=-1)
+    return probabilities.gather(1, tokens[:, None])[:, 0]
+
+
+def _filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """What top-p and top-k leave of `logits` [R, V]."""
+    keep = {"top_p": _keep_top_p, "top_k": _keep_top_k}
+    names = ("top_k", "top_p") if group.scoring.draw == "filtered" else ("top_p", "top_k")
+    for name in names:
+        if name in group.filters:
+            logits = keep[name](logits, getattr(group.params, name))
+    return logits
 
 
 def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:

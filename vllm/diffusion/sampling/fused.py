@@ -57,14 +57,12 @@ def launch_key(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Lau
     other noise than Philox's. Dream's draw on CPU stays as its reference rounds it, where
     probabilities that are equal in fp32 compete.
     """
-    params, scoring = group.params, group.scoring
+    scoring = group.scoring
     dtype = group.confidence_dtype(logits)
-    is_categorical = scoring.draw == "categorical"
+    is_categorical = scoring.is_categorical
     if not isinstance(noise, PhiloxNoise) or dtype == torch.float64:
         return None
-    if is_categorical and not (
-        logits.is_cuda and params.top_k is None and (params.top_p is None or params.top_p >= 1)
-    ):
+    if is_categorical and (group.filters or not logits.is_cuda):
         return None
     # One rounding of the probability at the end is what PyTorch's softmax does, too.
     is_rounded_once = logits.is_cuda and scoring.score == "confidence" and not is_categorical
@@ -76,7 +74,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> Lau
         epsilon=scoring.epsilon if score == "entropy" else 1.0,
         purpose=CATEGORICAL if is_categorical else TOKEN,
         is_tempered=is_categorical,
-        has_greedy=scoring.greedy and not is_categorical,
+        has_greedy=scoring.greedy,
         dtype=dtype,
     )
 

@@ -29,16 +29,17 @@ def sample_plain(
         noise: source of random numbers.
     """
     params, scoring = group.params, group.scoring
-    if scoring.draw == "categorical":  # works on whole rows, so ranks exchange their columns
+    if scoring.is_categorical:  # works on whole rows, so ranks exchange their columns
         logits, first_column = ops.gather_columns(logits, vocab_size), 0
     columns = range(first_column, first_column + logits.shape[1])
     for token in group.forbidden:
         if token in columns:
             logits[:, token - first_column] = -torch.inf
     dtype = group.confidence_dtype(logits)
-    if scoring.draw == "categorical":
+    if scoring.is_categorical:
         tokens, scores = draw_categorical(logits.to(dtype), group, noise)
-        return ops.Sampled(tokens, scores, tokens)
+        is_drawn = scoring.greedy and params.temperature > 0
+        return ops.Sampled(tokens, scores, logits.argmax(dim=-1) if is_drawn else tokens)
     whole_rows = logits.shape[1] == vocab_size
     noisy = logits
     if params.temperature > 0:

@@ -85,6 +85,16 @@ class RowGroup:
         return tuple(token for token in (eos, self.params.eot_id) if token is not None)
 
     @property
+    def filters(self) -> tuple[str, ...]:
+        """Which of top_p and top_k cut the distribution that tokens are drawn from."""
+        params, draw = self.params, self.scoring.draw
+        if draw == "gumbel" or (draw == "filtered" and params.temperature == 0):
+            return ()
+        is_cut = params.top_p is not None and params.top_p < 1
+        names = ("top_p" if is_cut else None, None if params.top_k is None else "top_k")
+        return tuple(name for name in names if name is not None)
+
+    @property
     def seed(self) -> int:
         if self.params.seed is None:
             raise ValueError("seed: must be drawn before sampling, got None")

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of block-causal families beside the loops they come from, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.decoding.toy import Decoding, Toy
+from tests.reference import block_loops
+from tests.reference.block_loops import Draw, NoEnd
+from tests.reference.philox import uniform_matrix
+from vllm.diffusion import decision, fields
+from vllm.diffusion.families import FAST_DLLM, SDAR
+from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.scoring import CATEGORICAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.diffusion.families import Family
+
+V, MASK, STOPS = 24, 23, frozenset({22, 21})
+NEVER = {MASK: -1e9}  # bias of a token that is never proposed
+
+# What the tests need of families that may be recorded otherwise.
+LLADA2 = dataclasses.replace(
+    SDAR, name="llada2", caps_steps=True, scores_after_filters=True, defaults={}
+)
+SHIFTED = dataclasses.replace(FAST_DLLM, defaults={})
+
+
+def served(family: Family) -> ServedModel:
+    return ServedModel(
+        family=family,
+        ids=SpecialIds(mask=MASK, eos=22, eot=21, stop=STOPS),
+        max_model_len=4096,
+        vocab_size=V,
+    )
+
+
+def decided(family: Family, prompt: list[int], **asked: Any) -> DiffusionParams:
+    return decision.decide(fields.canonical(asked), served(family), prompt)
+
+
+class Case:
+    """A request and a model, by number."""
+
+    def __init__(self, number: int) -> None:
+        self.chance = random.Random(number)
+        pick = self.chance.choice
+        self.seed = number
+        self.block_length = pick([1, 2, 3, 4, 5, 8, 16])
+        self.gen_length = self.chance.randint(1, 40)
+        length = pick([self.block_length, 2 * self.block_length, self.chance.randint(1, 20)])
+        self.prompt = [self.chance.randrange(20) for _ in range(length)]
+        self.threshold = pick([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
+        self.stops = pick([STOPS, frozenset()])
+        self.stop_bias = pick([0.0, 1.5])
+
+    def toy(self, **more: Any) -> Toy:
+        chance = random.Random(self.seed + 1)
+        bias = NEVER | dict.fromkeys(STOPS, self.stop_bias) | more.pop("bias", {})
+        decimals = chance.choice([None, None, 0])  # equal confidences
+        return Toy(self.seed, V, self.block_length, chance.choice([2.0, 6.0]), bias, decimals)
+
+    def lengths(self) -> dict[str, int]:
+        return {"gen_length": self.gen_length, "block_length": self.block_length}
+
+    def check(
+        self,
+        family: Family,
+        loop: Callable[..., block_loops.Decoded],
+        asked: dict[str, Any],
+        **bias: float,
+    ) -> Decoding:
+        """Decode with the rule and with the loop; they agree after every forward."""
+        toy = self.toy(**bias)
+        found = Decoding(toy, self._params(family, asked), self.prompt)
+        expected = loop(toy, self.prompt, mask_id=MASK, stop_ids=self.stops, **self.lengths())
+        assert found.run() == expected.answer
+        assert found.history == expected.history[: len(found.history)]
+        self._check_windows(found)
+        return found
+
+    def _params(self, family: Family, asked: dict[str, Any]) -> DiffusionParams:
+        ignores = {"ignore_eos": not self.stops}
+        return decided(family, self.prompt, **self.lengths(), **ignores, **asked)
+
+    def _check_windows(self, found: Decoding) -> None:
+        """A forward is for a block of the grid; candidates lie in it or right behind it."""
+        length, shift = self.block_length, found.params.logit_shift
+        for work in found.works:
+            start, end = work.rows
+            assert start % length == 0
+            assert end == start + length
+            assert start <= int(work.eligible[0])
+            assert int(work.eligible[-1]) < end + shift
+
+
+CASES = range(24)
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_llada2(number: int) -> None:
+    case = Case(number)
+    steps = case.chance.randint(1, 2 * case.block_length)
+    asked = {"steps_per_block": steps, "threshold": case.threshold}
+    loop = partial(block_loops.llada2, steps=steps, threshold=case.threshold)
+    case.check(LLADA2, loop, {"algorithm": "low_confidence_dynamic", **asked})
+
+
+@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize(
+    ("algorithm", "remasking"),
+    [
+        ("low_confidence_dynamic", "dynamic"),
+        ("semi_ar", "static"),
+        ("sequential", "sequential"),
+        ("entropy_bounded", "entropy_bounded"),
+    ],
+)
+def test_sdar(algorithm: str, remasking: str, number: int) -> None:
+    case = Case(number)
+    asked: dict[str, Any] = {"algorithm": algorithm}
+    options: dict[str, Any] = {"remasking": remasking}
+    if algorithm != "entropy_bounded":
+        options["steps"] = asked["steps_per_block"] = case.chance.randint(1, case.block_length + 2)
+    if algorithm in ("low_confidence_dynamic", "entropy_bounded"):
+        options["threshold"] = asked["threshold"] = case.threshold
+    case.check(SDAR, partial(block_loops.sdar, **options), asked)
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_llada21(number: int) -> None:
+    case = Case(number)
+    options = {
+        "threshold": case.threshold,
+        "editing_threshold": case.chance.choice([0.0, 0.2, 0.5, 0.9]),
+        "max_post_steps": case.chance.choice([0, 1, 2, 16]),
+        "num_to_transfer": case.chance.choice([1, 2, 5]),
+        "penalty_lambda": case.chance.choice([0.0, 0.0, 2.0]),
+    }
+    loop = partial(block_loops.llada21, **options)
+    found = case.check(LLADA2, loop, {"algorithm": "JointThreshold", **options})
+    assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_fast_dllm_v2(number: int) -> None:
+    case = Case(number)
+    divisors = [d for d in range(1, case.block_length + 1) if case.block_length % d == 0]
+    options = {
+        "threshold": case.threshold,
+        "sub_block_length": case.chance.choice(divisors),
+    }
+    loop = partial(block_loops.fast_dllm_v2, **options)
+    case.check(SHIFTED, loop, {"algorithm": "HierarchyBlock", **options})
+
+
+# ---- temperature, top_k, top_p -----------------------------------------------------------------
+
+
+def uniform_of(seed: int) -> block_loops.Uniform:
+    return lambda forward, position: uniform_matrix(seed, CATEGORICAL, forward, [position], V)[0]
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"top_k": 4, "top_p": 0.7},
+]
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_draws(temperature: float, filters: dict[str, Any], number: int) -> None:
+    """At temperature 0 filters change nothing; confidences are the family's."""
+    case = Case(number)
+    sampling = {"temperature": temperature, "seed": number, **filters}
+    draw = Draw(temperature, **filters, uniform=uniform_of(number))
+    whole = dataclasses.replace(draw, scores_all=True)
+    thresholds = {"threshold": case.threshold}
+    case.check(
+        SDAR,
+        partial(block_loops.sdar, remasking="dynamic", steps=case.block_length, draw=whole),
+        {"algorithm": "low_confidence_dynamic", "threshold": 0.85, **sampling},
+    )
+    case.check(
+        LLADA2,
+        partial(block_loops.llada2, draw=draw, **thresholds),
+        {"steps_per_block": 32, **thresholds, **sampling},
+    )
+    case.check(
+        SHIFTED,
+        partial(block_loops.fast_dllm_v2, draw=draw, sub_block_length=1, **thresholds),
+        {"sub_block_length": 1, **thresholds, **sampling},
+    )
+    case.check(
+        SDAR,
+        partial(block_loops.sdar, remasking="entropy_bounded", threshold=0.4, draw=whole),
+        {"algorithm": "entropy_bounded", "threshold": 0.4, **sampling},
+    )
+    case.check(
+        LLADA2,
+        partial(block_loops.llada21, draw=draw, max_post_steps=3, **thresholds),
+        {"algorithm": "joint_threshold", "max_post_steps": 3, **thresholds, **sampling},
+    )
+
+
+def test_confidence_of_sdar_is_taken_before_top_k() -> None:
+    """With top_k 1 every token would be certain after it, and fill the block in one forward."""
+    case = Case(3)
+    case.block_length, case.gen_length, case.prompt = 4, 8, [1] * 4
+    asked: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "threshold": 0.99}
+    forwards = [
+        len(case.check(family, partial(loop, **options), asked).works)
+        for family, loop, options in (
+            (
+                SDAR,
+                block_loops.sdar,
+                {"remasking": "dynamic", "threshold": 0.99, "draw": Draw(1.0, 1, scores_all=True)},
+            ),
+            (LLADA2, block_loops.llada2, {"threshold": 0.99, "draw": Draw(1.0, 1)}),
+        )
+    ]
+    assert forwards == [8, 2]
+
+
+# ---- the mask token ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("mask_bias", [0.0, 1.0, 50.0])
+@pytest.mark.parametrize(
+    ("family", "algorithm", "loop"),
+    [
+        (LLADA2, "low_confidence_dynamic", block_loops.llada2),
+        (SDAR, "semi_ar", partial(block_loops.sdar, remasking="static")),
+        (SDAR, "sequential", partial(block_loops.sdar, remasking="sequential")),
+        (SDAR, "entropy_bounded", partial(block_loops.sdar, remasking="entropy_bounded")),
+        (LLADA2, "joint_threshold", partial(block_loops.llada21, most_forwards=300)),
+        (SHIFTED, "hierarchy_block", block_loops.fast_dllm_v2),
+    ],
+)
+def test_every_answer_ends_though_the_mask_is_proposed(
+    family: Family,
+    algorithm: str,
+    loop: Callable[..., block_loops.Decoded],
+    mask_bias: float,
+    number: int,
+) -> None:
+    """And where the reference ends as well, it says the same."""
+    case = Case(number)
+    toy = case.toy(bias={MASK: mask_bias})
+    asked: dict[str, Any] = {"algorithm": algorithm}
+    options: dict[str, Any] = {}
+    if algorithm in ("low_confidence_dynamic", "semi_ar", "sequential"):
+        options["steps"] = asked["steps_per_block"] = case.block_length
+    if algorithm == "joint_threshold":
+        options["editing_threshold"] = asked["editing_threshold"] = 0.2
+    if algorithm == "hierarchy_block":
+        options["sub_block_length"] = asked["sub_block_length"] = 1
+    if algorithm == "entropy_bounded":
+        options["threshold"] = asked["threshold"] = 0.35
+    params = case._params(family, asked)
+    found = Decoding(toy, params, case.prompt)
+    num_blocks = 2 + case.gen_length // case.block_length
+    answer = found.run(limit=2 * num_blocks * (case.block_length + 1) * 17)
+    assert MASK not in answer
+    if mask_bias == 50.0:
+        return
+    try:
+        expected = loop(
+            toy, case.prompt, mask_id=MASK, stop_ids=case.stops, **case.lengths(), **options
+        )
+    except NoEnd:
+        return
+    assert answer == expected.answer
+
+
+# ---- what is settled ---------------------------------------------------------------------------
+
+
+def test_a_block_is_given_when_it_is_filled() -> None:
+    case = Case(0)
+    case.block_length, case.gen_length, case.prompt = 4, 9, [1] * 6
+    case.stops, case.stop_bias = frozenset(), -1e9
+    loop = partial(block_loops.sdar, remasking="static", steps=4)
+    found = case.check(SDAR, loop, {"algorithm": "semi_ar"})
+    # Prompt 6 and answer 9 end at 15: blocks 4 to 7, 8 to 11, 12 to 15.
+    assert found.settled[0] == 4
+    assert sorted(set(found.settled)) == [4, 8, 12, 15]
+    assert [work.rows for work in found.works][:2] == [(4, 8), (4, 8)]
+    assert len(found.works) <= 2 + 4 + 4
+
+
+def test_an_answer_ends_where_nothing_before_its_end_is_masked() -> None:
+    """The rest of the last block is not decoded, and no token is predicted behind the answer."""
+    prompt = [1] * 8
+    for number in range(20):
+        toy = Toy(number, V, 8, bias=NEVER | dict.fromkeys(STOPS, -1e9))
+        params = decided(
+            SHIFTED, prompt, gen_length=9, block_length=8, sub_block_length=8, threshold=1.0
+        )
+        found = Decoding(toy, params, prompt)
+        assert len(found.run()) == 9
+        assert len(found.works) == 9  # one token each; the last of them begins a block
+        assert found.works[-1].rows == (8, 16)
+        assert found.rule.prepare(found.tokens) is None
+
+
+def test_a_stop_token_ends_an_unfinished_block() -> None:
+    """Everything before it is final; the rest of the block stays masked."""
+    seen = 0
+    for number in range(60):
+        case = Case(number)
+        case.block_length, case.gen_length, case.prompt = 8, 16, [1] * 8
+        case.stops, case.stop_bias = STOPS, 4.0
+        loop = partial(block_loops.fast_dllm_v2, sub_block_length=4)
+        found = case.check(SHIFTED, loop, {"sub_block_length": 4})
+        seen += bool((found.tokens[8:16] == MASK).any())
+        assert found.rule.prepare(found.tokens) is None
+    assert seen > 10
+
+
+def test_masks_of_the_prompt_are_filled_first() -> None:
+    prompt = [1, 2, MASK, 4, 5, 6, MASK]
+    toy = Toy(5, V, 4, bias=NEVER | dict.fromkeys(STOPS, -1e9))
+    for algorithm in ("low_confidence_dynamic", "joint_threshold"):
+        params = decided(
+            LLADA2,
+            prompt,
+            algorithm=algorithm,
+            gen_length=6,
+            block_length=4,
+            allow_infill=True,
+        )
+        found = Decoding(toy, params, prompt)
+        assert found.settled[0] == 0
+        found.run()
+        assert found.works[0].rows == (0, 4)
+        assert MASK not in found.tokens[:7].tolist()
+        assert found.tokens[[0, 1, 3, 4, 5]].tolist() == [1, 2, 4, 5, 6]
+
+
+def test_unresolved_steps_are_an_error() -> None:
+    from vllm.diffusion.decoding import make_rule
+
+    params = dataclasses.replace(
+        decided(SDAR, [1], gen_length=4, algorithm="semi_ar"), steps_per_block=None
+    )
+    with pytest.raises(ValueError, match="steps_per_block"):
+        make_rule(params, 1)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model without layers, and the engine's part of decoding with it: no batch, no cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.diffusion.decoding import Candidates, make_rule
+from vllm.diffusion.sampling import PhiloxNoise, RowGroup, sample_group
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vllm.diffusion.decoding import Work
+    from vllm.diffusion.params import DiffusionParams
+
+
+class Toy:
+    """Logits [T, V] fp32 that depend on all tokens of a position's block and of those before.
+
+    Args:
+        seed: of its weights.
+        vocab_size: V.
+        block_length: None where every position sees every other one.
+        scale: the larger, the surer it is.
+        bias: added to the logits of single tokens.
+        decimals: logits are rounded to so many, so that ties are common.
+    """
+
+    vocab_start = 0
+
+    def __init__(
+        self,
+        seed: int,
+        vocab_size: int,
+        block_length: int | None,
+        scale: float = 3.0,
+        bias: dict[int, float] | None = None,
+        decimals: int | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab_size, self._block_length = vocab_size, block_length
+        self._scale, self._decimals = scale, decimals
+        self._tokens = torch.randn(64, vocab_size, 16, generator=generator)
+        self._places = torch.randn(4096, 16, generator=generator)
+        self._head = torch.randn(16, vocab_size, generator=generator)
+        self._bias = torch.zeros(vocab_size)
+        for token, value in (bias or {}).items():
+            self._bias[token] = value
+
+    def __call__(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        ids = torch.as_tensor(tokens)
+        length = len(ids)
+        seen = self._tokens[torch.arange(length) % 64, ids].cumsum(dim=0)
+        block = length if self._block_length is None else self._block_length
+        last = ((torch.arange(length) // block + 1) * block - 1).clamp(max=length - 1)
+        hidden = torch.tanh(seen[last] / (last + 1)[:, None] ** 0.5 + self._places[:length])
+        logits = hidden @ self._head * (self._scale / 4) + self._bias
+        return logits if self._decimals is None else logits.round(decimals=self._decimals)
+
+
+class Decoding:
+    """One request under its rule, as the engine keeps it.
+
+    Attributes:
+        tokens: [T] int64, prompt and canvas, up to the end of a block.
+        works: what the forwards were for.
+        history: the canvas after each of them.
+        settled: how much was settled after each of them, the prompt included.
+    """
+
+    def __init__(self, toy: Toy, params: DiffusionParams, prompt: Sequence[int]) -> None:
+        self.toy, self.params = toy, params
+        self.first, self.end = len(prompt), len(prompt) + params.gen_length
+        total = self.end
+        if params.is_block_causal:
+            total = -(-self.end // params.block_length) * params.block_length
+        masks = [params.mask_id] * (total - self.first)
+        self.tokens = torch.tensor([*prompt, *masks])
+        self.rule = make_rule(params, self.first)
+        self.works: list[Work] = []
+        self.history: list[list[int]] = []
+        self.settled: list[int] = [self.rule.settled(self.tokens)]
+        self._final: list[int] = []
+
+    def run(self, limit: int = 20_000) -> list[int]:
+        """Forwards until the answer is complete; the answer."""
+        while (answer := self._take_settled()) is None:
+            assert len(self.works) < limit, "the rule does not come to an end"
+            before = self.tokens.clone()
+            work = self.rule.prepare(self.tokens)
+            assert torch.equal(self.tokens, before), "a rule does not write tokens"
+            assert work is not None, "nothing left to do, and no answer"
+            self._forward(work)
+        return answer
+
+    def _take_settled(self) -> list[int] | None:
+        """What is given of the settled tokens; none of them may have changed."""
+        settled = min(self.rule.settled(self.tokens), self.end)
+        assert settled >= self.settled[-1] or not self.works
+        assert self.rule.settled(self.tokens) == max(settled, self.rule.settled(self.tokens))
+        self.settled.append(settled)
+        given = self.tokens[self.first : max(settled, self.first)].tolist()
+        assert given[: len(self._final)] == self._final, "a settled token changed"
+        assert self.params.mask_id not in given
+        new, num_before = given[len(self._final) :], len(self._final)
+        self._final = given
+        kept = self.params.answer_end(new, num_before)
+        return None if kept is None else given[: num_before + kept]
+
+    def _forward(self, work: Work) -> None:
+        number, shift = len(self.works), self.params.logit_shift
+        self.works.append(work)
+        positions = work.eligible
+        assert positions.tolist() == sorted(set(positions.tolist()))
+        assert 0 <= work.rows[0] < work.rows[1] <= len(self.tokens)
+        end = work.rows[1] if self.params.is_block_causal else len(self.tokens)
+        rows = (positions - shift).clamp(min=0)
+        assert int(rows.max()) < end, "candidates are read from rows of the window"
+        logits = self.toy(self.tokens[:end])[rows]
+        group = RowGroup(
+            params=self.params if self.params.seed is not None else self.params.with_seed(0),
+            scoring=self.rule.scoring,
+            step=number,
+            forbid_mask=self.rule.forbid_mask,
+            rows=slice(0, len(rows)),
+            unconditional_rows=None,
+            positions=positions - self.first,
+            adjust=self.rule.adjust_logits if self.rule.adjusts_logits else None,
+        )
+        model: Any = self.toy
+        found = sample_group(logits, group, model, PhiloxNoise())
+        candidates = Candidates(positions, found.token, found.score.double(), found.greedy)
+        commit = self.rule.decide(candidates)
+        assert bool(torch.isin(commit.positions, positions).all())
+        self.tokens[commit.positions] = commit.tokens
+        self.history.append(self.tokens[self.first : self.end].tolist())

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding loops of block-causal families, one sequence at a time, as plainly as can be.
+
+Sources: the public `generate` of LLaDA2.0 and LLaDA2.1, the evaluation code of SDAR and its
+JetEngine, `generate` of Fast-dLLM v2. Every forward computes the sequence from its start to the end
+of the active block; nothing is kept. One function per family:
+
+- `llada2`: the candidates above the threshold if they are as many as the quota, else the best.
+- `llada21`: the same with at least `num_to_transfer`, and committed tokens may be replaced.
+- `sdar`: four rules by name, and confidences before top-k and top-p.
+- `fast_dllm_v2`: parts of a block; a block begins with a token that the last row before predicts.
+
+All return the answer up to and including its first stop token. Deviations from the sources: any
+`gen_length`; ties go to the lowest position; a stop token counts only behind the prompt; no forward
+stores keys and values; a loop without end (the model proposes the mask token, which nothing
+forbids) raises `NoEnd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+LogitsOf = Callable[[Sequence[int]], Tensor]  # tokens of positions 0..T-1 -> logits [T, V]
+Uniform = Callable[[int, int], Tensor]  # forward from 0, canvas position -> [V] in (0, 1)
+
+
+class NoEnd(Exception):
+    """The loop would go on for ever, or gives up with masked positions."""
+
+
+@dataclass
+class Decoded:
+    """The answer, how many forwards it took, and what each of them left behind the prompt."""
+
+    answer: list[int]
+    forwards: int
+    history: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn: temperature, then top-k, then top-p; 0 takes the most likely."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    scores_all: bool = False  # the confidence is taken before top-k and top-p
+    uniform: Uniform | None = None
+
+    def __call__(self, logits: Tensor, forward: int, position: int) -> tuple[int, float, Tensor]:
+        """Token, confidence and distribution of one row of logits [V]."""
+        if self.temperature == 0:
+            p = torch.softmax(logits, dim=-1)
+            token = int(p.argmax())
+            return token, float(p[token]), p
+        scaled = logits / self.temperature
+        everything = torch.softmax(scaled, dim=-1)
+        if self.top_k is not None:
+            least = scaled.sort(descending=True).values[min(self.top_k, len(scaled)) - 1]
+            scaled = torch.where(scaled < least, -torch.inf, scaled)
+        if self.top_p is not None:
+            ordered, columns = scaled.sort(descending=True, stable=True)
+            before = torch.softmax(ordered, dim=-1).cumsum(dim=-1).roll(1)
+            before[0] = 0
+            scaled = scaled.clone()
+            scaled[columns[before > self.top_p]] = -torch.inf
+        kept = torch.softmax(scaled, dim=-1)
+        token = int(kept.argmax())
+        if self.uniform is not None:
+            noise = -torch.log(-torch.log(self.uniform(forward, position)))
+            token = int((kept.double().log() + noise).argmax())
+        scored = everything if self.scores_all else kept
+        return token, float(scored[token]), scored
+
+
+class _Row:
+    """Prompt and masks up to the end of a block, and the forwards so far."""
+
+    def __init__(
+        self,
+        logits_of: LogitsOf,
+        prompt: Sequence[int],
+        gen_length: int,
+        block_length: int,
+        mask_id: int,
+        stop_ids: Collection[int],
+        draw: Draw,
+    ) -> None:
+        self.logits_of, self.draw = logits_of, draw
+        self.mask_id, self.stop_ids = mask_id, frozenset(stop_ids)
+        self.first, self.end = len(prompt), len(prompt) + gen_length
+        self.block_length = block_length
+        total = -(-self.end // block_length) * block_length
+        self.tokens = [*prompt, *[mask_id] * (total - self.first)]
+        self.forwards = 0
+        self.history: list[list[int]] = []
+
+    @property
+    def block_starts(self) -> range:
+        start = self.first // self.block_length * self.block_length
+        return range(start, len(self.tokens), self.block_length)
+
+    def masked(self, start: int, end: int) -> list[int]:
+        return [p for p in range(start, end) if self.tokens[p] == self.mask_id]
+
+    def forward(self, end: int) -> Tensor:
+        """Logits [end, V] of everything before `end`."""
+        logits = self.logits_of(self.tokens[:end])
+        self.forwards += 1
+        return logits
+
+    def proposals(
+        self, logits: Tensor, positions: Sequence[int], shift: int = 0
+    ) -> dict[int, tuple[int, float, Tensor]]:
+        """Token, confidence and distribution by position; of the forward that came last."""
+        return {
+            p: self.draw(logits[max(p - shift, 0)], self.forwards - 1, p - self.first)
+            for p in positions
+        }
+
+    def write(self, tokens: dict[int, int]) -> None:
+        for position, token in tokens.items():
+            self.tokens[position] = token
+        self.history.append(self.tokens[self.first : self.end])
+
+    def has_stop(self, end: int) -> bool:
+        return any(token in self.stop_ids for token in self.tokens[self.first : end])
+
+    def result(self) -> Decoded:
+        answer = self.tokens[self.first : self.end]
+        stops = [i for i, token in enumerate(answer) if token in self.stop_ids]
+        answer = answer[: stops[0] + 1] if stops else answer
+        if self.mask_id in answer:
+            raise NoEnd
+        return Decoded(answer, self.forwards, self.history)
+
+
+def quotas(block_length: int, steps: int) -> list[int]:
+    """Commits of every step of a block; they sum up to its length."""
+    return [block_length // steps + (i < block_length % steps) for i in range(steps)]
+
+
+def most_confident(confidence: dict[int, float], count: int) -> list[int]:
+    return sorted(confidence, key=lambda p: (-confidence[p], p))[:count]
+
+
+def by_threshold_or_quota(
+    confidence: dict[int, float], threshold: float, quota: int
+) -> Collection[int]:
+    high = [p for p, c in confidence.items() if c > threshold]
+    return high if len(high) >= quota else most_confident(confidence, quota)
+
+
+def llada2(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 32,
+    steps: int = 32,
+    threshold: float = 0.95,
+    stop_ids: Collection[int] = (),
+    draw: Draw = Draw(),
+) -> Decoded:
+    """LLaDA2.0; `steps` are those of a block, of which `gen_length` is a bound."""
+    row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
+    schedule = quotas(block_length, min(steps, gen_length))
+    for start in row.block_starts:
+        end = start + block_length
+        for quota in schedule:
+            masked = row.masked(start, end)
+            if not masked:
+                break
+            found = row.proposals(row.forward(end), masked)
+            confidence = {p: c for p, (_, c, _) in found.items()}
+            chosen = by_threshold_or_quota(confidence, threshold, quota)
+            row.write({p: found[p][0] for p in chosen})
+        if row.has_stop(end):
+            break
+    return row.result()
+
+
+def llada21(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 32,
+    threshold: float = 0.95,
+    editing_threshold: float = 0.9,
+    max_post_steps: int = 16,
+    num_to_transfer: int = 1,
+    penalty_lambda: float = 0.0,
+    stop_ids: Collection[int] = (),
+    draw: Draw = Draw(),
+    most_forwards: int = 10_000,
+) -> Decoded:
+    """LLaDA2.1; with SGLang's penalty on the token that stands before a position of the block."""
+    row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
+    for start in row.block_starts:
+        end, post = start + block_length, 0
+        while True:
+            masked = row.masked(start, end)
+            if not masked:
+                post += 1
+                if post > max_post_steps:
+                    break
+            if row.forwards == most_forwards:
+                raise NoEnd
+            logits = row.forward(end).clone()
+            for p in range(start + 1, end):
+                logits[p, row.tokens[p - 1]] -= penalty_lambda
+            editable = [p for p in range(max(start, row.first), end) if p not in masked]
+            found = row.proposals(logits, [*masked, *editable])
+            chosen = by_threshold_or_quota(
+                {p: found[p][1] for p in masked}, threshold, num_to_transfer
+            )
+            edited = [
+                p
+                for p in editable
+                if found[p][0] != row.tokens[p] and found[p][1] > editing_threshold
+            ]
+            row.write({p: found[p][0] for p in [*chosen, *edited]})
+            if not masked and not edited:
+                break
+        if row.has_stop(end):
+            break
+    return row.result()
+
+
+def sdar(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    remasking: str,
+    block_length: int = 4,
+    steps: int = 4,
+    threshold: float = 0.85,
+    stop_ids: Collection[int] = (),
+    draw: Draw = Draw(scores_all=True),
+) -> Decoded:
+    """SDAR; `remasking` is dynamic, static, sequential or entropy_bounded (by the threshold)."""
+    row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
+    for start in row.block_starts:
+        end = start + block_length
+        schedule = iter(quotas(block_length, steps))
+        while masked := row.masked(start, end):
+            found = row.proposals(row.forward(end), masked)
+            confidence = {p: c for p, (_, c, _) in found.items()}
+            chosen: Collection[int]
+            if remasking == "entropy_bounded":
+                chosen = within_entropy({p: d for p, (_, _, d) in found.items()}, threshold)
+            else:
+                quota = next(schedule, None)
+                if quota is None:
+                    raise NoEnd
+                chosen = {
+                    "dynamic": by_threshold_or_quota(confidence, threshold, quota),
+                    "static": most_confident(confidence, quota),
+                    "sequential": masked[:quota],
+                }[remasking]
+            row.write({p: found[p][0] for p in chosen})
+            if all(row.tokens[p] == mask_id for p in masked) and remasking == "entropy_bounded":
+                raise NoEnd
+        if row.has_stop(end):
+            break
+    return row.result()
+
+
+def within_entropy(distributions: dict[int, Tensor], bound: float) -> list[int]:
+    """The lowest entropies whose running sum stays below the bound; at least one."""
+    entropy = {p: float(-(d * torch.log(d + 1e-12)).sum()) for p, d in distributions.items()}
+    order = sorted(entropy, key=lambda p: (entropy[p], p))
+    sums = torch.tensor([entropy[p] for p in order]).cumsum(dim=0)
+    return order[: max(1, int((sums < bound).sum()))]
+
+
+def fast_dllm_v2(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 32,
+    sub_block_length: int = 8,
+    threshold: float = 1.0,
+    stop_ids: Collection[int] = (),
+    draw: Draw = Draw(),
+) -> Decoded:
+    """Fast-dLLM v2; the row before a position predicts it."""
+    row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
+    for start in row.block_starts:
+        end = start + block_length
+        if row.has_stop(start):
+            break
+        if start >= row.first:  # the forward of the final block before it
+            logits = row.forward(start)
+            row.write({start: int(logits[-1].argmax())})
+            if row.tokens[start] in row.stop_ids:
+                break
+        for part in range(start, end, sub_block_length):
+            while masked := row.masked(part, part + sub_block_length):
+                if _stops_before(row, row.masked(start, end)[0]):
+                    return row.result()
+                found = row.proposals(row.forward(end), masked, shift=1)
+                confidence = {p: c for p, (_, c, _) in found.items()}
+                chosen = {p for p, c in confidence.items() if c > threshold}
+                chosen |= set(most_confident(confidence, 1))
+                row.write({p: found[p][0] for p in chosen})
+                if all(row.tokens[p] == mask_id for p in masked):
+                    raise NoEnd
+    return row.result()
+
+
+def _stops_before(row: _Row, masked: int) -> bool:
+    """Whether a stop token has nothing masked before it."""
+    return row.has_stop(masked)
