@@ -15,7 +15,7 @@ from tests.reference import block_loops
 from tests.reference.block_loops import Draw, NoEnd
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion import decision, fields
-from vllm.diffusion.families import FAST_DLLM, SDAR
+from vllm.diffusion.families import FAST_DLLM, LLADA2, LLADA21, SDAR
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 from vllm.diffusion.scoring import CATEGORICAL
 
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
 NEVER = {MASK: -1e9}  # bias of a token that is never proposed
-
-# What the tests need of families that may be recorded otherwise.
-LLADA2 = dataclasses.replace(
-    SDAR, name="llada2", caps_steps=True, scores_after_filters=True, defaults={}
-)
-SHIFTED = dataclasses.replace(FAST_DLLM, defaults={})
 
 
 def served(family: Family) -> ServedModel:
@@ -146,7 +140,7 @@ def test_llada21(number: int) -> None:
         "penalty_lambda": case.chance.choice([0.0, 0.0, 2.0]),
     }
     loop = partial(block_loops.llada21, **options)
-    found = case.check(LLADA2, loop, {"algorithm": "JointThreshold", **options})
+    found = case.check(LLADA21, loop, {"algorithm": "JointThreshold", **options})
     assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
 
 
@@ -159,7 +153,7 @@ def test_fast_dllm_v2(number: int) -> None:
         "sub_block_length": case.chance.choice(divisors),
     }
     loop = partial(block_loops.fast_dllm_v2, **options)
-    case.check(SHIFTED, loop, {"algorithm": "HierarchyBlock", **options})
+    case.check(FAST_DLLM, loop, {"algorithm": "HierarchyBlock", **options})
 
 
 # ---- temperature, top_k, top_p -----------------------------------------------------------------
@@ -199,7 +193,7 @@ def test_draws(temperature: float, filters: dict[str, Any], number: int) -> None
         {"steps_per_block": 32, **thresholds, **sampling},
     )
     case.check(
-        SHIFTED,
+        FAST_DLLM,
         partial(block_loops.fast_dllm_v2, draw=draw, sub_block_length=1, **thresholds),
         {"sub_block_length": 1, **thresholds, **sampling},
     )
@@ -209,7 +203,7 @@ def test_draws(temperature: float, filters: dict[str, Any], number: int) -> None
         {"algorithm": "entropy_bounded", "threshold": 0.4, **sampling},
     )
     case.check(
-        LLADA2,
+        LLADA21,
         partial(block_loops.llada21, draw=draw, max_post_steps=3, **thresholds),
         {"algorithm": "joint_threshold", "max_post_steps": 3, **thresholds, **sampling},
     )
@@ -246,8 +240,8 @@ def test_confidence_of_sdar_is_taken_before_top_k() -> None:
         (SDAR, "semi_ar", partial(block_loops.sdar, remasking="static")),
         (SDAR, "sequential", partial(block_loops.sdar, remasking="sequential")),
         (SDAR, "entropy_bounded", partial(block_loops.sdar, remasking="entropy_bounded")),
-        (LLADA2, "joint_threshold", partial(block_loops.llada21, most_forwards=300)),
-        (SHIFTED, "hierarchy_block", block_loops.fast_dllm_v2),
+        (LLADA21, "joint_threshold", partial(block_loops.llada21, most_forwards=300)),
+        (FAST_DLLM, "hierarchy_block", block_loops.fast_dllm_v2),
     ],
 )
 def test_every_answer_ends_though_the_mask_is_proposed(
@@ -308,7 +302,7 @@ def test_an_answer_ends_where_nothing_before_its_end_is_masked() -> None:
     for number in range(20):
         toy = Toy(number, V, 8, bias=NEVER | dict.fromkeys(STOPS, -1e9))
         params = decided(
-            SHIFTED, prompt, gen_length=9, block_length=8, sub_block_length=8, threshold=1.0
+            FAST_DLLM, prompt, gen_length=9, block_length=8, sub_block_length=8, threshold=1.0
         )
         found = Decoding(toy, params, prompt)
         assert len(found.run()) == 9
@@ -325,7 +319,7 @@ def test_a_stop_token_ends_an_unfinished_block() -> None:
         case.block_length, case.gen_length, case.prompt = 8, 16, [1] * 8
         case.stops, case.stop_bias = STOPS, 4.0
         loop = partial(block_loops.fast_dllm_v2, sub_block_length=4)
-        found = case.check(SHIFTED, loop, {"sub_block_length": 4})
+        found = case.check(FAST_DLLM, loop, {"sub_block_length": 4})
         seen += bool((found.tokens[8:16] == MASK).any())
         assert found.rule.prepare(found.tokens) is None
     assert seen > 10

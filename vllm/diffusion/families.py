@@ -110,7 +110,9 @@ LLADA2 = Family(
     model_types=("llada2_moe",),
     config_class="vllm.diffusion.models.llada2:LLaDA2Config",
     default_algorithm="low_confidence_dynamic",
+    defaults={"steps_per_block": 32},
     caps_steps=True,
+    scores_after_filters=True,
     visibility=BlockCausal(),
     mask_token="<|mask|>",
 )
