@@ -39,6 +39,7 @@ MULTI: dict[str, Any] = {**BLOCKS, "algorithm": "multi_block"}
 DELAYED: dict[str, Any] = {**MULTI, "cache": "delayed"}
 FULL: dict[str, Any] = {**BLOCKS, "algorithm": "full_attn_multi_block"}
 DREAM: dict[str, Any] = {"gen_length": 24, "algorithm": "dream"}
+ADABLOCK: dict[str, Any] = {"algorithm": "adablock", "delimiter_ids": list(range(0, 250, 5))}
 
 # (algorithm, parameters) that work with every cache of blocks.
 BLOCKWISE: list[dict[str, Any]] = [
@@ -57,6 +58,9 @@ BLOCKWISE: list[dict[str, Any]] = [
     {"algorithm": "hierarchy", "threshold": 0.6, "low_threshold": 0.2},
     {"algorithm": "credit"},
     {"algorithm": "credit", "threshold": 0.5},
+    {**ADABLOCK, "delimiter_threshold": 0.0},
+    {**ADABLOCK, "delimiter_threshold": 0.1, "threshold": 0.5},
+    {**ADABLOCK, "delimiter_threshold": 1.5},
 ]
 OTHERS: list[dict[str, Any]] = [
     {**MULTI},
@@ -105,6 +109,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 NOISY: list[dict[str, Any]] = [
     {**SHORT, "temperature": 0.6, "algorithm": "factor"},
+    {**ADABLOCK, **SHORT, "gen_length": 11, "temperature": 0.6, "delimiter_threshold": 0.01},
     {**SHORT, "temperature": 0.6, "algorithm": "local_leap", "remasking": "random"},
     {**SHORT, "temperature": 0.6, "algorithm": "entropy_threshold"},
     {**SHORT, "temperature": 0.6, "algorithm": "hierarchy", "threshold": 0.6},

@@ -433,13 +433,13 @@ class Loop:
     ) -> Step:
         """Commits some of the eligible row positions by the logits [T, V] of one forward."""
         row_before = tuple(self.row.tolist())
-        candidates = self._propose(logits[eligible], eligible, score)
+        candidates = self.propose(logits, eligible, score)
         chosen, margins, plain = select(candidates)
         for i in plain:
             candidates.tokens[i] = candidates.plain_tokens[i]
         guarded = self.options.guard_mask_token and self._changes_nothing(candidates, chosen)
         if guarded:
-            candidates = self._propose(logits[eligible], eligible, score, exclude_mask=True)
+            candidates = self.propose(logits, eligible, score, exclude_mask=True)
             chosen, margins, _ = by_quota(1)(candidates)
 
         for i in chosen:
@@ -464,15 +464,15 @@ class Loop:
     def _changes_nothing(self, candidates: Candidates, chosen: list[int]) -> bool:
         return bool(chosen) and all(candidates.tokens[i] == self.options.ids.mask for i in chosen)
 
-    def _propose(
+    def propose(
         self, logits: Tensor, eligible: list[int], score: Score, exclude_mask: bool = False
     ) -> Candidates:
-        """Token and score of each eligible position from its logits [R, V]."""
+        """Token and score of each eligible row position from the logits [T, V] of a forward."""
         options, step = self.options, len(self.trace)
         canvas_positions = [p - self.prompt_len for p in eligible]
         if not eligible:
             return Candidates([], [], [], [], [], 0.0)
-        logits = logits.clone()
+        logits = logits[eligible].clone()
         if options.logits_eos_inf:
             logits[:, options.ids.eos] = MINUS_INF
 

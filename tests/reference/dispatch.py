@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.reference import d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
+from tests.reference import adablock, d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
 from tests.reference.philox import uniform_matrix
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ CACHES: dict[str, tuple[str, ...]] = {
     "full_attn_multi_block": ("none",),
     "multi_block": ("none", "delayed"),
     "dream": ("none",),
+    "adablock": BLOCK_CACHES,
 }
 LOOPS: dict[str, Callable[..., decode.Decoded]] = {
     "factor": fast_dllm.factor,
@@ -39,6 +40,7 @@ LOOPS: dict[str, Callable[..., decode.Decoded]] = {
     "full_attn_multi_block": sglang.full_attn_multi_block,
     "multi_block": d3llm.multi_block,
     "dream": dream.diffusion_generate,
+    "adablock": adablock.adablock,
 }
 
 

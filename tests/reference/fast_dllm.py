@@ -106,7 +106,7 @@ def run_blocks(
         kv: KeyValues | None = None
         forwards = 0
         while loop.num_masked(start, end):
-            logits, kv = _block_logits(loop, cache, start, end, kv)
+            logits, kv = block_logits(loop, cache, start, end, kv)
             inside_only = block_only or (cache != "none" and forwards > 0)
             decide(loop, block, logits, loop.masked(start if inside_only else 0, end), forwards)
             forwards += 1
@@ -118,7 +118,7 @@ def run_blocks(
     return loop.result()
 
 
-def _block_logits(
+def block_logits(
     loop: Loop, cache: str, start: int, end: int, kv: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
     """One forward of a block; kv is what its first forward left, None at first."""
