@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decoding.support import MASK, Row, candidates, decided
+from tests.decoding.support import MASK, SHIFTED, Row, candidates, decided
 from tests.reference.dream import num_commits, times
 from vllm.diffusion.decoding.dream import Dream, commit_shares
+from vllm.diffusion.families import DREAM
 from vllm.diffusion.scoring import CHOICE, COMMIT
 
 
@@ -136,3 +138,25 @@ def test_what_each_alg_scores(alg: str, score: str) -> None:
     scoring = rule_of(alg=alg).scoring
     assert (scoring.score, scoring.draw) == (score, "categorical")
     assert scoring.epsilon == (1e-10 if alg == "entropy" else 0)
+
+
+def test_without_an_end_of_time_every_position_is_as_likely_as_the_next() -> None:
+    """DiffuLLaMA: 1 / (T - i) at forward i, which differences of times miss by their rounding."""
+    for steps in (1, 3, 64, 1000):
+        wanted = [1 / (steps - i) for i in range(steps)]
+        shares = commit_shares(steps, 0.0, "origin")
+        assert shares.dtype == torch.float32
+        assert shares.tolist() == torch.tensor(wanted, dtype=torch.float32).tolist()
+    assert commit_shares(64, 0.0, "origin").tolist() != commit_shares(64, 0.0, "entropy").tolist()
+
+
+def test_a_family_may_have_defaults_of_its_own() -> None:
+    own = {"alg": "origin", "eps": 0.0, "steps": 5, "top_p": 0.9}
+    family = dataclasses.replace(DREAM, defaults=own)
+    params = decided(dataclasses.replace(SHIFTED, family=family), gen_length=9)
+    assert (params.alg, params.eps, params.steps, params.top_p) == ("origin", 0.0, 5, 0.9)
+    asked = decided(
+        dataclasses.replace(SHIFTED, family=family), gen_length=9, alg="entropy", steps=2, eps=0.1
+    )
+    assert (asked.alg, asked.eps, asked.steps) == ("entropy", 0.1, 2)
+    assert decided(dataclasses.replace(SHIFTED, family=family), algorithm="threshold").top_p is None

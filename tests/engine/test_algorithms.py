@@ -87,6 +87,7 @@ OTHERS: list[dict[str, Any]] = [
     {**DREAM, "steps": 30, "alg": "entropy"},
     {**DREAM, "steps": 9, "alg": "entropy", "eps": 0.2},
     {**DREAM, "steps": 8, "alg": "origin", "seed": 3},
+    {**DREAM, "steps": 8, "alg": "origin", "eps": 0, "seed": 3},
     {**DREAM, "steps": 8, "alg": "maskgit_plus", "alg_temp": 0.5, "seed": 4},
     {**DREAM, "steps": 8, "alg": "entropy", "alg_temp": 0.2, "seed": 2**64 - 1},
     {**DREAM, "steps": 8, "alg": "entropy", "top_k": 5},

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, START_HEADER_ID, make_checkpoint
@@ -81,3 +82,28 @@ def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path
     change(path, "config.json", eos_token_id=None)
     ids = ids_of(path)
     assert (ids.eos, ids.stop) == (EOT_ID, {EOT_ID, EOS_ID})
+
+
+def test_tokens_that_end_a_line(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([".\n", "\nno"])
+    tokenizer.save_pretrained(path)
+    found = ids_of(path).line_ends
+    vocabulary = tokenizer.get_vocab()
+    assert vocabulary[".\n"] in found
+    assert vocabulary["\nno"] not in found
+    texts = {token: tokenizer.decode([token]) for token in vocabulary.values()}
+    assert list(found) == sorted(token for token, text in texts.items() if text.endswith("\n"))
+    assert ids_of(path, skip_tokenizer_init=True).line_ends == ()
+
+
+def test_penalties_of_the_checkpoint_are_known(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="sdar")
+    (path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "top_k": 20}')
+    args = EngineArgs(model=str(path), dtype="float32", enforce_eager=True)
+    assert served_model(args.create_engine_config()).penalties == {"repetition_penalty": 1.05}
+    args = EngineArgs(
+        model=str(path), dtype="float32", enforce_eager=True, generation_config="vllm"
+    )
+    assert served_model(args.create_engine_config()).penalties == {}

@@ -895,6 +895,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "full_attn_multi_block": {"threshold": 1.0},
     "multi_block": {"threshold": 1.0},
     "dream": {"steps": 8},
+    "adablock": {"threshold": 0.8, "delimiter_ids": range(0, 60, 2), "delimiter_threshold": 0.1},
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion import envs, families, startup_log
+from vllm.diffusion.decision import PENALTIES
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.fields import server_defaults
 from vllm.diffusion.pages import PAGE_SIZE
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.families import Family
 
 WORKER = "vllm.diffusion.engine.worker.DiffusionWorker"
+_LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a single byte
 SCHEDULER = "vllm.diffusion.engine.scheduler.DiffusionScheduler"
 
 
@@ -85,6 +87,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         cached_positions=_cached_positions(vllm_config),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
+        penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
     )
 
 
@@ -140,7 +143,13 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
     listed = _as_list(getattr(config, "eos_token_id", None))
     listed += _as_list(generation.get("eos_token_id"))
     eos = next(iter(listed), None)
-    return SpecialIds(mask=mask, eos=eos, eot=eot, stop=frozenset([*listed, *_as_list(eot)]))
+    return SpecialIds(
+        mask=mask,
+        eos=eos,
+        eot=eot,
+        stop=frozenset([*listed, *_as_list(eot)]),
+        line_ends=tuple(sorted(i for token, i in vocabulary.items() if token.endswith(_LINE_END))),
+    )
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

@@ -39,6 +39,7 @@ DECISION = "dllm_decision"  # the key of extra_args under which it travels
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
 _LEFT_TO_RIGHT = "penalties need a left-to-right order"
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 # Fields of upstream's SamplingParams that cannot act here: name, values that ask for nothing, and
 # what is wanted.
@@ -116,7 +117,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
         InvalidParameterError: for an unknown key, contradicting spellings, or a field of
             `SamplingParams` that would act on an autoregressive model but cannot here.
     """
-    _refuse_autoregressive_fields(sampling)
+    penalties = _autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     score = extra.pop(SCORE, None)
     if score is not None and extra:
@@ -137,6 +138,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
             given.setdefault(name, value)
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
+    given["penalties"] = penalties
     given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
     given["logprobs"] = sampling.logprobs
     if (sampling.logprobs or 0) < 0:
@@ -146,11 +148,26 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     return given
 
 
-def _refuse_autoregressive_fields(sampling: Any) -> None:
+def _autoregressive_fields(sampling: Any) -> dict[str, float]:
+    """Refuses fields that cannot act, and returns the penalties among them that would."""
+    penalties = {}
     for name, neutral, meaning in AUTOREGRESSIVE:
         value = getattr(sampling, name, neutral[0])
-        if value not in neutral:
+        if value in neutral:
+            continue
+        if name not in PENALTIES:
             raise InvalidParameterError(name, value, meaning)
+        penalties[name] = value
+    return penalties
+
+
+def _inherited(penalties: Mapping[str, float], model: ServedModel) -> tuple[str, ...]:
+    """Names of the penalties that only the checkpoint asks for; those of a request are refused."""
+    for name, value in penalties.items():
+        if model.penalties.get(name) != value:
+            meaning = next(meaning for known, _, meaning in AUTOREGRESSIVE if known == name)
+            raise InvalidParameterError(name, value, meaning)
+    return tuple(penalties)
 
 
 def decide(
@@ -160,8 +177,8 @@ def decide(
 
     Args:
         asked: values under canonical names, as `canonical` or `asked_by` return them. The latter
-            adds `stop_token_ids`, `logprobs`, and `upstream_max_tokens`: a limit that upstream may
-            have filled in itself.
+            adds `stop_token_ids`, `logprobs`, and two that upstream may have filled in itself:
+            `upstream_max_tokens`, a limit, and `penalties` by name.
         model: the served model.
         prompt_token_ids: the prompt.
 
@@ -173,6 +190,7 @@ def decide(
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
+    inherited = _inherited(request.pop("penalties", {}), model)
     algorithm = _algorithm(request, model)
     ignored = _ignored(request, algorithm, model)
     for name in ignored:
@@ -210,7 +228,7 @@ def decide(
         is_block_causal=model.family.is_block_causal,
         scores_after_filters=model.family.scores_after_filters,
         logprobs=logprobs,
-        ignored=ignored,
+        ignored=(*ignored, *inherited),
         **values,
     )
     if score is not None:

@@ -221,6 +221,7 @@ def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = expanded.get("algorithm")
     if isinstance(algorithm, str):
         algorithm = _snake_case(algorithm)
+        algorithm = "adablock" if algorithm == "ada_block" else algorithm
         if algorithm in REMASKING:
             if expanded.get("remasking") not in (None, algorithm):
                 raise InvalidParameterError(

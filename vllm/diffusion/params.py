@@ -54,6 +54,7 @@ class ServedModel:
         cached_positions: positions whose keys and values fit into the memory for caches.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: of a block-causal checkpoint's config.
+        penalties: of generation_config.json, which upstream gives to requests that have none.
     """
 
     family: Family
@@ -65,6 +66,7 @@ class ServedModel:
     cached_positions: int = 2**63 - 1
     default_steps: int | None = None
     block_length: int | None = None
+    penalties: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_shifted(self) -> bool:
