@@ -2,7 +2,8 @@
 """Tiny random checkpoints in the released formats, written to a folder of a test.
 
 Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar"),
-SDAR with experts ("sdar_moe"), LLaDA2 ("llada2") and Fast-dLLM v2 ("fast_dllm").
+SDAR with experts ("sdar_moe"), LLaDA2 ("llada2"), Fast-dLLM v2 ("fast_dllm") and DiffuLLaMA
+("diffullama").
 
 The weights are scaled up, norm gains too: with a plain initialisation the softmax is nearly
 uniform, every confidence ties and no decoding rule can be told from another.
@@ -135,6 +136,9 @@ TOKENIZER_STYLES = {
     "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "sdar_moe": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "llada2": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
+    "diffullama": TokenizerStyle(
+        DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", CHATML_TEMPLATE
+    ),
     "fast_dllm": TokenizerStyle(
         FAST_DLLM_SPECIAL_TOKENS, None, None, DREAM_CHAT_TEMPLATE, nfc=True
     ),
@@ -187,6 +191,8 @@ FAMILY_CASES: dict[str, Case] = {
     "moe_bias": Case(seed=13, family="moe", overrides={"moe_router_enable_expert_bias": True}),
 }
 
+# Llama's configuration does not say which token is the mask.
+DIFFULLAMA_CASE = Case(seed=12, family="diffullama")
 # Of block-causal families; the same is special about the seeds.
 BLOCK_CASES: dict[str, Case] = {
     "sdar": Case(seed=2, family="sdar"),
@@ -512,7 +518,40 @@ def fast_dllm_config(**overrides: Any) -> dict[str, Any]:
     return config
 
 
+def diffullama_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny DiffuLLaMA, which is Llama's, then the overrides."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.44.0",
+        "use_cache": True,
+        "vocab_size": VOCAB_SIZE,
+    }
+    config.update(overrides)
+    return config
+
+
 CONFIGS = {
+    "diffullama": diffullama_config,
     "llada": llada_config,
     "dream": dream_config,
     "moe": moe_config,
@@ -528,7 +567,7 @@ def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     architecture = config["architectures"][0]
     if architecture in BLOCK_REFERENCES:
         return BLOCK_REFERENCES[architecture].tensor_shapes(config)
-    if architecture.startswith("Dream"):
+    if architecture.startswith(("Dream", "Llama")):
         return dream_model.tensor_shapes(dream_model.DreamSettings.from_config(config))
     if architecture.startswith("LLaDAMoE"):
         return llada_moe_model.tensor_shapes(llada_moe_model.LLaDAMoESettings.from_config(config))
@@ -737,7 +776,7 @@ def make_checkpoint(
 
 def make_case(folder: str | Path, name: str) -> Path:
     """`make_checkpoint` of one entry of CASES, FAMILY_CASES or BLOCK_CASES."""
-    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES}[name]
+    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}[name]
     return make_checkpoint(
         folder,
         family=case.family,

@@ -45,7 +45,7 @@ def case_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         folder = root / name
         if folder.exists():
             return folder
-        if name in {**CASES, **FAMILY_CASES, **BLOCK_CASES}:
+        if name in {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": None}:
             return make_case(folder, name)
         if name in OUR_CASES:
             return make_checkpoint(folder, seed=20, **OUR_CASES[name])

@@ -26,7 +26,7 @@ CASES += [
     "moe_fused_mix",
     "moe_partial_clipped",
     "dream_wide_heads",
-    *("sdar", "fast_dllm", "fast_dllm_tied"),
+    *("diffullama", "sdar", "fast_dllm", "fast_dllm_tied"),
     *("sdar_moe", "sdar_moe_mix", "llada2", "llada2_dense_first"),
 ]
 IDS = torch.arange(3, 250, 13)

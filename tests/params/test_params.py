@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm.diffusion import decision, envs, fields
 from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
-from vllm.diffusion.families import DREAM, LLADA, LLADA_MOE
+from vllm.diffusion.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 
 MASK, EOS, EOT = 251, 250, 249
@@ -1113,3 +1113,14 @@ def test_every_field_is_documented() -> None:
     )
     assert fields.BY_NAME["early_stop"].documented_default == "false"
     assert len(fields.CANONICAL) == sum(1 + len(f.aliases) for f in fields.FIELDS)
+
+
+def test_a_family_may_have_defaults_of_its_own() -> None:
+    """They are meant for the family's algorithm, and give way to the server's and the request's."""
+    served = model(family=DIFFULLAMA)
+    own = resolve(served, max_tokens=96)
+    assert (own.algorithm, own.alg, own.eps) == ("dream", "origin", 0)
+    assert (own.steps, own.top_p) == (64, 0.9)
+    assert resolve(served, max_tokens=96, steps=8, alg="entropy").steps == 8
+    assert resolve(model(family=DIFFULLAMA, default_steps=16), max_tokens=96).steps == 16
+    assert resolve(served, max_tokens=96, algorithm="semi_ar").steps == 96

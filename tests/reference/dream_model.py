@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Dream forward pass as plainly as it can be written.
+"""The Dream forward pass, and DiffuLLaMA's, as plainly as they can be written.
 
 Source: the public Dream repository and model card (Dream 7B, arXiv:2508.15487): Qwen2 layers,
 with biases on q, k and v, whose causal mask is removed. One batch of rows of equal length, no
-padding. Letters: B rows, T positions, D hidden size, V logit columns.
+padding. DiffuLLaMA (arXiv:2410.17891) has Llama's layers, which are the same without biases, and
+the same shift. Letters: B rows, T positions, D hidden size, V logit columns.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class DreamSettings:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
+    qkv_bias: bool
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DreamSettings:
@@ -70,6 +72,7 @@ class DreamSettings:
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=config.get("rope_theta", 10000.0),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
+            qkv_bias=config["model_type"] != "llama",
         )
 
 
@@ -83,7 +86,8 @@ def tensor_shapes(settings: DreamSettings) -> dict[str, tuple[int, ...]]:
         shapes[f"{block}.input_layernorm.weight"] = (d,)
         for part, num_out in (("q", q), ("k", kv), ("v", kv)):
             shapes[f"{block}.self_attn.{part}_proj.weight"] = (num_out, d)
-            shapes[f"{block}.self_attn.{part}_proj.bias"] = (num_out,)
+            if settings.qkv_bias:
+                shapes[f"{block}.self_attn.{part}_proj.bias"] = (num_out,)
         shapes[f"{block}.self_attn.o_proj.weight"] = (d, q)
         shapes[f"{block}.post_attention_layernorm.weight"] = (d,)
         shapes[f"{block}.mlp.gate_proj.weight"] = (m, d)

@@ -57,8 +57,10 @@ def configure(vllm_config: VllmConfig) -> None:
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
     model = vllm_config.model_config
     if "temperature" not in model.try_get_generation_config():
-        # Greedy is what the model authors use; upstream's HTTP default would be 1.
-        model.override_generation_config.setdefault("temperature", 0.0)
+        # Upstream's HTTP default would be 1; most model authors use 0.
+        family = family_of(vllm_config)
+        usual = 0.0 if family is None else family.defaults.get("temperature", 0.0)
+        model.override_generation_config.setdefault("temperature", usual)
 
 
 def family_of(vllm_config: VllmConfig) -> Family | None:

@@ -137,8 +137,19 @@ FAST_DLLM = Family(
     mask_token="|<MASK>|",
 )
 
+# Its checkpoints carry Llama's model type and architecture, which stay upstream's.
+DIFFULLAMA = Family(
+    name="diffullama",
+    architectures=("DiffuLlamaForCausalLM",),
+    model_types=(),
+    config_class="vllm.diffusion.models.diffullama:DiffuLlamaConfig",
+    default_algorithm="dream",
+    defaults={"alg": "origin", "eps": 0.0, "steps": 64, "temperature": 0.9, "top_p": 0.9},
+    logit_shift=1,
+)
+
 FAMILIES: tuple[Family, ...] = (
-    *(LLADA, DREAM, LLADA_MOE),
+    *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA),
     *(LLADA2, LLADA21, SDAR, SDAR_MOE, FAST_DLLM),
 )
 

@@ -60,7 +60,8 @@ def decide_lengths(
         return _grid_lengths(request, algorithm, model, prompt_length, upstream_max_tokens)
     canvas, max_tokens = _canvas(request, upstream_max_tokens, model, prompt_length)
     steps = request.get("steps")
-    family_steps = model.family.defaults.get("steps")
+    is_usual = algorithm.name == model.family.default_algorithm
+    family_steps = model.family.defaults.get("steps") if is_usual else None
     usual_steps = model.defaults.get("steps", model.default_steps) or family_steps or canvas
     if algorithm.blocks == "none":
         return Lengths(canvas, max_tokens, canvas, steps or usual_steps)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.families import FAMILIES
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 def register() -> None:
@@ -25,7 +25,7 @@ def register() -> None:
 
     import vllm.envs
     from vllm.diffusion import envs, startup_log, watchdog
-    from vllm.diffusion.models import tokenizers
+    from vllm.diffusion.models import diffullama, tokenizers
     from vllm.diffusion.models.config import config_classes
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -35,12 +35,23 @@ def register() -> None:
         """Upstream's hook for one architecture; it runs while the engine is configured."""
 
         @staticmethod
+        def verify_and_update_model_config(model_config: ModelConfig) -> None:
+            diffullama.adopt(model_config)
+
+        @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
             from vllm.diffusion.api import validator
             from vllm.diffusion.config import configure
 
             configure(vllm_config)
             validator.install()
+
+    class LlamaModelConfig(VerifyAndUpdateConfig):
+        """The same hook for Llama, some of whose checkpoints are DiffuLLaMA's."""
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: ModelConfig) -> None:
+            diffullama.adopt(model_config)
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
@@ -58,6 +69,7 @@ def register() -> None:
         for architecture in family.architectures:
             ModelRegistry.register_model(architecture, family.model_class)
             MODELS_CONFIG_MAP[architecture] = DiffusionModelConfig
+    MODELS_CONFIG_MAP.setdefault("LlamaForCausalLM", LlamaModelConfig)
 
 
 def platform() -> str | None:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiffuLLaMA in the engine: the tokens and the forwards of the reference loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.harness import as_request, assert_parity, running
+from tests.reference.dream_model import DreamReference
+from tests.reference.layers import shift_right
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+UNFILTERED: dict[str, Any] = {"algorithm": "dream", "gen_length": 24, "top_p": 1.0}
+
+
+@pytest.fixture(scope="module")
+def engine_and_reference(
+    checkpoint: Callable[[str], Path],
+) -> Iterator[tuple[Engine, DreamReference]]:
+    folder = checkpoint("diffullama")
+    with running(folder) as engine:
+        yield engine, DreamReference.from_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"alg": "topk_margin", "steps": 1, "eps": 0.0},
+        {"alg": "entropy", "steps": 8, "eps": 1e-3},
+        {"alg": "maskgit_plus", "steps": 24, "eps": 0.0},
+    ],
+    ids=lambda asked: asked["alg"],
+)
+@pytest.mark.parametrize("prompt_length", [1, 13])
+def test_parity(
+    prompt_length: int,
+    asked: dict[str, Any],
+    engine_and_reference: tuple[Engine, DreamReference],
+) -> None:
+    engine, reference = engine_and_reference
+    assert_parity(engine, reference, prompt_length, {**UNFILTERED, **asked})
+    assert engine.is_idle()
+
+
+def test_one_step_commits_the_likeliest_tokens_of_one_forward(
+    engine_and_reference: tuple[Engine, DreamReference],
+) -> None:
+    engine, reference = engine_and_reference
+    prompt = random_prompt(7, seed=2)
+    logits = reference.logits(torch.tensor([prompt + [MASK_ID] * 12]))[0]
+    wanted = shift_right(logits)[7:].argmax(dim=-1).tolist()
+    asked = {"gen_length": 12, "steps": 1, "temperature": 0}
+    (answer,) = engine.ask(as_request(prompt, **asked))
+    assert (answer.token_ids, answer.num_forwards) == (wanted, 1)
+
+
+def test_its_own_sampler_takes_64_forwards(
+    engine_and_reference: tuple[Engine, DreamReference],
+) -> None:
+    """Every masked position is committed with probability 1 / (forwards that are left)."""
+    engine, _ = engine_and_reference
+    asked = {"gen_length": 96, "seed": 3, "temperature": 0.9}
+    (answer,) = engine.ask(as_request(random_prompt(9, seed=1), **asked))
+    assert len(answer.token_ids) == 96
+    assert answer.num_forwards <= 64
+    assert answer.num_forwards > 48  # that so few of 96 positions are left to chance is unlikely
