@@ -17,6 +17,7 @@ from vllm.diffusion import decision, fields
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
+from vllm.diffusion.lengths import forwards_saved
 from vllm.diffusion.values import in_words
 
 if TYPE_CHECKING:
@@ -214,6 +215,14 @@ def test_upstreams_limit_stands_for_the_room() -> None:
     assert decided(max_tokens=room) == room
     assert decided(max_tokens=40) == 40
     assert decided(max_tokens=40, extra_args={"gen_length": 64}) == 64
+
+
+def test_forwards_that_were_saved_are_those_of_blocks_that_were_begun() -> None:
+    by_quota = resolve(SERVED, block_length=4, steps_per_block=4)
+    assert by_quota.num_blocks > 100
+    assert forwards_saved(by_quota, num_forwards=5, num_committed=8) == 3
+    assert forwards_saved(by_quota, num_forwards=9, num_committed=8) == 0
+    assert forwards_saved(resolve(served(LLADA21)), num_forwards=3, num_committed=32) == 0
 
 
 # ---- which fields act --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.algorithms import algorithms_of
+from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -87,9 +87,13 @@ def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: in
     Where the number of steps sets the pace, all of its steps that were not run: after the answer
     was complete, or because they would have committed nothing. Elsewhere nobody knows how many
     there would have been; at least one per block that was never begun, or one in all where blocks
-    are decoded together.
+    are decoded together. Blocks that a block-causal request never began cost nothing: only steps of
+    those that it began count.
     """
-    algorithm = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
+    if params.is_block_causal:
+        num_begun = -(-num_committed // params.block_length)
+        return max(0, (params.steps_per_block or 0) * num_begun - num_forwards)
+    algorithm = ALGORITHMS[params.algorithm]
     if algorithm.pace == "steps" and params.steps is not None:
         return max(0, params.steps - num_forwards)
     if algorithm.blocks == "in turn":

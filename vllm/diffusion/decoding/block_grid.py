@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 
 from vllm.diffusion.decoding.base import DecodingRule, Mask, Work
@@ -34,31 +33,36 @@ class GridRule(DecodingRule):
         self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
         self.start = -1  # of the active block
         self.step = 0  # forwards of the active block so far
-        self._stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
+        self._num_filled = 0  # positions from 0 that are known not to be masked
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
-        masked = tokens.numpy() == self.params.mask_id
-        first = self._first(masked)
+        first = self._first_masked(tokens)
         if self._is_over(tokens, first):
             return None
         start = self._block_start(first)
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
-        return self.work(masked, start)
+        block = tokens[start : start + self.params.block_length].numpy()
+        return self.work(block == self.params.mask_id, start)
 
     def work(self, masked: Mask, start: int) -> Work:
-        """What a forward of the block at `start` is for; `masked` is [T]."""
-        end = start + self.params.block_length
-        eligible = masked[start:end].nonzero()[0] + start
-        return Work(torch.from_numpy(eligible), (start, end))
+        """What a forward of the block at `start` is for; which of it is `masked` [block_length]."""
+        eligible = masked.nonzero()[0] + start
+        return Work(torch.from_numpy(eligible), (start, start + len(masked)))
 
     def settled(self, tokens: torch.Tensor) -> int:
-        first = self._first(tokens.numpy() == self.params.mask_id)
+        first = self._first_masked(tokens)
         return first if self._is_over(tokens, first) else self._block_start(first)
 
-    def _first(self, masked: Mask) -> int:
-        """The first masked position, or the length of the sequence [T]."""
-        return int(masked.argmax()) if masked.any() else len(masked)
+    def _first_masked(self, tokens: torch.Tensor) -> int:
+        """The first masked position, or the length of the sequence; most often it is near."""
+        near = self._num_filled + self.params.block_length
+        for end in (near, len(tokens)):
+            masked = tokens[self._num_filled : end].numpy() == self.params.mask_id
+            if masked.any():
+                self._num_filled += int(masked.argmax())
+                return self._num_filled
+        return len(tokens)
 
     def _block_start(self, position: int) -> int:
         return position // self.params.block_length * self.params.block_length
@@ -68,5 +72,5 @@ class GridRule(DecodingRule):
         if first >= min(self.prompt_length + self.params.gen_length, len(tokens)):
             return True
         newest = self._block_start(max(first - 1, 0))
-        begun = tokens[max(newest, self.prompt_length) : first].numpy()
-        return bool(np.isin(begun, self._stop_ids).any())
+        begun = tokens[max(newest, self.prompt_length) : first].tolist()
+        return not self.params.stop_ids.isdisjoint(begun)

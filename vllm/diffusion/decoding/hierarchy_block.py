@@ -25,16 +25,14 @@ class HierarchyBlock(GridRule):
     _is_seed = False
 
     def work(self, masked: Mask, start: int) -> Work:
-        block_length, part_length = self.params.block_length, self.params.sub_block_length
-        self._is_seed = start > 0 and bool(masked[start])
+        self._is_seed = start > 0 and bool(masked[0])
         if self._is_seed:
             self.forbid_mask = True
-            return Work(torch.tensor([start]), (start - block_length, start))
-        end = start + block_length
-        first = start + int(masked[start:end].argmax())
-        part_end = start + ((first - start) // part_length + 1) * part_length
-        eligible = masked[first:part_end].nonzero()[0] + first
-        return Work(torch.from_numpy(eligible), (start, end))
+            return Work(torch.tensor([start]), (start - len(masked), start))
+        part_length = self.params.sub_block_length
+        part_end = (int(masked.argmax()) // part_length + 1) * part_length
+        eligible = masked[:part_end].nonzero()[0] + start
+        return Work(torch.from_numpy(eligible), (start, start + len(masked)))
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
         scores = candidates.scores
