@@ -323,3 +323,47 @@ def fast_dllm_v2(
 def _stops_before(row: _Row, masked: int) -> bool:
     """Whether a stop token has nothing masked before it."""
     return row.has_stop(masked)
+
+
+def run(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    algorithm: str,
+    gen_length: int,
+    block_length: int,
+    mask_id: int,
+    stop_ids: Collection[int] = (),
+    steps_per_block: int | None = None,
+    scores_after_filters: bool = False,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    uniform: Uniform | None = None,
+    **asked: float,
+) -> Decoded:
+    """The loop behind the parameters of a request, by their own names.
+
+    `steps_per_block` counts for the algorithms that know steps; by default one per position.
+    `asked` are the parameters that only some algorithms have.
+    """
+    options = {
+        **asked,
+        "gen_length": gen_length,
+        "block_length": block_length,
+        "mask_id": mask_id,
+        "stop_ids": stop_ids,
+        "draw": Draw(temperature, top_k, top_p, not scores_after_filters, uniform),
+    }
+    loops: dict[str, tuple[Callable[..., Decoded], dict[str, str]]] = {
+        "low_confidence_dynamic": (llada2, {}),
+        "semi_ar": (sdar, {"remasking": "static"}),
+        "sequential": (sdar, {"remasking": "sequential"}),
+        "entropy_bounded": (sdar, {"remasking": "entropy_bounded"}),
+        "joint_threshold": (llada21, {}),
+        "hierarchy_block": (fast_dllm_v2, {}),
+    }
+    loop, own = loops[algorithm]
+    if algorithm in ("low_confidence_dynamic", "semi_ar", "sequential"):
+        own = {**own, "steps": steps_per_block or block_length}  # type: ignore[dict-item]
+    return loop(logits_of, prompt, **options, **own)
