@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ from torch import Tensor
 
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion import decision, fields
-from vllm.diffusion.families import DREAM
+from vllm.diffusion.families import DREAM, SDAR
 from vllm.diffusion.params import ServedModel, SpecialIds
-from vllm.diffusion.sampling import PhiloxNoise, RowGroup
+from vllm.diffusion.sampling import PhiloxNoise, RowGroup, sample_group
 from vllm.diffusion.sampling.categorical import draw_categorical
 from vllm.diffusion.scoring import CATEGORICAL, Scoring
+
+if TYPE_CHECKING:
+    from vllm.diffusion import ops
 
 MODEL = ServedModel(
     family=DREAM,
@@ -84,3 +89,80 @@ def test_equal_probabilities_go_to_the_lowest_token() -> None:
     """Logits that differ may round to one probability."""
     logits = torch.tensor([[-30.0, 0.0, 1e-9]])
     assert draw(logits)[0].tolist() == [1]
+
+
+# ---- block-causal families ---------------------------------------------------------------------
+
+BLOCK_MODEL = dataclasses.replace(MODEL, family=SDAR)
+
+
+def of_block(logits: Tensor, scoring: Scoring, **asked: Any) -> ops.Sampled:
+    """What rows at canvas positions 0, 1, ... are sampled to, in step 2."""
+    params = decision.decide(fields.canonical({"seed": 77, **asked}), BLOCK_MODEL, [1])
+    part = RowGroup(
+        params=params,
+        scoring=scoring,
+        step=2,
+        forbid_mask=False,
+        rows=slice(0, len(logits)),
+        unconditional_rows=None,
+        positions=torch.arange(len(logits), device=logits.device),
+    )
+    model: Any = SimpleNamespace(vocab_start=0, vocab_size=logits.shape[1])
+    return sample_group(logits.clone(), part, model, PhiloxNoise())
+
+
+def test_top_k_comes_before_top_p() -> None:
+    """top_k 3 leaves 4/9, 3/9 and 2/9, of which top_p 0.75 keeps two; of all it keeps three."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(2000, 1)
+    cut: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "top_p": 0.75}
+    found = of_block(logits, Scoring(draw="filtered"), **cut)
+    assert set(found.token.tolist()) == {0, 1}
+    share = {0: 4 / 7, 1: 3 / 7}
+    assert found.score.tolist() == pytest.approx([share[t] for t in found.token.tolist()])
+    before = of_block(logits, Scoring(draw="filtered", scores_all=True), **cut)
+    assert before.token.tolist() == found.token.tolist()
+    whole = {0: 0.4, 1: 0.3}
+    assert before.score.tolist() == pytest.approx([whole[t] for t in before.token.tolist()])
+
+
+def test_filters_do_nothing_at_temperature_zero() -> None:
+    logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(1))
+    plain = of_block(logits, Scoring(draw="filtered"), temperature=0)
+    cut = of_block(logits, Scoring(draw="filtered"), temperature=0, top_k=1, top_p=0.1)
+    assert torch.equal(plain.token, logits.argmax(dim=1))
+    assert torch.equal(plain.score, torch.softmax(logits, dim=1).max(dim=1).values)
+    assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
+
+
+def test_the_greedy_token_beside_a_drawn_one() -> None:
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
+    found = of_block(logits, Scoring(draw="filtered", greedy=True), temperature=2.0)
+    assert torch.equal(found.greedy, logits.argmax(dim=1))
+    assert not torch.equal(found.token, found.greedy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_k": 9, "top_p": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(draw="filtered", greedy=True),
+        Scoring(draw="filtered", scores_all=True),
+        Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered", scores_all=True),
+    ],
+    ids=["left", "all", "entropy"],
+)
+def test_a_gpu_draws_as_a_cpu_does(
+    scoring: Scoring, cut: dict[str, Any], temperature: float
+) -> None:
+    logits = 3 * torch.randn(64, 40, generator=torch.Generator().manual_seed(3))
+    wanted = of_block(logits, scoring, temperature=temperature, **cut)
+    found = of_block(logits.cuda(), scoring, temperature=temperature, **cut)
+    assert found.token.tolist() == wanted.token.tolist()
+    torch.testing.assert_close(
+        found.score.float().cpu(), wanted.score.float(), rtol=1e-4, atol=1e-5
+    )
+    if scoring.greedy:
+        assert found.greedy.tolist() == wanted.greedy.tolist()

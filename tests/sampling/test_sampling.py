@@ -590,8 +590,10 @@ def test_the_greedy_token_has_no_noise() -> None:
         Scoring(draw="categorical"),
         Scoring(score="margin", draw="categorical"),
         Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
+        Scoring(draw="filtered", greedy=True),
+        Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered", scores_all=True),
     ],
-    ids=["entropy", "probability", "margin", "categorical-entropy"],
+    ids=["entropy", "probability", "margin", "categorical-entropy", "filtered", "filtered-entropy"],
 )
 def test_two_ranks_score_as_one(
     scoring: Scoring, boundary: int, monkeypatch: pytest.MonkeyPatch

@@ -358,7 +358,8 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
 
 
 def _check_cached_length(cache: str, length: int, model: ServedModel) -> None:
-    if cache != "none" and length > model.cached_positions:
+    """Exact caches hold what has been decoded, not the canvas; the engine sees to their pages."""
+    if cache not in ("none", "exact") and length > model.cached_positions:
         raise InvalidParameterError(
             "cache",
             cache,
