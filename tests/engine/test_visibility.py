@@ -147,10 +147,10 @@ def wanted_rows(tensors: Tensors, batch: StepBatch, made: list[Canvas]) -> torch
     found, start = [], 0
     for one in made:
         copies = 2 if one.params.cfg_scale > 0 else 1
-        first, end = (0, one.length) if one.cache is None else one.rule.work.rows  # type: ignore[attr-defined]
+        first, end = one.rule.work.rows  # type: ignore[attr-defined]
         for _ in range(copies):
             rows = slice(start, start + end - first)
-            if one.cache is None or (first, end) == (0, one.length):
+            if one.cache is None or end - first == one.cache.length:
                 k, v = tensors.k[rows], tensors.v[rows]
             else:
                 slots = one.cache.slots

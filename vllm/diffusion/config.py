@@ -48,7 +48,9 @@ def configure(vllm_config: VllmConfig) -> None:
         scheduler.scheduler_cls = SCHEDULER
     scheduler.async_scheduling = False
     scheduler.enable_chunked_prefill = False
-    vllm_config.cache_config.enable_prefix_caching = False
+    family = family_of(vllm_config)
+    if family is None or not family.is_block_causal:  # whose keys depend on what comes after them
+        vllm_config.cache_config.enable_prefix_caching = False
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     server_defaults(server_settings(vllm_config.additional_config), family_of(vllm_config))

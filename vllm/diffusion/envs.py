@@ -62,6 +62,12 @@ def use_host_residual() -> bool:
     return _flag("VLLM_USE_HOST_RESIDUAL", "1")
 
 
+def fuses_commits() -> bool:
+    """VLLM_DLLM_COMMIT_FUSION=0: block-causal families store a finished block's keys and values in
+    a forward of its own, not together with the first of the next block."""
+    return _flag("VLLM_DLLM_COMMIT_FUSION", "1")
+
+
 def vmm_chunk_size() -> int | None:
     """VLLM_VMM_CHUNK_SIZE: bytes of physical memory that are mapped at a time (default 2 MiB).
 
@@ -87,6 +93,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
     "VLLM_USE_VMM": use_vmm,
     "VLLM_USE_HOST_RESIDUAL": use_host_residual,
+    "VLLM_DLLM_COMMIT_FUSION": fuses_commits,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
 }

@@ -55,6 +55,10 @@ class Visibility(ABC):
         """The same rule for a request whose blocks have so many positions."""
 
     @abstractmethod
+    def in_whole_blocks(self, length: int) -> int:
+        """Positions of a sequence that is to hold so many: those of all blocks that it touches."""
+
+    @abstractmethod
     def spans(self, forward: Forward) -> tuple[Seen, ...]:
         """What the queries of the window read; they tile the window in order."""
 
@@ -79,6 +83,9 @@ class Full(Visibility):
     def with_blocks_of(self, block_length: int) -> Visibility:
         return self
 
+    def in_whole_blocks(self, length: int) -> int:
+        return length
+
     def spans(self, forward: Forward) -> tuple[Seen, ...]:
         return (Seen(forward.window, range(forward.num_keys)),)
 
@@ -102,6 +109,9 @@ class BlockCausal(Visibility):
 
     def with_blocks_of(self, block_length: int) -> Visibility:
         return BlockCausal(block_length)
+
+    def in_whole_blocks(self, length: int) -> int:
+        return -(-length // self.block_length) * self.block_length
 
     def spans(self, forward: Forward) -> tuple[Seen, ...]:
         seen, start = [], forward.window.start

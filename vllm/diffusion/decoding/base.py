@@ -118,8 +118,8 @@ class DecodingRule(ABC):
         Args:
             tokens: [T] int64, the sequence; not to be written.
         """
-        masked = tokens.numpy() == self.params.mask_id
-        return int(masked.argmax()) if masked.any() else len(masked)
+        masked = tokens.numpy()[self.prompt_length :] == self.params.mask_id
+        return self.prompt_length + int(masked.argmax() if masked.any() else len(masked))
 
     def decide(self, candidates: Candidates) -> Commit:
         """What is committed after the forward, in the order of the rule's choice."""

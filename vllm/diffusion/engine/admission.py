@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.errors import ActivationBudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from vllm.diffusion.engine.scheduled import Scheduled
     from vllm.diffusion.memory import Planner
@@ -47,7 +47,10 @@ class WaitingLine:
         self._waiting.remove(item)
 
     def admit(
-        self, running: Collection[Scheduled], planner: Planner
+        self,
+        running: Collection[Scheduled],
+        planner: Planner,
+        has_pages: Callable[[Scheduled], bool] = lambda _: True,
     ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
         """Take out those that start now, and those that never can, with the reason.
 
@@ -55,13 +58,15 @@ class WaitingLine:
             running: the requests that run; each that starts is expected in it before the next one
                 is asked for.
             planner: knows what fits.
+            has_pages: gives one that may start what else it needs, if that is there.
         """
         passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
         for item in list(self._waiting):
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return
             error = _refusal(item, planner)
-            if error is None and not self._may_start(item, running, planner):
+            may_start = error is None and self._may_start(item, running, planner)
+            if error is None and not (may_start and has_pages(item)):
                 passed.append(item)
                 if len(passed) == MAX_PASSED:
                     return

@@ -20,7 +20,6 @@ from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 from vllm.diffusion.spans import Span
-from vllm.diffusion.visibility import Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
+    from vllm.diffusion.visibility import Forward
 
 
 class PackedSequence(NamedTuple):
@@ -274,8 +274,7 @@ class _Window(NamedTuple):
 
     @classmethod
     def of(cls, canvas: Canvas) -> _Window:
-        kept = 0 if canvas.cache is None else canvas.cache.length
-        return cls(canvas, canvas.begin(), Forward(canvas.window, kept))
+        return cls(canvas, *canvas.next_forward())
 
     @property
     def is_cached(self) -> bool:

@@ -12,6 +12,7 @@ from vllm.diffusion.decoding import Commit, Work, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.turns import Wish
+from vllm.diffusion.engine.windows import ALL_ROWS, num_positions, windows_of
 from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
@@ -22,23 +23,28 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
-    from vllm.diffusion.visibility import Visibility
+    from vllm.diffusion.visibility import Forward, Visibility
+
+_NO_POSITIONS = torch.empty(0, dtype=torch.int64)
 
 
 class Canvas:
     """Prompt and canvas of a request as one row of tokens, on the host.
 
-    Only `begin` and `commit` write tokens. A token before the first masked position never
-    changes, so the canvas up to there is final and can be reported.
+    Only `begin` and `commit` write tokens. What the rule has settled never changes, so the canvas
+    up to there is final and can be reported. A block-causal family's last block is never cut: its
+    row may be longer than prompt and canvas.
 
     Attributes:
         req_id: the request.
         params: its parameters.
-        tokens: [T] int64.
+        tokens: [T] int64, in whole blocks.
         positions: [T] int64, from 0; an array.
         rule: its decoding, at its present state.
         adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
-        cache: keys and values that are kept between forwards, if any.
+        cache: keys and values that are kept between forwards, if any; where the scheduler hands
+            out their pages, those that there are.
+        room: rows that its next forward may have.
         visibility: who sees whom in it.
         num_forwards: forwards so far.
         is_complete: all of the answer is final.
@@ -51,25 +57,35 @@ class Canvas:
         self.visibility = visibility.with_blocks_of(new.params.block_length)
         self.params = new.params
         self.cache = cache
+        self.room = ALL_ROWS
         self.prompt_length = len(new.prompt_token_ids)
-        mask = torch.full((self.params.gen_length,), self.params.mask_id, dtype=torch.int64)
-        self.tokens = torch.cat([torch.tensor(new.prompt_token_ids, dtype=torch.int64), mask])
+        self.tokens = self._masked_row(new.prompt_token_ids)
         self.positions = np.arange(self.tokens.numel())
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero().flatten()
         self.rule = make_rule(self.params, self.prompt_length)
         # The same memory as arrays, whose operations cost a fraction of a tensor's.
         self._tokens = self.tokens.numpy()
-        self._canvas = self._tokens[self.prompt_length :]
+        self._canvas = self._tokens[self.prompt_length :][: self.params.gen_length]
         self._selector = new.selector
         self.adjust_logits = self._logits_hook()
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
         self._num_reported = 0
+        self._windows = windows_of(
+            self.params, self.visibility, self.length if cache is None else cache.length
+        )
         self._work: Work | None = None  # begun and not committed
+        self._forward: Forward | None = None  # under way, and its keys and values have a place
+        self._is_for_rule = True  # the forward under way
         self.num_forwards = 0
         self.is_complete = False
+
+    def _masked_row(self, prompt_token_ids: list[int]) -> torch.Tensor:
+        prompt = torch.tensor(prompt_token_ids, dtype=torch.int64)
+        length = num_positions(self.visibility, len(prompt), self.params.gen_length)
+        return torch.nn.functional.pad(prompt, (0, length - len(prompt)), value=self.params.mask_id)
 
     @property
     def length(self) -> int:
@@ -101,22 +117,23 @@ class Canvas:
         return self.tokens.masked_fill(self._known, self.params.mask_id)
 
     @property
-    def window(self) -> range:
-        """Positions that the next forward computes."""
-        work = self.begin()
-        if self.cache is None:
-            return range(self.length)
-        # It starts early enough for the row that predicts its first position.
-        return range(max(work.rows[0] - self.params.logit_shift, 0), work.rows[1])
+    def num_kept(self) -> int:
+        """Positions from 0 whose keys and values are kept."""
+        return self._windows.kept
+
+    @property
+    def unit(self) -> int | None:
+        """See `Windows`."""
+        return self._windows.unit
 
     @property
     def next_rows(self) -> int:
-        """Rows of the next forward; guidance runs the window twice.
+        """Rows of the next forward, if nothing cuts it; guidance runs the window twice.
 
         All rows where the rule fails: its error is met when it is the forward's turn.
         """
         try:
-            num_rows = len(self.window)
+            num_rows = len(self._windows.next(self.begin().rows).window)
         except Exception:
             num_rows = self.length
         return 2 * num_rows if self.params.cfg_scale > 0 and self.cache is None else num_rows
@@ -124,8 +141,46 @@ class Canvas:
     @property
     def wish(self) -> Wish:
         """What the next forward is, for those who say when it is launched."""
+        if self.unit is not None:
+            return Wish(self._ready_rows, keeps=True, unit=self.unit)
         rows = self.next_rows
         return Wish(rows, keeps=self.cache is not None, is_window=rows < self.length)
+
+    @property
+    def _ready_rows(self) -> int:
+        """Of the rows of the next forward, those that have pages for their keys and values."""
+        unit = self.unit or 1
+        return min(self.next_rows, self._rows_with_pages // unit * unit)
+
+    @property
+    def _rows_with_pages(self) -> int:
+        if self.unit is None:
+            return ALL_ROWS
+        return 0 if self.cache is None else self.cache.length - self.num_kept
+
+    def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
+        """Other pages from now on.
+
+        Args:
+            cache: where they are; None where there are none.
+            num_kept: positions from 0 whose keys and values they hold; None where they begin with
+                those that the request had.
+        """
+        self.cache = cache
+        if num_kept is not None:
+            self._windows.kept = num_kept
+            self._forward = None  # what is under way writes to pages of the past
+
+    def next_forward(self) -> tuple[Work, Forward]:
+        """What the next forward is for, and what it computes.
+
+        It may have to go without the rule, which then works on nothing and hears nothing of it.
+        """
+        work = self.begin()
+        room = min(self.room, self._rows_with_pages)
+        self._forward = self._windows.next(work.rows, room)
+        self._is_for_rule = self._forward.window.stop >= work.rows[1]
+        return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), self._forward
 
     def begin(self) -> Work:
         """What the next forward is for; fills what the rule wants filled before it.
@@ -139,8 +194,7 @@ class Canvas:
     def _prepare(self) -> Work:
         work = self.rule.prepare(self.tokens)
         if work is None:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return Work(nothing, (0, self.length))
+            return Work(_NO_POSITIONS, (0, self.length))
         if work.fill is not None:
             start, token = work.fill
             self.tokens[start:] = token
@@ -159,24 +213,34 @@ class Canvas:
 
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
+        num_unchanged = self._let_rule_choose(candidates) if self._is_for_rule else self.length
+        num_settled = self.rule.settled(self.tokens)
+        if self._forward is not None:
+            self._windows.computed(self._forward, min(num_settled, num_unchanged))
+        self._forward, self._is_for_rule = None, True
+        return self._report(num_settled)
+
+    def _let_rule_choose(self, candidates: Candidates) -> int:
+        """Write what the rule chooses; positions from 0 that keep the token they had."""
         self._work = None
         commit = self._select(candidates)
-        self._tokens[commit.positions.numpy()] = commit.tokens.numpy()
+        positions, tokens = commit.positions.numpy(), commit.tokens.numpy()
+        changed = positions[self._tokens[positions] != tokens]
+        self._tokens[positions] = tokens
         if self._proposals is not None:
             self._proposals.note(candidates, commit)
         self.num_forwards += 1
-        return self._report()
+        return int(changed.min(initial=self.length))
 
     def _select(self, candidates: Candidates) -> Commit:
         if self._selector is None:
             return self.rule.decide(candidates)
         return select(self._selector, self.rule, self.tokens, candidates)
 
-    def _report(self) -> StepResult:
+    def _report(self, num_settled: int) -> StepResult:
         canvas, start = self._canvas, self._num_reported
-        masked = canvas == self.params.mask_id
-        num_masked = int(np.count_nonzero(masked))
-        end = start + int(masked[start:].argmax()) if num_masked else len(canvas)
+        num_masked = int(np.count_nonzero(canvas == self.params.mask_id))
+        end = max(start, min(num_settled - self.prompt_length, len(canvas)))
         self._num_reported = end
         final = canvas[start:end].tolist()
         self.is_complete = self.params.answer_end(final, start) is not None
@@ -193,6 +257,7 @@ class Canvas:
             logprobs=logprobs,
             canvas=view,
             scores=self.rule.scores,
+            num_kept=self.num_kept,
             # Last, because tokens may have to be filled before the next forward.
             next_rows=0 if self.is_complete else self.next_rows,
         )

@@ -128,8 +128,8 @@ class GraphRunner:
         table = self._caches.table
         if table is self._copied:
             return
-        if len(self._table.rows) != self._caches.reserved_pages:
-            self._table = PageTable(table.rows.new_empty(self._caches.reserved_pages), table.size)
+        if len(self._table.rows) != self._caches.most_entries:
+            self._table = PageTable(table.rows.new_empty(self._caches.most_entries), table.size)
         self._table.rows[: len(table.rows)].copy_(table.rows)
         self._copied = table
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CanvasInterface(SchedulerInterface):
-    """Upstream's interface without drafts, grammars, connectors and caches of prefixes."""
+    """Upstream's interface without drafts, grammars, connectors and encoder caches."""
 
     connector = None
     ec_connector = None
@@ -39,11 +39,6 @@ class CanvasInterface(SchedulerInterface):
         self, draft_token_ids: DraftTokenIds, scheduler_output: Any
     ) -> None:
         pass
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return True
 
     def reset_encoder_cache(self) -> None:
         pass

@@ -10,7 +10,7 @@ import torch
 from vllm.diffusion.engine.turns import step_behind, to_the_end
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from vllm.diffusion.engine.messages import Slice, StepResult
     from vllm.diffusion.engine.recovery import Attempt, Recovery
@@ -36,12 +36,12 @@ class StepLoop:
         self.num_rows = 0
 
     @torch.inference_mode()
-    def plain(self, req_ids: list[str]) -> dict[str, StepResult]:
-        """One step."""
-        return self._collect(self._recovery.launch(req_ids))
+    def plain(self, rows: Mapping[str, int]) -> dict[str, StepResult]:
+        """One step, in which each request may have so many rows."""
+        return self._collect(self._recovery.launch(rows))
 
     @torch.inference_mode()
-    def ahead(self, req_ids: list[str], apart: Collection[str] = ()) -> dict[str, StepResult]:
+    def ahead(self, rows: Mapping[str, int], apart: Collection[str] = ()) -> dict[str, StepResult]:
         """The same where the device works by itself.
 
         The next step is launched before the results are handed out, so that it computes while they
@@ -50,11 +50,11 @@ class StepLoop:
         Requests that are kept apart take no part in either.
 
         Args:
-            req_ids: who takes part, where no step is under way.
+            rows: who takes part, with how many rows, where no step is under way.
             apart: requests that are kept apart.
         """
         if not self._under_way:
-            self._under_way.append(self._recovery.launch(req_ids))
+            self._under_way.append(self._recovery.launch(rows))
         self._launch_behind(apart)
         results = self._collect(self._under_way.pop(0))
         failed = (req_id for req_id, result in results.items() if result.error is not None)

@@ -30,6 +30,20 @@ class NewCanvas:
 
 
 @dataclass(frozen=True)
+class NewPages:
+    """Pages that a request gets.
+
+    Attributes:
+        page_ids: their numbers in the store.
+        num_kept: positions from 0 whose keys and values they hold, where they are in place of all
+            that the request had; None where they come behind those.
+    """
+
+    page_ids: list[int]
+    num_kept: int | None = None
+
+
+@dataclass(frozen=True)
 class CanvasView:
     """The canvas of N positions after a forward, packed: it crosses processes in every step.
 
@@ -62,6 +76,7 @@ class StepResult:
         logprobs: of `new_token_ids`, for requests that ask for them.
         canvas: for requests that ask to see it.
         scores: the answer to a request that is only read.
+        num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
     """
 
     new_token_ids: list[int]
@@ -73,6 +88,7 @@ class StepResult:
     logprobs: LogprobsLists | None = None
     canvas: CanvasView | None = None
     scores: TokenScores | None = None
+    num_kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,10 +153,12 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     the first step that `launched` of the answer before has named, if any are left. Other requests
     run but wait their turn. `long` names those whose steps come in slices only, and `next_slice`
     the one of them that goes on in this step. `finished_req_ids` names those whose canvas is no
-    longer needed; `scheduled_at` is `time.monotonic()`.
+    longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` is what requests get whose
+    pages the scheduler hands out, by request; it is taken in before the step.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
+    new_pages: dict[str, NewPages] = field(default_factory=dict)
     scheduled_at: float = 0.0
     next_slice: Slice | None = None
     long: list[str] = field(default_factory=list)

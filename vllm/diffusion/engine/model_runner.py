@@ -30,12 +30,13 @@ from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.messages import (
         DiffusionSchedulerOutput,
         NewCanvas,
+        NewPages,
         Slice,
         StepResult,
     )
@@ -105,9 +106,14 @@ class DiffusionModelRunner:
         for req_id in message.finished_req_ids:
             self._forget(req_id)
         results = self._recovery.start(message.admitted)
+        self._assign(message.new_pages)
         req_ids = list(message.num_scheduled_tokens)
         asked, long = message.next_slice, message.long
-        stepping = [req_id for req_id in req_ids if req_id not in results and req_id not in long]
+        stepping = {
+            req_id: rows
+            for req_id, rows in message.num_scheduled_tokens.items()
+            if req_id not in results and req_id not in long
+        }
         if stepping and self.runs_ahead:
             results |= self._loop.ahead(stepping, long)
         elif stepping:
@@ -198,11 +204,14 @@ class DiffusionModelRunner:
 
     # ---- requests ----
 
-    def run_alone(self, requests: Sequence[NewCanvas]) -> None:
+    def run_alone(
+        self, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages] | None = None
+    ) -> None:
         """One step of requests that are forgotten afterwards; errors are raised."""
         try:
             for new in requests:
                 self.start(new)
+            self._assign(pages or {})
             with torch.inference_mode():
                 self.collect(self.launch([new.req_id for new in requests]))
         finally:
@@ -212,10 +221,23 @@ class DiffusionModelRunner:
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
         cache = None
-        if new.params.cache != "none":
+        if new.params.cache not in ("none", "exact"):  # exact ones get pages by `_assign`
             length = len(new.prompt_token_ids) + new.params.gen_length
             cache = self.caches.allocate(new.req_id, length)
         self.canvases[new.req_id] = Canvas(new, cache, self.model.family.visibility)
+
+    def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
+        """Take in what pages requests get, where the scheduler hands them out."""
+        for req_id, new in new_pages.items():
+            canvas = self.canvases.get(req_id)
+            if canvas is None:
+                continue  # it could not start
+            if new.num_kept is not None and req_id == self._slices.req_id:
+                self._slices.drop()
+            kept = self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
+            canvas.assign(kept if kept.length else None, new.num_kept)
+        if new_pages:
+            self.caches.renew_table()
 
     def _forget(self, req_id: str) -> None:
         if req_id == self._slices.req_id:

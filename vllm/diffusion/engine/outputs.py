@@ -69,13 +69,10 @@ def envelopes(
 
 
 def _common(request: Request) -> dict[str, Any]:
-    stats = request.take_prefill_stats()
-    if stats is not None:
-        stats.set(request.num_prompt_tokens, 0, 0)
     return {
         "finish_reason": request.get_finished_reason(),
         "events": request.take_events(),
-        "prefill_stats": stats,
+        "prefill_stats": request.take_prefill_stats(),
     }
 
 

@@ -58,8 +58,9 @@ class Proposals:
             if known is not None:
                 value = torch.where(tokens == known, own_value, value)
                 rank = torch.where(tokens == known, own_rank, rank)
-        on_canvas = candidates.positions >= self._prompt_length
-        at = (candidates.positions[on_canvas] - self._prompt_length).numpy()
+        positions = candidates.positions - self._prompt_length
+        on_canvas = (positions >= 0) & (positions < len(self._ranks))
+        at = positions[on_canvas].numpy()
         self._tokens[at, 0] = tokens[on_canvas].numpy()
         self._logprobs[at, 0] = value[on_canvas].numpy()
         self._ranks[at] = rank[on_canvas].numpy()

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm.diffusion.engine.messages import StepResult
+from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.canvas import Canvas
@@ -78,14 +79,16 @@ class Recovery:
             self._runner.pool.trim()  # what steps have left behind
             self._runner.start(new)
 
-    def launch(self, req_ids: Iterable[str]) -> Attempt:
+    def launch(self, rows: Mapping[str, int]) -> Attempt:
         """Launch a step; where memory runs out, without the requests that take most.
+
+        Each request may have so many rows.
 
         What other steps have left behind is given back first, then what a paused step holds, and
         the same step tried again.
         """
         failures: dict[str, Exception] = {}
-        ready = [req_id for req_id in req_ids if self._is_ready(req_id, failures)]
+        ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
         has_trimmed = False
         while ready:
             try:
@@ -121,10 +124,12 @@ class Recovery:
                 failures[asked.req_id] = error.with_traceback(None)
         return self.collect(Attempt(step, failures))
 
-    def _is_ready(self, req_id: str, failures: dict[str, Exception]) -> bool:
+    def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
         """Whether a request's rule says what the step is for; else it is among the failures."""
+        canvas = self._runner.canvases[req_id]
+        canvas.room = room
         try:
-            self._runner.canvases[req_id].begin()
+            canvas.begin()
         except Exception as error:
             logger.exception("decoding of request %s failed", req_id)
             failures[req_id] = error.with_traceback(None)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.pages import PAGE_SIZE
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class Scheduled:
         started: time.monotonic() of admission.
         num_overtaken: later requests that have started before it.
         next_rows: of its next forward.
+        num_kept: positions from 0 whose keys and values are kept.
+        num_pages: that it has, where they are handed out.
         largest: of its steps, the one with the highest peak.
     """
 
@@ -33,26 +36,49 @@ class Scheduled:
     demand: Demand
     started: float = 0.0
     num_overtaken: int = 0
-    next_rows: int = 0
+    next_rows: int = field(init=False)
+    num_kept: int = 0
+    num_pages: int = 0
     num_forwards: int = 0
     num_committed: int = 0
     largest: StepUsage | None = None
+
+    def __post_init__(self) -> None:
+        self.next_rows = self.demand.first_rows
 
     @property
     def req_id(self) -> str:
         return str(self.request.request_id)
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether the scheduler hands out pages for its keys and values."""
+        return self.params.cache == "exact"
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether all positions of its next forward have a page, where that is needed."""
+        return not self.is_paged or self.num_pages * PAGE_SIZE >= self.next_end
+
+    @property
+    def next_end(self) -> int:
+        """Positions from 0 that have keys in its next forward, where these are in pages."""
+        return self.num_kept + self.next_rows
+
+    def keep(self, num_kept: int) -> None:
+        """So many positions need not be computed again."""
+        self.num_kept, self.next_rows = num_kept, self.next_end - num_kept
+
     def start(self) -> NewCanvas:
         """It runs from now on: what the workers must know of it."""
         self.started = time.monotonic()
-        self.next_rows = self.demand.first_rows
         self.request.status = RequestStatus.RUNNING
         prompt = list(self.request.prompt_token_ids or [])
         return NewCanvas(self.req_id, prompt, self.params)
 
     def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
         """It took part in a step that used so much memory."""
-        self.next_rows = result.next_rows
+        self.next_rows, self.num_kept = result.next_rows, result.num_kept
         self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes

@@ -28,11 +28,12 @@ from vllm.diffusion.engine.messages import (
     StepUsage,
 )
 from vllm.diffusion.engine.observer import Observer
+from vllm.diffusion.engine.paging import Paging
 from vllm.diffusion.engine.scheduled import Scheduled
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import take_turns, to_the_end
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
@@ -69,6 +70,7 @@ class DiffusionScheduler(CanvasInterface):
         self._row_budget = row_budget(vllm_config)
         self._planner: Planner | None = None  # until the worker has said what memory there is
         self.last_usage: StepUsage | None = None
+        self._paging = Paging(vllm_config, kv_cache_config, hash_block_size, log_stats=log_stats)
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._refused: list[tuple[Request, str]] = []  # who has not been told yet
@@ -84,6 +86,7 @@ class DiffusionScheduler(CanvasInterface):
     def add_request(self, request: Request) -> None:
         """Queue a request, with the decision that it brings; what fails here ends as an error."""
         self._observer.arrived(request)
+        request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
         try:
             prompt = request.prompt_token_ids or []
             decided = decision_of(request.sampling_params, self._model, prompt)
@@ -92,9 +95,15 @@ class DiffusionScheduler(CanvasInterface):
             return
         if decided.seed is None:
             decided = decided.with_seed(secrets.randbits(SEED_BITS))
-        self._waiting.append(
-            Scheduled(request, decided, demand_of(decided, request.num_prompt_tokens))
-        )
+        demand = demand_of(decided, request.num_prompt_tokens, self._model.family.visibility)
+        item = Scheduled(request, decided, demand)
+        try:
+            if item.is_paged:
+                self._paging.arrived(item)
+        except ActivationBudgetError as error:
+            self._refuse(request, str(error), reason="memory")
+            return
+        self._waiting.append(item)
 
     def _refuse(self, request: Request, message: str, reason: str) -> None:
         """Its client is told with the results of the next step."""
@@ -118,6 +127,7 @@ class DiffusionScheduler(CanvasInterface):
         request.status = status
         item = self._running.pop(request.request_id, None)
         if item is not None:
+            self._paging.free(item)
             self._finished_req_ids.add(request.request_id)
             self._observer.ended(item)
         if self._tells_finished:
@@ -126,8 +136,9 @@ class DiffusionScheduler(CanvasInterface):
     # ---- one step ----
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
-        admitted = self._admit() if self.pause_state == PauseState.UNPAUSED else []
         launched = set().union(*self._launched)
+        self._paging.provide(self._running.values(), launched)
+        admitted = self._admit() if self.pause_state == PauseState.UNPAUSED else []
         long = self.slicing.long(self._running, launched, self._planner)
         rows, next_slice = dict[str, int](), None
         if self.pause_state != PauseState.PAUSED_ALL:
@@ -145,6 +156,7 @@ class DiffusionScheduler(CanvasInterface):
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
             admitted=admitted,
+            new_pages=self._paging.take_new_pages(),
             scheduled_at=time.monotonic(),
             next_slice=next_slice,
             long=long,
@@ -154,7 +166,9 @@ class DiffusionScheduler(CanvasInterface):
         if self._planner is None:
             return []
         admitted = []
-        for item, error in self._waiting.admit(self._running.values(), self._planner):
+        for item, error in self._waiting.admit(
+            self._running.values(), self._planner, self._paging.admits
+        ):
             if error is not None:
                 self._refuse(item.request, str(error), reason="memory")
                 continue
@@ -165,14 +179,16 @@ class DiffusionScheduler(CanvasInterface):
 
     def _next_step(self, long: Sequence[str]) -> dict[str, int]:
         """Who takes part in the next step, with their rows; long steps come in slices."""
-        next_rows = {
-            req_id: item.next_rows for req_id, item in self._running.items() if req_id not in long
-        }
+        short = {req_id: item for req_id, item in self._running.items() if req_id not in long}
         for req_ids in self._launched:
-            launched = {req_id: next_rows[req_id] for req_id in req_ids if req_id in next_rows}
+            launched = {req_id: short[req_id].next_rows for req_id in req_ids if req_id in short}
             if launched:
                 return launched
-        taken = take_turns(next_rows, self._row_budget)
+        taken = take_turns(
+            {req_id: item.next_rows for req_id, item in short.items() if item.has_pages},
+            self._row_budget,
+            {req_id: item.demand.unit for req_id, item in short.items() if item.demand.unit},
+        )
         return taken if self.slicing.fits_beside(taken, self._running, self._planner) else {}
 
     def update_from_output(
@@ -205,8 +221,9 @@ class DiffusionScheduler(CanvasInterface):
         if usage is None:
             return
         self.last_usage = usage
-        if self._planner is None or self._planner.budget_bytes != usage.budget_bytes:
-            self._planner = make_planner(self._vllm_config, usage.budget_bytes)
+        budget_bytes = usage.budget_bytes - self._paging.num_bytes
+        if self._planner is None or self._planner.budget_bytes != budget_bytes:
+            self._planner = make_planner(self._vllm_config, budget_bytes)
 
     def _advance(
         self, item: Scheduled, result: StepResult, usage: StepUsage | None
@@ -220,6 +237,7 @@ class DiffusionScheduler(CanvasInterface):
         self._observer.progressed(item, result)
         item.take_part(result, usage)
         new_token_ids = item.accept(result)
+        self._paging.publish(item)
         if request.is_finished():
             self._end(request, request.status)
         elif not new_token_ids and result.canvas is None:
@@ -243,4 +261,12 @@ class DiffusionScheduler(CanvasInterface):
         return len(self._running), len(self._waiting)
 
     def make_stats(self) -> SchedulerStats | None:
-        return self._observer.statistics(*self.get_request_counts())
+        stats = self._observer.statistics(*self.get_request_counts())
+        if stats is not None:
+            self._paging.put_into(stats)
+        return stats
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return self._paging.reset(self._running.values() if reset_running_requests else ())

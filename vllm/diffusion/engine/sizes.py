@@ -12,14 +12,17 @@ import torch
 
 from vllm.diffusion import envs, ops
 from vllm.diffusion.config import row_budget
+from vllm.diffusion.engine.windows import num_positions
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
 from vllm.diffusion.pages import HEAD_DIMS
+from vllm.diffusion.visibility import FULL, BlockCausal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.visibility import Visibility
 
 FP32_BYTES = 4
 
@@ -42,8 +45,12 @@ def make_planner(
     )
 
 
-def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
-    """What a request takes while it runs."""
+def demand_of(
+    params: DiffusionParams, num_prompt_tokens: int, visibility: Visibility = FULL
+) -> Demand:
+    """What a request takes while it runs, in a family of this visibility."""
+    if isinstance(visibility, BlockCausal) and params.score is None:
+        return _demand_in_blocks(params, num_prompt_tokens)
     length = num_prompt_tokens + params.gen_length
     return Demand(
         length=length,
@@ -51,6 +58,27 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=params.cache != "none",
         window=_window(params, length),
+    )
+
+
+def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
+    """Its forwards end with the block that is decoded; one of exact keys and values begins there.
+
+    A finished block may be computed once more together with the next one, as any other rows before
+    the block that is decoded: in parts, if need be.
+    """
+    blocks = BlockCausal(params.block_length)
+    length = num_positions(blocks, num_prompt_tokens, params.gen_length)
+    is_exact = params.cache == "exact"
+    return Demand(
+        length=length,
+        sample_positions=params.block_length,
+        num_sequences=2 if params.cfg_scale > 0 else 1,
+        keeps_cache=is_exact,
+        window=params.block_length if is_exact else None,
+        first=min(blocks.in_whole_blocks(num_prompt_tokens + 1), length),
+        blocks=length // params.block_length,
+        unit=params.block_length if is_exact else None,
     )
 
 

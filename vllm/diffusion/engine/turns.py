@@ -22,11 +22,13 @@ class Wish(NamedTuple):
         rows: that it has.
         keeps: whether it keeps keys and values; one graph serves no mixture of both.
         is_window: whether it computes some positions of many.
+        unit: it may be computed in parts that are multiples of so many rows; None where not.
     """
 
     rows: int
     keeps: bool
     is_window: bool = False
+    unit: int | None = None
 
 
 def step_behind(
@@ -50,32 +52,39 @@ def step_behind(
     kinds = {
         req_id: (wish.keeps, wish.is_window and not fit_a_graph) for req_id, wish in wishes.items()
     }
-    waiting = {req_id: wish.rows for req_id, wish in wishes.items() if req_id not in under_way}
+    waiting = {r: wish.rows for r, wish in wishes.items() if wish.rows and r not in under_way}
+    units = {req_id: wish.unit for req_id, wish in wishes.items() if wish.unit is not None}
     for kind in dict.fromkeys(kinds[req_id] for req_id in waiting):
         alike = {req_id: rows for req_id, rows in waiting.items() if kinds[req_id] == kind}
         wanted = sum(wish.rows for req_id, wish in wishes.items() if kinds[req_id] == kind)
         _, are_windows = kind
         share = min(row_budget, max(ROWS_IN_A_ROW, 0 if are_windows else -(-wanted // 2)))
         if wanted > share or not any(kinds.get(req_id) == kind for req_id in under_way):
-            return take_turns(alike, share)
+            return take_turns(alike, share, units)
     return {}
 
 
-def take_turns(next_rows: Mapping[str, int], row_budget: int) -> dict[str, int]:
+def take_turns(
+    next_rows: Mapping[str, int], row_budget: int, units: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """The requests of the next step, with their rows.
 
     They are taken in order as long as their rows fit; one that does not fit waits, and smaller ones
     behind it may go. The first always goes, alone if its rows are beyond the budget. Whoever took
     part goes to the end of the order (`to_the_end`), so nobody waits for more steps than there are
-    requests before it.
+    requests before it. Where a forward may be computed in parts, the part that fits is taken.
 
     Args:
         next_rows: rows of the next forward of each request, in the order of their turns.
         row_budget: rows that several requests may share in one step.
+        units: for requests whose forward may be computed in parts: parts are multiples of it.
     """
     taken: dict[str, int] = {}
-    room = row_budget
-    for req_id, rows in next_rows.items():
+    room, units = row_budget, units or {}
+    for req_id, wanted in next_rows.items():
+        rows = wanted
+        if req_id in units:
+            rows = min(wanted, max(room // units[req_id], 1) * units[req_id])
         if not taken or rows <= room:
             taken[req_id] = rows
             room -= rows

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.config import set_current_vllm_config
-from vllm.diffusion import envs, startup_log, watchdog
+from vllm.diffusion import envs, pages, startup_log, watchdog
 from vllm.diffusion.config import row_budget, served_model
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine.paging import most_positions
 from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
@@ -26,19 +27,19 @@ from vllm.distributed import (
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput
     from vllm.diffusion.models.base import DiffusionModel
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
 
 
 class DiffusionWorker(WorkerBase):
-    """Loads the model and runs denoise steps; it has no KV cache of upstream's kind."""
+    """Loads the model and runs denoise steps."""
 
     model_runner: DiffusionModelRunner
 
@@ -112,7 +113,8 @@ class DiffusionWorker(WorkerBase):
 
     def activation_budget_bytes(self) -> int:
         """What steps and kept keys and values may take; the API server asks for it."""
-        return self.model_runner.budget_bytes
+        runner = self.model_runner
+        return runner.budget_bytes - runner.caches.fixed_bytes
 
     def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
         """None where the layers run without CUDA graphs."""
@@ -148,19 +150,34 @@ class DiffusionWorker(WorkerBase):
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
-    # Upstream asks every worker about its KV cache; there is none.
+    # Upstream asks every worker about its KV cache. Block-causal families have one, in our layout.
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return {}
+        model = self.model_runner.model
+        if not model.family.is_block_causal:
+            return {}
+        layer = FullAttentionSpec(
+            block_size=pages.PAGE_SIZE,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_dim,
+            dtype=model.dtype,
+        )
+        return {f"layers.{number}": layer for number in range(len(model.layers))}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [next(iter(KVCacheLayout)).name]
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        pass
-
     def determine_available_memory(self) -> int:
-        return 0
+        """Bytes of the pages that fit into the part of the pool that is for them."""
+        planner = self.model_runner.planner
+        return planner.cached_positions * planner.shape.cache_bytes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        num_pages = kv_cache_config.num_blocks
+        if kv_cache_config.kv_cache_groups:
+            longest = most_positions(num_pages, self.model_config.max_model_len)
+            most_requests = self.scheduler_config.max_num_seqs
+            self.model_runner.caches.fix(num_pages, most_requests * pages.num_pages(longest))
 
     def reset_encoder_cache(self) -> None:
         pass

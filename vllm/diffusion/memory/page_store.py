@@ -15,6 +15,8 @@ from vllm.diffusion.pages import PAGE_SIZE, num_pages
 from vllm.diffusion.spans import PageTable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
 
@@ -24,7 +26,7 @@ class KeptSequence:
     """Where a sequence's keys and values lie; the store may change it between steps.
 
     Attributes:
-        length: positions.
+        length: positions that have a place.
         pages: [ceil(length / PAGE_SIZE)] int64, in the order of the positions.
         slots: [length] int64, the store's row of every position.
         start: position 0 by the store's table, where the page of entry e holds the positions
@@ -48,8 +50,11 @@ class PageStore:
     A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. Within a page the
     keys of a layer lie side by side, then its values, then the next layer's: a row of the buffer
     is one position's keys or values of one layer. A sequence's pages lie anywhere; a table on the
-    device names them, so that one launch can attend to the keys of many requests. The buffer grows
-    when too few pages are free.
+    device names them, so that one launch can attend to the keys of many requests.
+
+    The store itself gives pages to requests that keep all their positions (`allocate`), and grows
+    when too few are free. Or it has a fixed number of pages (`fix`), and somebody else says who has
+    which (`assign`): then several requests may have the same page.
 
     Args:
         num_layers, num_kv_heads, head_dim: L, KV and hd of the model on this rank.
@@ -60,7 +65,7 @@ class PageStore:
         generation: counts how often the pages have moved; addresses and slots of an older one are
             stale.
         table: the row of the first key of every page in use, sequence after sequence; never written
-            again, but replaced when a request starts.
+            again, but replaced when requests get pages.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class PageStore:
         self._sequences: dict[str, KeptSequence] = {}
         self._free: list[int] = []  # the next to be given is the last
         self._num_pages = 0
+        self._most_entries: int | None = None
         self._rows = self._new_rows(0)
         self.table = PageTable(torch.empty(0, dtype=torch.int32, device=self.device), PAGE_SIZE)
         self.generation = 0
@@ -106,24 +112,60 @@ class PageStore:
         pages = np.array([self._free.pop() for _ in range(wanted)], dtype=np.int64)
         kept = KeptSequence(length, pages, self._slots(pages, length), 0)
         self._sequences[req_id] = kept
-        self._renew_table()
+        self.renew_table()
+        return kept
+
+    def fix(self, num_pages: int, most_entries: int) -> None:
+        """Have so many pages from now on; `assign` names them from 0 on.
+
+        Args:
+            num_pages: in place of those that the store has had.
+            most_entries: pages of all requests together, a page counted once for each of them.
+
+        Raises:
+            PoolExhaustedError: the pool has no room for them.
+        """
+        self._sequences.clear()
+        self._move_to(num_pages)
+        self._free, self._most_entries = [], most_entries
+
+    def assign(self, req_id: str, pages: Sequence[int], *, behind: bool = False) -> KeptSequence:
+        """Pages of a fixed store for a request; `renew_table` must follow before they are read.
+
+        Args:
+            req_id: the request.
+            pages: their numbers.
+            behind: they come behind those that it has, not in their place.
+        """
+        had = self._sequences.get(req_id) if behind else None
+        new = np.array(pages, dtype=np.int64)
+        slots = self._slots(new, len(new) * PAGE_SIZE)
+        if had is not None:
+            new, slots = np.concatenate([had.pages, new]), np.concatenate([had.slots, slots])
+        kept = KeptSequence(len(slots), new, slots, 0 if had is None else had.start)
+        self._sequences[req_id] = kept
         return kept
 
     def release(self, req_id: str) -> None:
         """Give back the pages of a request, if it has some."""
         kept = self._sequences.pop(req_id, None)
-        if kept is not None:
+        if kept is not None and not self.is_fixed:
             self._free += kept.pages[::-1].tolist()
 
     def trim(self) -> None:
         """Give back the memory of pages that nobody uses; the others move together."""
         if self._free:
             self._move_to(self.used_pages)
-            self._renew_table()
+            self.renew_table()
 
     @property
     def device(self) -> torch.device:
         return self._rows.device
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether pages are assigned, not allocated."""
+        return self._most_entries is not None
 
     @property
     def reserved_pages(self) -> int:
@@ -131,18 +173,28 @@ class PageStore:
         return self._num_pages
 
     @property
+    def most_entries(self) -> int:
+        """Entries that the table may have before the pages move."""
+        return self._num_pages if self._most_entries is None else self._most_entries
+
+    @property
     def used_pages(self) -> int:
         return self._num_pages - len(self._free)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages in use."""
+        """Bytes of the pages in use; of a fixed store, of all."""
         return self.used_pages * self._page_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the buffer."""
         return self._num_pages * self._page_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of these, what is never given back."""
+        return self.reserved_bytes if self.is_fixed else 0
 
     @property
     def _page_bytes(self) -> int:
@@ -157,7 +209,7 @@ class PageStore:
         rows: Array = pages[:, None] * self._page_rows + np.arange(PAGE_SIZE)
         return rows.reshape(-1)[:length]
 
-    def _renew_table(self) -> None:
+    def renew_table(self) -> None:
         """Name the pages of all sequences; steps that are under way have the table before."""
         if not self._sequences:
             return

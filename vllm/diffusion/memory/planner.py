@@ -150,6 +150,10 @@ class Demand:
         keeps_cache: it keeps the keys and values of all its positions.
         window: positions that most of its forwards compute, at most, because those of the others
             are kept; None where every forward may compute all.
+        first: positions of its first forward; None where these are all.
+        blocks: parts of the sequence that read different keys.
+        unit: its forwards may be computed in parts that are multiples of so many positions, and
+            its pages are not counted here; None where neither is so.
     """
 
     length: int
@@ -157,11 +161,19 @@ class Demand:
     num_sequences: int = 1
     keeps_cache: bool = False
     window: int | None = None
+    first: int | None = None
+    blocks: int = 1
+    unit: int | None = None
 
     @property
     def first_rows(self) -> int:
-        """Rows of its largest forward, which is the first one."""
-        return self.length * self.num_sequences
+        """Rows of its first forward."""
+        return (self.first or self.length) * self.num_sequences
+
+    def largest_rows(self, row_budget: int) -> int:
+        """Rows of its largest forward, where those that can be cut have so many at most."""
+        rows = self.length * self.num_sequences
+        return rows if self.unit is None else min(rows, max(row_budget // self.unit, 1) * self.unit)
 
     @property
     def steady_rows(self) -> int:
@@ -174,8 +186,8 @@ class Demand:
 
     @property
     def cached_positions(self) -> int:
-        """Positions of the pages that it takes."""
-        return in_whole_pages(self.length) if self.keeps_cache else 0
+        """Positions of the pages that it takes of what is shared here."""
+        return in_whole_pages(self.length) if self.keeps_cache and self.unit is None else 0
 
 
 class Planner:
@@ -260,26 +272,37 @@ class Planner:
 
     def plan_of(self, demands: Sequence[Demand], kept_bytes: int = 0) -> Plan:
         """The plan of a step in which all of them take part. Raises as `plan` does."""
-        return self.plan(_step_of(demands), kept_bytes)
+        return self.plan(self._step_of(demands), kept_bytes)
 
     def seconds_of(self, demand: Demand, rows: int) -> float:
         """Predicted seconds of a step of this request alone, in an empty pool.
 
         Raises as `plan` does.
         """
-        step = _step_of([demand])
+        step = self._step_of([demand])
         sample_rows = min(step.sample_rows, rows)
         return self.plan(step._replace(rows=rows, sample_rows=sample_rows)).predicted_seconds
 
     def _largest_steps(self, demands: Sequence[Demand]) -> Iterator[StepShape]:
         """Every step of these requests needs at most what one of these does."""
-        shared = _step_of(demands)
+        shared = self._step_of(demands)
         rows = min(shared.rows, self.row_budget)
         if len(demands) > 1:
             yield shared._replace(rows=rows, sample_rows=min(shared.sample_rows, rows))
         for demand in demands:
-            if demand.first_rows > self.row_budget or len(demands) == 1:
-                yield _step_of([demand])
+            alone = self._step_of([demand])
+            if alone.rows > self.row_budget or len(demands) == 1:
+                yield alone
+
+    def _step_of(self, demands: Sequence[Demand]) -> StepShape:
+        """A step in which all of them take part."""
+        return StepShape(
+            rows=sum(d.largest_rows(self.row_budget) for d in demands),
+            sample_rows=sum(d.sample_rows for d in demands),
+            longest=max(d.length for d in demands),
+            num_sequences=sum(d.num_sequences * d.blocks for d in demands),
+            kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
+        )
 
     # ---- plans ----
 
@@ -626,17 +649,6 @@ def _chunk_rows(num_rows: int, most: int) -> int:
     most -= most % TILE_ROWS if most > TILE_ROWS else 0
     even = -(-num_rows // -(-num_rows // most))
     return min(-(-even // TILE_ROWS) * TILE_ROWS, most)
-
-
-def _step_of(demands: Sequence[Demand]) -> StepShape:
-    """A step in which all of them take part."""
-    return StepShape(
-        rows=sum(d.first_rows for d in demands),
-        sample_rows=sum(d.sample_rows for d in demands),
-        longest=max(d.length for d in demands),
-        num_sequences=sum(d.num_sequences for d in demands),
-        kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
-    )
 
 
 def _scaled(step: StepShape, rows: int) -> StepShape:

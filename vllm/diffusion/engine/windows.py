@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which positions the next forward of a request computes, by what it keeps between forwards.
+
+A decoding rule says which rows it works on. Everything before them takes part in the forward too:
+by keys and values that are kept, or by being computed again.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from vllm.diffusion import envs
+from vllm.diffusion.visibility import BlockCausal, Forward
+
+if TYPE_CHECKING:
+    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.visibility import Visibility
+
+ALL_ROWS = sys.maxsize
+
+
+class Windows(ABC):
+    """The forwards of one request.
+
+    Attributes:
+        kept: positions from 0 whose keys and values are kept.
+        unit: a forward may be computed in parts that are multiples of so many rows; None where it
+            cannot be cut.
+    """
+
+    kept: int = 0
+    unit: int | None = None
+
+    @abstractmethod
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        """The next forward, where the rule works on positions `rows`.
+
+        It is for the rule only if it reaches the end of these. Else it brings keys and values that
+        the rule's forward will read, and is followed by another one.
+
+        Args:
+            rows: first and last + 1 position.
+            room: rows that it may have, at least a unit; what cannot be cut takes no notice.
+        """
+
+    def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (most keep nothing)
+        """Take in that a forward is over.
+
+        Args:
+            forward: as `next` gave it.
+            committed: positions from 0 whose tokens in it never change again.
+        """
+
+
+class Whole(Windows):
+    """Nothing is kept: everything that the rule's rows see is computed anew.
+
+    Args:
+        visibility: of the request.
+        length: positions of the sequence.
+    """
+
+    def __init__(self, visibility: Visibility, length: int) -> None:
+        self._sees_all = not isinstance(visibility, BlockCausal)
+        self._length = length
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        return Forward(range(self._length if self._sees_all else rows[1]))
+
+
+class Approximate(Windows):
+    """Keys and values of all positions are kept, those outside of the rows as they once were.
+
+    Args:
+        length: positions of the sequence.
+        logit_shift: rows before a position that predict its token.
+    """
+
+    def __init__(self, length: int, logit_shift: int) -> None:
+        self.kept = length
+        self._shift = logit_shift
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        return Forward(range(max(rows[0] - self._shift, 0), rows[1]), self.kept)
+
+
+class Exact(Windows):
+    """Keys and values of whole blocks are kept once they are final.
+
+    A forward starts where they end. So the prompt, a block that has just been finished and what a
+    request has lost when its pages were taken away are all computed in the same way: together with
+    the rule's rows, or in parts of whole blocks before them.
+
+    Args:
+        visibility: the blocks of the request.
+        fuses: a finished block may be computed together with the next one.
+    """
+
+    def __init__(self, visibility: BlockCausal, *, fuses: bool) -> None:
+        self._visibility = visibility
+        self.unit = visibility.block_length
+        self._fuses = fuses
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        start, end = rows
+        if not self._fuses and self.kept < start:
+            end = start
+        end = min(end, self.kept + room // self._visibility.block_length * self.unit)
+        return Forward(range(self.kept, end), self.kept)
+
+    def computed(self, forward: Forward, committed: int) -> None:
+        self.kept = max(
+            self.kept, self._visibility.final(forward._replace(committed=committed)).stop
+        )
+
+
+def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:
+    """Positions of a request's row of tokens; where nothing is generated, the prompt's."""
+    length = prompt_length + gen_length
+    return visibility.in_whole_blocks(length) if gen_length else length
+
+
+def windows_of(params: DiffusionParams, visibility: Visibility, length: int) -> Windows:
+    """The forwards of a request of `length` positions.
+
+    Raises:
+        ValueError: exact keys and values of a family whose keys are never final.
+    """
+    if params.cache == "none":
+        return Whole(visibility, length)
+    if params.cache != "exact":
+        return Approximate(length, params.logit_shift)
+    if not isinstance(visibility, BlockCausal):
+        raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
+    return Exact(visibility, fuses=envs.fuses_commits())
