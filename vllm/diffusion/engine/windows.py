@@ -107,7 +107,7 @@ class Exact(Windows):
         start, end = rows
         if not self._fuses and self.kept < start:
             end = start
-        end = min(end, self.kept + room // self._visibility.block_length * self.unit)
+        end = min(end, self.kept + room - room % self._visibility.block_length)
         return Forward(range(self.kept, end), self.kept)
 
     def computed(self, forward: Forward, committed: int) -> None:

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact keys and values in pages: the tokens are those of full recompute, whatever happens.
+
+The engine of most tests has few pages and a small row budget, so that requests are cut into parts,
+share prefixes, lose their pages and come back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Answer, Ask, Engine, running, sampling_params, shrink, to_answer
+from vllm.diffusion.pages import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+ROW_BUDGET = 48
+NUM_PAGES = 8  # upstream keeps one of them
+SHARED = random_prompt(130, seed=99)
+
+
+def ask(prompt: list[int], **asked: Any) -> Ask:
+    if "algorithm" not in asked:
+        asked = {"algorithm": "low_confidence_dynamic", "threshold": 0.3, **asked}
+    return Ask(prompt, {"ignore_eos": True, **asked})
+
+
+ASKS = [
+    ask(random_prompt(20, 0), block_length=4, gen_length=16),
+    ask(SHARED, block_length=4, gen_length=9),
+    ask([*SHARED[:128], 7, 8, 9], block_length=4, gen_length=30),
+    ask([*SHARED[:100], 3], block_length=4, gen_length=12, threshold=0.9),
+    ask(SHARED, block_length=16, gen_length=20),
+    ask(random_prompt(64, 1), block_length=32, gen_length=40),
+    ask(random_prompt(3, 2), block_length=8, gen_length=70),
+    ask(random_prompt(33, 3), block_length=7, gen_length=24),
+    ask(SHARED[:64], block_length=64, gen_length=5),
+    ask(random_prompt(128, 4), block_length=4, gen_length=8, temperature=0.8, seed=5),
+    ask(random_prompt(41, 5), algorithm="semi_ar", block_length=8, gen_length=24),
+    ask(random_prompt(90, 6), algorithm="sequential", block_length=4, gen_length=12),
+    ask(random_prompt(70, 7), algorithm="joint_threshold", block_length=8, gen_length=24),
+]
+
+
+def uncached(one: Ask) -> Ask:
+    return Ask(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(
+        checkpoint("sdar"), max_num_batched_tokens=ROW_BUDGET, num_gpu_blocks_override=NUM_PAGES
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def wanted(engine: Engine) -> list[Answer]:
+    """What each of `ASKS` gives alone, when every forward computes everything that is seen."""
+    return [engine.ask(uncached(one))[0] for one in ASKS]
+
+
+@pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
+def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
+    return bool(request.param == "1")
+
+
+@pytest.fixture
+def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that lose their pages, from now on."""
+    found: list[str] = []
+    paging = engine.scheduler._paging
+    preempt = paging.preempt
+
+    def recorded(item: Any) -> None:
+        found.append(item.req_id)
+        preempt(item)
+
+    monkeypatch.setattr(paging, "preempt", recorded)
+    return found
+
+
+@pytest.fixture
+def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every batch from now on."""
+    found: list[Any] = []
+    build = engine.runner._batch
+
+    def recorded(req_ids: Any) -> Any:
+        found.append(build(req_ids))
+        return found[-1]
+
+    monkeypatch.setattr(engine.runner, "_batch", recorded)
+    return found
+
+
+def same(answers: list[Answer], wanted: list[Answer]) -> None:
+    assert [a.token_ids for a in answers] == [w.token_ids for w in wanted]
+    assert [a.num_forwards for a in answers] == [w.num_forwards for w in wanted]
+    assert {a.finish_reason for a in answers} == {"length"}
+
+
+# ---- the same tokens ---------------------------------------------------------------------------
+
+
+def test_alone(engine: Engine, wanted: list[Answer], runs_ahead: bool, fuses: bool) -> None:
+    same([engine.ask(one)[0] for one in ASKS], wanted)
+    assert engine.is_idle()
+
+
+def test_together_with_few_pages_and_rows(
+    engine: Engine,
+    wanted: list[Answer],
+    runs_ahead: bool,
+    fuses: bool,
+    batches: list[Any],
+) -> None:
+    """Prompts are cut; whole recompute is among them."""
+    asks = [*ASKS, *map(uncached, ASKS[:3])]
+    same(engine.ask(*asks), [*wanted, *wanted[:3]])
+    of_rule = [sum(work.eligible.numel() > 0 for work in batch.works) for batch in batches]
+    assert any(count < len(b.works) for count, b in zip(of_rule, batches, strict=True))
+    shared = [batch for batch in batches if len(batch.canvases) > 1]
+    assert max(batch.num_rows for batch in shared) <= ROW_BUDGET
+    assert engine.is_idle()
+    assert engine.scheduler._paging._manager.block_pool.get_num_free_blocks() == NUM_PAGES - 1
+
+
+def test_who_loses_its_pages_goes_on_where_it_was(
+    engine: Engine, runs_ahead: bool, fuses: bool, preemptions: list[str]
+) -> None:
+    """Each begins with one page and ends with three; there are seven."""
+    asks = [ask(random_prompt(50, seed), block_length=8, gen_length=85) for seed in range(5)]
+    alone = [engine.ask(uncached(one))[0] for one in asks]
+    assert engine.scheduler.reset_prefix_cache()
+    same(engine.ask(*asks), alone)
+    assert len(preemptions) >= 2
+    assert engine.is_idle()
+
+
+def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Answer]) -> None:
+    """Steps that do not fit as a whole."""
+    runner, planner = engine.runner, engine.runner.planner
+    budget = runner.pool.budget_bytes
+    try:
+        shrink(runner, runner.caches.reserved_bytes + 110_000)
+        same(engine.ask(*ASKS[:8]), wanted[:8])
+    finally:
+        runner.pool.budget_bytes, runner.planner = budget, planner
+
+
+def test_a_block_is_committed_with_the_next_one_or_apart(
+    engine: Engine, fuses: bool, batches: list[Any]
+) -> None:
+    """By default a finished block costs rows and no forward; after the last one there is none."""
+    one = ask(
+        random_prompt(8, 0), algorithm="semi_ar", block_length=4, gen_length=12, steps_per_block=1
+    )
+    (answer,) = engine.ask(one)
+    windows = [(b.positions[0], b.positions[-1] + 1) for b in batches]
+    if fuses:
+        assert windows == [(0, 12), (8, 16), (12, 20)]
+    else:
+        assert windows == [(0, 8), (8, 12), (8, 12), (12, 16), (12, 16), (16, 20)]
+    assert answer.num_forwards == 3
+
+
+def test_an_answer_that_ends_inside_a_block(engine: Engine) -> None:
+    """The block is not cut, and tokens do not depend on where the answer ends."""
+    long = engine.ask(ask(random_prompt(21, 0), block_length=16, gen_length=40))[0].token_ids
+    for length in (1, 10, 11, 12, 27):
+        (answer,) = engine.ask(ask(random_prompt(21, 0), block_length=16, gen_length=length))
+        assert answer.token_ids == long[:length]
+
+
+def test_a_stop_token_ends_the_answer_after_its_block(
+    engine: Engine, wanted: list[Answer], runs_ahead: bool
+) -> None:
+    whole = wanted[2].token_ids
+    stop = whole[12]
+    place = whole.index(stop)
+    one = Ask(ASKS[2].prompt, {**ASKS[2].extra, "ignore_eos": False}, {"stop_token_ids": [stop]})
+    (answer,) = engine.ask(one)
+    assert answer.token_ids == whole[: place + 1]
+    assert engine.is_idle()
+
+
+def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Answer]) -> None:
+    upstream = engine.llm.llm_engine
+    upstream.add_request("streamed", {"prompt_token_ids": ASKS[0].prompt}, sampling_params(ASKS[0]))
+    lengths = []
+    while upstream.has_unfinished_requests():
+        lengths += [len(output.outputs[0].token_ids) for output in upstream.step()]
+    assert [length for length in lengths if length] == [4, 8, 12, 16]
+
+
+def test_a_request_that_is_only_read(engine: Engine) -> None:
+    """Scores of a prompt are those of one forward; the others run on beside it."""
+    from vllm import SamplingParams
+
+    prompt = random_prompt(40, 8)
+    asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt}, {"prompt_token_ids": ASKS[0].prompt}],
+        [SamplingParams(extra_args=asked), sampling_params(ASKS[0])],
+        use_tqdm=False,
+    )
+    scores = outputs[0].kv_transfer_params["dllm"]["scores"]
+    assert len(scores["logprobs"]) == 2
+    assert len(outputs[1].outputs[0].token_ids) == 16
+
+
+# ---- prefixes that are shared ------------------------------------------------------------------
+
+
+def num_cached(engine: Engine, one: Ask) -> int:
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": one.prompt}], sampling_params(one), use_tqdm=False
+    )
+    return int(output.num_cached_tokens)
+
+
+def test_what_is_final_is_found_by_those_who_come_later(engine: Engine) -> None:
+    assert engine.scheduler.reset_prefix_cache()
+    assert num_cached(engine, ASKS[1]) == 0
+    assert num_cached(engine, ASKS[1]) == 128
+    assert num_cached(engine, ASKS[3]) == 64
+    assert num_cached(engine, ask(SHARED[:128], block_length=4, gen_length=4)) == 64
+    assert num_cached(engine, ASKS[4]) == 0  # other blocks
+    assert num_cached(engine, ASKS[4]) == 128
+    assert num_cached(engine, uncached(ASKS[1])) == 0
+    assert engine.scheduler.reset_prefix_cache()
+    assert num_cached(engine, ASKS[1]) == 0
+
+
+def test_blocks_that_do_not_tile_a_page_share_nothing(engine: Engine) -> None:
+    one = ask(random_prompt(140, 9), block_length=7, gen_length=7)
+    assert [num_cached(engine, one) for _ in range(2)] == [0, 0]
+
+
+def test_an_answer_is_found_as_part_of_the_next_prompt(engine: Engine) -> None:
+    first = ask(random_prompt(10, 10), block_length=4, gen_length=70)
+    (answer,) = engine.ask(first)
+    follow = ask([*first.prompt, *answer.token_ids, 5, 6], block_length=4, gen_length=8)
+    assert num_cached(engine, follow) == 64
+    (again,), (plain,) = engine.ask(follow), engine.ask(uncached(follow))
+    assert again.token_ids == plain.token_ids
+
+
+def test_the_cache_is_reset_under_running_requests(
+    engine: Engine, wanted: list[Answer], runs_ahead: bool
+) -> None:
+    upstream = engine.llm.llm_engine
+    for name, one in enumerate(ASKS[:3]):
+        upstream.add_request(str(name), {"prompt_token_ids": one.prompt}, sampling_params(one))
+    answers, count = {}, 0
+    while upstream.has_unfinished_requests():
+        for output in upstream.step():
+            if output.finished:
+                answers[int(output.request_id)] = to_answer(output)
+        count += 1
+        if count == 3:
+            assert not engine.scheduler.reset_prefix_cache()
+        if count % 3 == 0:
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    same([answers[name] for name in range(3)], wanted[:3])
+
+
+# ---- any schedule ------------------------------------------------------------------------------
+
+
+class Published:
+    """Pages that others may find must never change; looked at after every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._pool = engine.scheduler._paging._manager.block_pool
+        self._store = engine.runner.caches
+        self._known: dict[Any, torch.Tensor] = {}
+
+    def check(self) -> None:
+        now = {
+            (block.block_hash, block.block_id): self._store._page(self._store._rows, block.block_id)
+            for block in self._pool.blocks
+            if block.block_hash is not None
+        }
+        for key, page in now.items():
+            if key in self._known:
+                assert torch.equal(page, self._known[key])
+            assert page.isfinite().all()
+        self._known = {key: page.clone() for key, page in now.items()}
+
+
+Arrivals = list[tuple[int, int, int | None]]
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # steps before it comes
+        st.integers(0, len(ASKS) - 1),
+        st.none() | st.integers(1, 12),  # steps until it is aborted
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.slow
+@settings(
+    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(arrivals, st.booleans(), st.booleans())
+def test_any_schedule_gives_the_same_tokens(
+    engine: Engine, wanted: list[Answer], schedule: Arrivals, ahead: bool, fused: bool
+) -> None:
+    """Requests come, go and are aborted; who stays has the tokens that it has alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_DLLM_COMMIT_FUSION", str(int(fused)))
+        patch.setattr(engine.runner, "runs_ahead", ahead)
+        answers = run_schedule(engine, schedule)
+    for place, (_, number, abort_after) in enumerate(schedule):
+        if abort_after is None or place in answers:
+            same([answers[place]], [wanted[number]])
+    assert engine.is_idle()
+    assert engine.scheduler._paging._manager.block_pool.get_num_free_blocks() == NUM_PAGES - 1
+
+
+def run_schedule(engine: Engine, schedule: Arrivals) -> dict[int, Answer]:
+    """Answers of those that were not aborted, by their place."""
+    upstream, published = engine.llm.llm_engine, Published(engine)
+    waiting, aborts, answers = list(enumerate(schedule)), dict[str, int](), dict[int, Answer]()
+    count = next_at = 0
+    while waiting or upstream.has_unfinished_requests():
+        while waiting and next_at + waiting[0][1][0] <= count:
+            place, (delay, number, abort_after) = waiting.pop(0)
+            next_at += delay
+            one = ASKS[number]
+            req_id = upstream.add_request(
+                str(place), {"prompt_token_ids": one.prompt}, sampling_params(one)
+            )
+            if abort_after is not None:
+                aborts[str(req_id)] = count + abort_after
+        upstream.abort_request([r for r, at in aborts.items() if at == count], internal=True)
+        for output in upstream.step():
+            if output.finished:
+                answers[int(output.request_id)] = to_answer(output)
+        published.check()
+        count += 1
+    return answers
+
+
+# ---- limits ------------------------------------------------------------------------------------
+
+
+def test_a_request_beyond_the_store_is_refused(engine: Engine) -> None:
+    too_long = ask(random_prompt(250, 0), block_length=6, gen_length=6)
+    assert len(engine.ask(too_long)[0].token_ids) == 6  # its last block goes beyond max_model_len
+    engine.scheduler._paging._most_positions, there = 200, engine.scheduler._paging._most_positions
+    try:
+        (answer,) = engine.ask(too_long)
+    finally:
+        engine.scheduler._paging._most_positions = there
+    assert answer.finish_reason == "error"
+    assert "given 258" in answer.report["error"] and "at most 200" in answer.report["error"]
+
+
+def test_the_store_is_half_of_the_pool(checkpoint: Callable[[str], Path], monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(64 << 20))
+    with running(checkpoint("sdar")) as engine:
+        runner = engine.runner
+        assert runner.caches.reserved_pages * PAGE_SIZE == runner.planner.cached_positions
+        assert engine.scheduler._paging.num_bytes == runner.caches.reserved_bytes
+        (answer,) = engine.ask(ASKS[0])
+        assert len(answer.token_ids) == 16
+        assert runner.planner.budget_bytes // 3 < engine.scheduler._planner.budget_bytes
+        assert engine.scheduler._planner.budget_bytes <= runner.planner.budget_bytes // 2 + (
+            1 << 20
+        )
+
+
+def test_prefix_caching_can_be_turned_off(checkpoint: Callable[[str], Path]) -> None:
+    with running(checkpoint("sdar"), enable_prefix_caching=False) as engine:
+        assert [num_cached(engine, ASKS[1]) for _ in range(2)] == [0, 0]
