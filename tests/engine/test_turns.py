@@ -27,6 +27,26 @@ def test_the_first_goes_and_the_others_while_they_fit(next_rows: dict[str, int])
     assert all(next_rows[req_id] > room for req_id in order if req_id not in taken)
 
 
+@settings(deadline=None)
+@given(st.dictionaries(st.text("abcdefgh", min_size=1, max_size=3), st.integers(1, 40)), st.data())
+def test_forwards_that_can_be_cut_fill_the_step(
+    blocks: dict[str, int], data: st.DataObject
+) -> None:
+    """They have whole blocks, at least one, and all that fit."""
+    units = {req_id: data.draw(st.sampled_from([4, 8, 32, 64])) for req_id in blocks}
+    wanted = {req_id: count * units[req_id] for req_id, count in blocks.items()}
+    taken = take_turns(wanted, BUDGET, units)
+    assert sum(taken.values()) <= BUDGET
+    room = BUDGET - sum(taken.values())
+    for req_id, rows in wanted.items():
+        assert taken.get(req_id, 0) % units[req_id] == 0
+        assert taken.get(req_id, 0) == rows or room < units[req_id]
+
+
+def test_a_unit_beyond_the_budget_goes_alone() -> None:
+    assert take_turns({"a": 300, "b": 1}, BUDGET, {"a": 150}) == {"a": 150}
+
+
 def test_nobody_is_no_step() -> None:
     assert take_turns({}, BUDGET) == {}
 
@@ -69,7 +89,7 @@ def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
 FULL_BUDGET = 8 * ROWS_IN_A_ROW
 wishes = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
-    st.builds(Wish, st.integers(1, ROWS_IN_A_ROW), st.booleans(), st.booleans()),
+    st.builds(Wish, st.integers(1, ROWS_IN_A_ROW), st.booleans(), st.booleans(), st.none()),
     min_size=1,
     max_size=20,
 )
@@ -101,6 +121,16 @@ def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
     assert step_behind([], asked, FULL_BUDGET) == {"a": 32, "b": 32}
     assert step_behind(["a"], asked, FULL_BUDGET) == {"c": 32}
     assert step_behind(["a", "c"], asked, FULL_BUDGET) == {}
+
+
+def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
+    asked = {
+        "dry": Wish(0, keeps=True, unit=32),
+        "decodes": Wish(32, keeps=True, unit=32),
+        "prompt": Wish(32_768, keeps=True, unit=32),
+    }
+    assert step_behind([], asked, FULL_BUDGET) == {"decodes": 32, "prompt": FULL_BUDGET - 32}
+    assert step_behind(["decodes", "prompt"], asked, FULL_BUDGET) == {}
 
 
 @pytest.mark.parametrize(("is_window", "count", "share"), [(True, 32, 32), (False, 32, 48)])

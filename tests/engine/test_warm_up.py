@@ -6,13 +6,17 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.harness import BLOCKS, as_request, clear_case
+import pytest
+
+from tests.engine.harness import BLOCKS, as_request, clear_case, running
 from tests.engine.test_graphs import MODEL
+from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.graphs import ROW_BUCKETS
 from vllm.diffusion.engine.warm_up import warm_up
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Callable
+    from pathlib import Path
 
     from tests.engine.harness import Engine
     from tests.reference.llada_model import LLaDAReference
@@ -26,10 +30,10 @@ def test_a_warm_engine_answers_as_before(
     sampled: list[int] = []
     run_alone = engine.runner.run_alone
 
-    def recorded(requests: Any) -> None:
+    def recorded(requests: Any, pages: Any) -> None:
         rows.append(sum(len(new.prompt_token_ids) + new.params.gen_length for new in requests))
         sampled.append(sum(new.params.gen_length for new in requests))
-        run_alone(requests)
+        run_alone(requests, pages)
 
     monkeypatch.setattr(engine.runner, "run_alone", recorded)
     frozen_before = gc.get_freeze_count()
@@ -42,3 +46,29 @@ def test_a_warm_engine_answers_as_before(
     assert engine.is_idle()
     (answer,) = engine.ask(as_request(prompt, **BLOCKS))
     assert answer.token_ids == wanted.ids
+
+
+@pytest.mark.parametrize("case", ["sdar", "fast_dllm", "llada2"])
+def test_blocks_in_pages_are_warm_as_well(
+    case: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row count is a forward with and without pages."""
+    batches: list[Any] = []
+    longer = {"max_position_embeddings": 1024}
+    with running(
+        checkpoint(case), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
+    ) as engine:
+        build = engine.runner._batch
+
+        def recorded(req_ids: Any) -> Any:
+            batches.append(build(req_ids))
+            return batches[-1]
+
+        monkeypatch.setattr(engine.runner, "_batch", recorded)
+        model = served_model(engine.llm.llm_engine.vllm_config)
+        warm_up(engine.runner, model, row_budget=64, max_requests=2, shows_progress=False)
+        for is_kept in (True, False):
+            rows = {b.num_rows for b in batches if (b.slot_mapping.size > 0) == is_kept}
+            assert rows == set(ROW_BUCKETS)
+        assert {len(b.sequences) for b in batches} == {1, 2}
+        assert engine.is_idle()

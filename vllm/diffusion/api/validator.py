@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.memory import Demand, Planner
+    from vllm.diffusion.memory import Planner
     from vllm.diffusion.params import DiffusionParams, ServedModel
     from vllm.v1.engine import EngineCoreRequest
 
@@ -71,13 +71,10 @@ class Validator:
         try:
             decided = decide(asked, self._model, prompt_token_ids)
             if self._planner is not None:
-                self._planner.check(self._demand_of(decided, prompt_token_ids))
+                self._planner.check(demand_of(decided, len(prompt_token_ids)))
             return decided
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-
-    def _demand_of(self, decided: DiffusionParams, prompt_token_ids: Sequence[int]) -> Demand:
-        return demand_of(decided, len(prompt_token_ids), self._model.family.visibility)
 
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """The same of what a `SamplingParams` asks for."""

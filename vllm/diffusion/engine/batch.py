@@ -20,6 +20,7 @@ from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 from vllm.diffusion.spans import Span
+from vllm.diffusion.visibility import Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
-    from vllm.diffusion.visibility import Forward
 
 
 class PackedSequence(NamedTuple):

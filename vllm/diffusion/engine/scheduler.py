@@ -95,7 +95,7 @@ class DiffusionScheduler(CanvasInterface):
             return
         if decided.seed is None:
             decided = decided.with_seed(secrets.randbits(SEED_BITS))
-        demand = demand_of(decided, request.num_prompt_tokens, self._model.family.visibility)
+        demand = demand_of(decided, request.num_prompt_tokens)
         item = Scheduled(request, decided, demand)
         try:
             if item.is_paged:

@@ -16,13 +16,12 @@ from vllm.diffusion.engine.windows import num_positions
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
 from vllm.diffusion.pages import HEAD_DIMS
-from vllm.diffusion.visibility import FULL, BlockCausal
+from vllm.diffusion.visibility import BlockCausal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
-    from vllm.diffusion.visibility import Visibility
 
 FP32_BYTES = 4
 
@@ -45,11 +44,9 @@ def make_planner(
     )
 
 
-def demand_of(
-    params: DiffusionParams, num_prompt_tokens: int, visibility: Visibility = FULL
-) -> Demand:
-    """What a request takes while it runs, in a family of this visibility."""
-    if isinstance(visibility, BlockCausal) and params.score is None:
+def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
+    """What a request takes while it runs."""
+    if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
     length = num_prompt_tokens + params.gen_length
     return Demand(
@@ -77,7 +74,6 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
         first=min(blocks.in_whole_blocks(num_prompt_tokens + 1), length),
-        blocks=length // params.block_length,
         unit=params.block_length if is_exact else None,
     )
 

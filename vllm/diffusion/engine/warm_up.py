@@ -12,8 +12,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm.diffusion import decision, fields
 from vllm.diffusion.engine.graphs import ROW_BUCKETS
-from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.messages import NewCanvas, NewPages
 from vllm.diffusion.engine.recovery import OUT_OF_MEMORY
+from vllm.diffusion.pages import num_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # Positions of a request that are sampled, at most: the last layer and the logits are computed for
 # these alone, and products of other row counts are other kernels.
 _CANVAS = 256
+_BLOCK = 64  # of longer sequences, where blocks must tile them
 
 
 def warm_up(
@@ -47,10 +49,12 @@ def warm_up(
         shows_progress: draw a progress bar.
     """
     steps = list(_steps(model, row_budget, max_requests))
+    if model.family.is_block_causal:
+        steps = [step for step in steps if _num_pages(step) <= runner.caches.reserved_pages]
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
             with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
-                runner.run_alone(requests)
+                runner.run_alone(requests, _pages(requests))
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[l
     """The requests of each step; large steps first, so that buffers are allocated once."""
     model = replace(model, defaults={})  # a server's defaults need not fit such canvases
     for rows in reversed(ROW_BUCKETS):
-        for cache in ("none", "dual"):
+        for cache in ("none", "exact" if model.family.is_block_causal else "dual"):
             longest = model.max_model_len
             if cache != "none":
                 longest = min(longest, model.cached_positions // 2)
@@ -78,16 +82,31 @@ def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[l
                 yield [_request(model, f"warm-up-{i}", rows // 2, cache) for i in range(2)]
 
 
+def _num_pages(requests: list[NewCanvas]) -> int:
+    """Pages of a store that holds all keys and values of some requests."""
+    taken = (pages.page_ids for pages in _pages(requests).values())
+    return max((max(page_ids) + 1 for page_ids in taken), default=0)
+
+
+def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
+    """Pages of the requests whose pages are handed out: from 0 on, one after the other."""
+    given, start = {}, 0
+    for new in requests:
+        if new.params.cache == "exact":
+            end = start + num_pages(len(new.prompt_token_ids) + new.params.gen_length)
+            given[new.req_id], start = NewPages(list(range(start, end)), num_kept=0), end
+    return given
+
+
 def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCanvas:
+    """A request whose first forward computes `length` positions."""
     canvas = min(_CANVAS, length - 1)
+    asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
+    if model.family.is_block_causal:  # then the last block is the one that is decoded
+        block_length = length if length <= _CANVAS else _BLOCK
+        canvas = block_length - 1
+        asked = {"block_length": block_length}
     prompt = [0 if model.ids.mask else 1] * (length - canvas)
-    asked = {
-        "algorithm": "semi_ar",
-        "cache": cache,
-        "gen_length": canvas,
-        "block_length": canvas,
-        "steps": canvas,
-        "temperature": 0.0 if cache == "none" else 1.0,
-        "seed": 0,
-    }
+    temperature = 0.0 if cache == "none" else 1.0
+    asked |= {"cache": cache, "gen_length": canvas, "temperature": temperature, "seed": 0}
     return NewCanvas(req_id, prompt, decision.decide(fields.canonical(asked), model, prompt))

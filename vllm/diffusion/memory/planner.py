@@ -151,7 +151,6 @@ class Demand:
         window: positions that most of its forwards compute, at most, because those of the others
             are kept; None where every forward may compute all.
         first: positions of its first forward; None where these are all.
-        blocks: parts of the sequence that read different keys.
         unit: its forwards may be computed in parts that are multiples of so many positions, and
             its pages are not counted here; None where neither is so.
     """
@@ -162,7 +161,6 @@ class Demand:
     keeps_cache: bool = False
     window: int | None = None
     first: int | None = None
-    blocks: int = 1
     unit: int | None = None
 
     @property
@@ -300,7 +298,7 @@ class Planner:
             rows=sum(d.largest_rows(self.row_budget) for d in demands),
             sample_rows=sum(d.sample_rows for d in demands),
             longest=max(d.length for d in demands),
-            num_sequences=sum(d.num_sequences * d.blocks for d in demands),
+            num_sequences=sum(d.num_sequences for d in demands),
             kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
         )
 

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-causal families in the engine give the tokens of the published loops, which keep nothing.
+
+Alone and in mixed batches of different prompts, block lengths and phases; with exact keys and
+values and with full recompute; a finished block stored with the next one or apart.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
+from tests.engine.harness import Ask, running
+from tests.reference import block_loops
+from tests.reference.block_models import REFERENCES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tests.engine.harness import Answer, Engine
+
+STOP_IDS = frozenset({EOS_ID, EOT_ID})
+ROW_BUDGET = 56
+NUM_PAGES = 9  # upstream keeps one of them
+
+
+class Wanted(NamedTuple):
+    ask: Ask
+    decoded: block_loops.Decoded
+
+
+class Loop(NamedTuple):
+    """A published loop, its options, and the same options of a request."""
+
+    run: Any
+    options: dict[str, Any]
+    asked: dict[str, Any]
+
+
+def dynamic(steps: int, threshold: float) -> Loop:
+    return Loop(
+        partial(block_loops.sdar, remasking="dynamic"),
+        {"steps": steps, "threshold": threshold},
+        {
+            "algorithm": "low_confidence_dynamic",
+            "steps_per_block": steps,
+            "threshold": threshold,
+        },
+    )
+
+
+def paced(algorithm: str, remasking: str, steps: int) -> Loop:
+    return Loop(
+        partial(block_loops.sdar, remasking=remasking),
+        {"steps": steps},
+        {"algorithm": algorithm, "steps_per_block": steps},
+    )
+
+
+def joint(threshold: float, editing_threshold: float, max_post_steps: int) -> Loop:
+    options = {
+        "threshold": threshold,
+        "editing_threshold": editing_threshold,
+        "max_post_steps": max_post_steps,
+    }
+    return Loop(block_loops.llada21, options, {"algorithm": "joint_threshold", **options})
+
+
+def sub_blocks(sub_block_length: int, threshold: float) -> Loop:
+    options = {"sub_block_length": sub_block_length, "threshold": threshold}
+    return Loop(block_loops.fast_dllm_v2, options, {"algorithm": "hierarchy_block", **options})
+
+
+# prompt length, block length, length of the answer, loop
+CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
+    "sdar": [
+        (20, 4, 16, dynamic(4, 0.5)),
+        (3, 4, 9, dynamic(2, 0.3)),
+        (64, 4, 12, paced("semi_ar", "static", 2)),
+        (130, 16, 21, dynamic(8, 0.4)),
+        (33, 8, 30, paced("sequential", "sequential", 4)),
+        (50, 7, 16, dynamic(3, 0.4)),
+        (17, 32, 40, paced("semi_ar", "static", 5)),
+    ],
+    "llada2": [
+        (40, 8, 24, joint(0.4, 0.3, 4)),
+        (66, 4, 12, joint(0.5, 0.0, 2)),
+        (7, 16, 20, joint(0.3, 0.6, 16)),
+        (64, 8, 16, joint(0.9, 0.5, 0)),
+        (90, 32, 33, joint(0.4, 0.2, 3)),
+    ],
+    "fast_dllm": [
+        (64, 32, 33, sub_blocks(8, 0.5)),
+        (32, 8, 20, sub_blocks(4, 0.9)),
+        (5, 8, 13, sub_blocks(8, 0.4)),
+        (130, 4, 9, sub_blocks(2, 1.0)),
+        (71, 16, 30, sub_blocks(4, 0.3)),
+    ],
+}
+
+
+def wanted_of(folder: Path, name: str) -> list[Wanted]:
+    """Requests whose reference runs are decided by more than rounding."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    models = [
+        REFERENCES[architecture].from_checkpoint(folder, dtype)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    found = []
+    for length, block_length, gen_length, loop in CASES[name]:
+        for seed in range(40):
+            prompt = random_prompt(length, seed)
+            try:
+                single, double = (
+                    loop.run(
+                        partial(logits_of, model, block_length),
+                        prompt,
+                        gen_length=gen_length,
+                        block_length=block_length,
+                        mask_id=MASK_ID,
+                        stop_ids=STOP_IDS,
+                        **loop.options,
+                    )
+                    for model in models
+                )
+            except block_loops.NoEnd:
+                continue
+            masks = any(MASK_ID in canvas[:gen_length] for canvas in single.history[-1:])
+            if single.history == double.history and not masks:
+                asked = {"block_length": block_length, "gen_length": gen_length, **loop.asked}
+                found.append(Wanted(Ask(prompt, asked), single))
+                break
+        else:
+            raise AssertionError(f"{name}: no clear prompt of {length} tokens")
+    return found
+
+
+def logits_of(model: Any, block_length: int, tokens: Sequence[int]) -> torch.Tensor:
+    found: torch.Tensor = model.logits(torch.tensor([list(tokens)]), block_length)[0]
+    return found
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Any:
+    """An engine with few pages and rows, and what is wanted of it."""
+    folder = checkpoint(request.param)
+    wanted = wanted_of(folder, request.param)
+    with running(
+        folder, max_num_batched_tokens=ROW_BUDGET, num_gpu_blocks_override=NUM_PAGES
+    ) as engine:
+        yield engine, wanted
+
+
+@pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
+def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
+
+
+def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
+    """The loops decode the last block to its end, the engine as far as the answer reaches."""
+    assert [answer.token_ids for answer in answers] == [decoded.answer for _, decoded in wanted]
+    for answer, (ask, decoded) in zip(answers, wanted, strict=True):
+        assert answer.num_forwards is not None
+        assert answer.num_forwards <= decoded.forwards
+        length = len(ask.prompt) + len(decoded.answer)
+        if length % ask.extra["block_length"] == 0:
+            assert answer.num_forwards == decoded.forwards
+
+
+def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
+    return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, _ in wanted]
+
+
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_alone(served: tuple[Engine, list[Wanted]], cache: str, fuses: None) -> None:
+    engine, wanted = served
+    same([engine.ask(ask)[0] for ask in with_cache(wanted, cache)], wanted)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_in_mixed_batches(
+    served: tuple[Engine, list[Wanted]],
+    ahead: bool,
+    fuses: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, wanted = served
+    monkeypatch.setattr(engine.runner, "runs_ahead", ahead)
+    asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
+    same(engine.ask(*asks), [*wanted, *wanted[::2]])
+    assert engine.is_idle()
