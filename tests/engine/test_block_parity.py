@@ -195,3 +195,24 @@ def test_in_mixed_batches(
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()
+
+
+def run_ahead(worker: Any) -> None:
+    worker.worker.model_runner.runs_ahead = True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdar", "llada2"])
+def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Both ranks keep the same pages, and take the same steps ahead."""
+    wanted = wanted_of(checkpoint(name), name)
+    asks = with_cache(wanted, "exact")
+    with running(
+        checkpoint(name),
+        tensor_parallel_size=2,
+        max_num_batched_tokens=ROW_BUDGET,
+        num_gpu_blocks_override=NUM_PAGES,
+    ) as engine:
+        same(engine.ask(*asks), wanted)
+        engine.llm.collective_rpc(run_ahead)
+        same(engine.ask(*asks, *with_cache(wanted, "none")), [*wanted, *wanted])

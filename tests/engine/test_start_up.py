@@ -142,7 +142,15 @@ def server_arguments(*given: str) -> Namespace:
 
 
 def test_arguments_without_effect_are_upstreams() -> None:
-    assert vars(server_arguments()).keys() >= arguments.WITHOUT_EFFECT
+    assert vars(server_arguments()).keys() >= arguments.WITHOUT_EFFECT | arguments.OF_PREFIXES
+
+
+def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
+    warn = arguments.warn_of_arguments_without_effect
+    given = server_arguments("--no-enable-prefix-caching", "--num-gpu-blocks-override", "9")
+    assert told(arguments.logger, lambda: warn(given, has_prefixes=True)) == []
+    ((_, text),) = told(arguments.logger, warn, given)
+    assert text.endswith(": --enable-prefix-caching, --num-gpu-blocks-override")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ WITHOUT_EFFECT = frozenset(
     {
         # attention backends are chosen by shape
         *("attention_backend", "attention_config", "disable_cascade_attn"),
-        # there is no paged KV cache
-        *("block_size", "enable_prefix_caching", "prefix_caching_hash_algo", "kv_cache_dtype"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_offloading_size"),
+        # pages are ours
+        *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "kv_offloading_size"),
         # steps are cut by the planner
         *("enable_chunked_prefill", "long_prefill_token_threshold", "async_scheduling"),
         *("max_num_scheduled_tokens", "scheduling_policy"),
@@ -28,11 +27,21 @@ WITHOUT_EFFECT = frozenset(
         *("max_cudagraph_capture_size", "cudagraph_metrics"),
     }
 )
+# Where prefixes cannot be shared, as keys depend on what comes after them.
+OF_PREFIXES = frozenset(
+    {"enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks_override"}
+)
 
 
-def warn_of_arguments_without_effect(args: Namespace) -> None:
-    """One line that names those that were given another value than their default."""
-    given = sorted(WITHOUT_EFFECT & get_non_default_args(args).keys())
+def warn_of_arguments_without_effect(args: Namespace, *, has_prefixes: bool = False) -> None:
+    """One line that names those that were given another value than their default.
+
+    Args:
+        args: of the server.
+        has_prefixes: the model is of a family whose requests can share prefixes.
+    """
+    without = WITHOUT_EFFECT if has_prefixes else WITHOUT_EFFECT | OF_PREFIXES
+    given = sorted(without & get_non_default_args(args).keys())
     if given:
         logger.warning(
             "without effect on a diffusion language model: %s",

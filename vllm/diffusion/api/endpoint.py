@@ -26,6 +26,7 @@ from vllm.diffusion.api.openai_serving import (
 )
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
+from vllm.diffusion.config import family_of
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -145,7 +146,9 @@ class DiffusionEndpoint:
         if engine_client is None or validator is None:
             state.diffusion_generate = state.diffusion_lifecycle = None
             return
-        warn_of_arguments_without_effect(args)
+        family = family_of(engine_client.vllm_config)
+        has_prefixes = family is not None and family.is_block_causal
+        warn_of_arguments_without_effect(args, has_prefixes=has_prefixes)
         build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
         metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(engine_client)

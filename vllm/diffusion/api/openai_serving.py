@@ -39,6 +39,7 @@ def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     handler.__class__ = kind
     handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
     handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
+    handler.enable_prompt_tokens_details |= validator.shares_prefixes
     return handler
 
 

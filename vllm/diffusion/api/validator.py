@@ -58,6 +58,11 @@ class Validator:
         """Read at first use: it needs the tokenizer, which upstream loads later."""
         return served_model(self._vllm_config)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests find keys and values of others that began alike."""
+        return bool(self._vllm_config.cache_config.enable_prefix_caching)
+
     def learn_budget(self, budget_bytes: int) -> None:
         """From here on, refuse what does not fit into so much activation memory."""
         self._planner = make_planner(self._vllm_config, budget_bytes)
