@@ -149,3 +149,30 @@ def test_contents_survive_whatever_comes_and_goes(actions: list[tuple[str, int]]
         assert len(pages) == len(set(pages)) == store.used_pages
         most = max(most, len(pages))
         assert store.reserved_bytes <= max(2 * most - 1, 0) * PAGE_BYTES
+
+
+def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
+    store = store_of()
+    store.fix(6, most_entries=20)
+    assert (store.reserved_bytes, store.fixed_bytes) == (6 * PAGE_BYTES, 6 * PAGE_BYTES)
+    store.assign("a", [4, 2])
+    store.assign("b", [4, 5, 1])
+    store.assign("a", [3], behind=True)
+    store.renew_table()
+    a, b = store.kept("a"), store.kept("b")
+    assert a is not None and b is not None
+    assert (a.length, b.length, a.start, b.start) == (192, 192, 0, 192)
+    page_rows = 2 * NUM_LAYERS * PAGE_SIZE
+    assert (store.table.rows // page_rows).tolist() == [4, 2, 3, 4, 5, 1]
+    mark(store, a, 1)
+    assert_marked(store, a, 1)
+    assert (a.slots[:PAGE_SIZE] == b.slots[:PAGE_SIZE]).all()
+    store.assign("b", [0])
+    store.assign("a", [])
+    store.renew_table()
+    assert store.kept("a") is None
+    assert (store.table.rows // page_rows).tolist() == [0]
+    generation = store.generation
+    store.trim()
+    store.release("b")
+    assert (store.reserved_pages, store.generation, store.most_entries) == (6, generation, 20)

@@ -234,8 +234,8 @@ class DiffusionModelRunner:
                 continue  # it could not start
             if new.num_kept is not None and req_id == self._slices.req_id:
                 self._slices.drop()
-            kept = self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
-            canvas.assign(kept if kept.length else None, new.num_kept)
+            self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
+            canvas.assign(self.caches.kept(req_id), new.num_kept)
         if new_pages:
             self.caches.renew_table()
 

@@ -129,7 +129,11 @@ class PageStore:
         self._move_to(num_pages)
         self._free, self._most_entries = [], most_entries
 
-    def assign(self, req_id: str, pages: Sequence[int], *, behind: bool = False) -> KeptSequence:
+    def kept(self, req_id: str) -> KeptSequence | None:
+        """Where a request's keys and values lie, if it has pages."""
+        return self._sequences.get(req_id)
+
+    def assign(self, req_id: str, pages: Sequence[int], *, behind: bool = False) -> None:
         """Pages of a fixed store for a request; `renew_table` must follow before they are read.
 
         Args:
@@ -138,13 +142,27 @@ class PageStore:
             behind: they come behind those that it has, not in their place.
         """
         had = self._sequences.get(req_id) if behind else None
+        if had is None:
+            self.release(req_id)
+        if not pages:
+            return
         new = np.array(pages, dtype=np.int64)
         slots = self._slots(new, len(new) * PAGE_SIZE)
         if had is not None:
             new, slots = np.concatenate([had.pages, new]), np.concatenate([had.slots, slots])
-        kept = KeptSequence(len(slots), new, slots, 0 if had is None else had.start)
-        self._sequences[req_id] = kept
-        return kept
+        self._sequences[req_id] = KeptSequence(len(slots), new, slots, start=0)
+
+    def renew_table(self) -> None:
+        """Name the pages of all sequences; steps that are under way have the table before."""
+        if not self._sequences:
+            return
+        start, pages = 0, []
+        for kept in self._sequences.values():
+            kept.start = start
+            start += len(kept.pages) * PAGE_SIZE
+            pages.append(kept.pages)
+        rows = (np.concatenate(pages) * self._page_rows).astype(np.int32)
+        self.table = PageTable(ops.to_device(rows, self.device), PAGE_SIZE)
 
     def release(self, req_id: str) -> None:
         """Give back the pages of a request, if it has some."""
@@ -208,18 +226,6 @@ class PageStore:
     def _slots(self, pages: Array, length: int) -> Array:
         rows: Array = pages[:, None] * self._page_rows + np.arange(PAGE_SIZE)
         return rows.reshape(-1)[:length]
-
-    def renew_table(self) -> None:
-        """Name the pages of all sequences; steps that are under way have the table before."""
-        if not self._sequences:
-            return
-        start, pages = 0, []
-        for kept in self._sequences.values():
-            kept.start = start
-            start += len(kept.pages) * PAGE_SIZE
-            pages.append(kept.pages)
-        rows = (np.concatenate(pages) * self._page_rows).astype(np.int32)
-        self.table = PageTable(ops.to_device(rows, self.device), PAGE_SIZE)
 
     def _grow(self, missing: int) -> None:
         """Free so many more pages; the buffer at least doubles, so that it moves rarely."""
