@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import MASK_ID, make_checkpoint
+from tests.checkpoints import MASK_ID, llada2_config, llada_config, make_checkpoint, sdar_config
 from tests.engine.harness import Ask, running
 from tests.pages import store_with
 from vllm.diffusion import decision, fields
@@ -19,10 +19,19 @@ from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.forward import run_body, run_to_end, upload
-from vllm.diffusion.engine.graphs import ROW_BUCKETS, Bucket, find_bucket
+from vllm.diffusion.engine.graphs import (
+    EXPERT_ROW_BUCKETS,
+    ROW_BUCKETS,
+    Bucket,
+    Buckets,
+    buckets_of,
+)
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.step_inputs import SequenceBounds, StepInputs, fill
 from vllm.diffusion.families import LLADA
+from vllm.diffusion.models.llada import LLaDAConfig
+from vllm.diffusion.models.llada2 import LLaDA2Config
+from vllm.diffusion.models.sdar import SDARConfig
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.diffusion.spans import Span
 
@@ -58,11 +67,32 @@ def batch_of(*canvases: Canvas) -> StepBatch:
     return build_batch(canvases, logit_shift=0)
 
 
+DENSE = Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence=16)
+
+
 def test_buckets_rise_and_hold_whole_tiles() -> None:
-    assert list(ROW_BUCKETS) == sorted(set(ROW_BUCKETS))
-    assert all(rows % 16 == 0 for rows in ROW_BUCKETS)
+    all_rows = [*ROW_BUCKETS, *EXPERT_ROW_BUCKETS]
+    assert all_rows == sorted(set(all_rows))
+    assert all(rows % 16 == 0 for rows in all_rows)
     # padding never takes more than a third, or the smallest bucket
-    assert all(b <= 1.5 * a or b <= 32 for a, b in itertools.pairwise(ROW_BUCKETS))
+    assert all(b <= 1.5 * a or b <= 32 for a, b in itertools.pairwise(all_rows))
+
+
+def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
+    experts = buckets_of(LLaDA2Config(**llada2_config()))
+    assert buckets_of(LLaDAConfig(**llada_config())) == DENSE
+    assert experts.whole == ROW_BUCKETS and experts.windows[-1] == 4096
+    caches = store_with(*[9] * 100)[1]
+    windows = [canvas(9, cache, name=str(i)) for i, cache in enumerate(caches)]
+    assert experts.find(batch_of(*windows)) == Bucket(1024, 256, True)
+    dense = buckets_of(SDARConfig(**sdar_config()))
+    assert dense.find(batch_of(*windows)) == Bucket(1024, 256, True)
+    assert dense.windows == ROW_BUCKETS
+    assert DENSE.find(batch_of(*windows)) is None
+    caches = store_with(*[60] * 60)[1]
+    longer = [canvas(60, cache, name=str(i)) for i, cache in enumerate(caches)]
+    assert experts.find(batch_of(*longer)) == Bucket(4096, 256, True)
+    assert experts.find(batch_of(*(canvas(60) for _ in range(60)))) is None
 
 
 @pytest.mark.parametrize(
@@ -81,13 +111,13 @@ def test_buckets_rise_and_hold_whole_tiles() -> None:
     ],
 )
 def test_the_smallest_bucket_that_holds_a_batch(lengths: list[int], wanted: Bucket | None) -> None:
-    assert find_bucket(batch_of(*map(canvas, lengths))) == wanted
+    assert DENSE.find(batch_of(*map(canvas, lengths))) == wanted
 
 
 def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
     cached = canvas(40, *kept(40))
-    assert find_bucket(batch_of(cached)) == Bucket(48, 1, True)
-    assert find_bucket(batch_of(canvas(40), canvas(40, *kept(40)))) is None
+    assert DENSE.find(batch_of(cached)) == Bucket(48, 1, True)
+    assert DENSE.find(batch_of(canvas(40), canvas(40, *kept(40)))) is None
 
 
 def padded_inputs(batch: StepBatch, bucket: Bucket) -> tuple[StepInputs[Any], SequenceBounds[Any]]:
@@ -102,7 +132,7 @@ def padded_inputs(batch: StepBatch, bucket: Bucket) -> tuple[StepInputs[Any], Se
 @pytest.mark.parametrize("lengths", [[33], [64], [20, 13, 40]])
 def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
     batch = batch_of(*map(canvas, lengths))
-    bucket = find_bucket(batch)
+    bucket = DENSE.find(batch)
     assert bucket is not None
     inputs, bounds = padded_inputs(batch, bucket)
     total = sum(lengths)
@@ -119,7 +149,7 @@ def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
 def test_padding_of_windows_reads_and_writes_nothing() -> None:
     first, second = kept(30, 20)
     batch = batch_of(canvas(30, first), canvas(20, second, name="b"))
-    bucket = find_bucket(batch)
+    bucket = DENSE.find(batch)
     assert bucket is not None
     inputs, bounds = padded_inputs(batch, bucket)
     slots = [*first.slots, *second.slots] + [-1] * (bucket.rows - 50)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.turns import ROWS_IN_A_ROW, Wish, step_behind, take_turns, to_the_end
+from vllm.diffusion.engine.turns import Wish, step_behind, take_turns, to_the_end
 
 BUDGET = 100
 rows = st.integers(1, 150)
@@ -86,10 +86,11 @@ def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
     assert turns == {"a": 1, "b": 2, "c": 3}
 
 
-FULL_BUDGET = 8 * ROWS_IN_A_ROW
+GRAPH_ROWS = 1024
+FULL_BUDGET = 8 * GRAPH_ROWS
 wishes = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
-    st.builds(Wish, st.integers(1, ROWS_IN_A_ROW), st.booleans(), st.booleans(), st.none()),
+    st.builds(Wish, st.integers(1, GRAPH_ROWS), st.booleans(), st.booleans(), st.none()),
     min_size=1,
     max_size=20,
 )
@@ -101,26 +102,26 @@ def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
     asked: dict[str, Wish], data: st.DataObject
 ) -> None:
     under_way = data.draw(st.sets(st.sampled_from(sorted(asked))))
-    taken = step_behind(under_way, asked, FULL_BUDGET)
+    taken = step_behind(under_way, asked, FULL_BUDGET, GRAPH_ROWS)
     assert under_way.isdisjoint(taken)
     assert all(asked[req_id].rows == rows for req_id, rows in taken.items())
-    fit_a_graph = sum(wish.rows for wish in asked.values() if wish.keeps) <= ROWS_IN_A_ROW
+    fit_a_graph = sum(wish.rows for wish in asked.values() if wish.keeps) <= GRAPH_ROWS
     kinds = {name: (w.keeps, w.is_window and not fit_a_graph) for name, w in asked.items()}
     assert len({kinds[req_id] for req_id in taken}) <= 1
     if not taken:  # then who waits would fit into one step with some of those under way
         for kind in {kinds[req_id] for req_id in asked if req_id not in under_way}:
             alike = {req_id for req_id in asked if kinds[req_id] == kind}
             assert alike & under_way
-            assert sum(asked[req_id].rows for req_id in alike) <= ROWS_IN_A_ROW
+            assert sum(asked[req_id].rows for req_id in alike) <= GRAPH_ROWS
     elif all(kinds[req_id][1] for req_id in taken):
-        assert sum(taken.values()) <= ROWS_IN_A_ROW
+        assert sum(taken.values()) <= GRAPH_ROWS
 
 
 def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
     asked = {"a": Wish(32, keeps=True), "b": Wish(32, keeps=True), "c": Wish(32, keeps=False)}
-    assert step_behind([], asked, FULL_BUDGET) == {"a": 32, "b": 32}
-    assert step_behind(["a"], asked, FULL_BUDGET) == {"c": 32}
-    assert step_behind(["a", "c"], asked, FULL_BUDGET) == {}
+    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {"a": 32, "b": 32}
+    assert step_behind(["a"], asked, FULL_BUDGET, GRAPH_ROWS) == {"c": 32}
+    assert step_behind(["a", "c"], asked, FULL_BUDGET, GRAPH_ROWS) == {}
 
 
 def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
@@ -129,26 +130,29 @@ def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
         "decodes": Wish(32, keeps=True, unit=32),
         "prompt": Wish(32_768, keeps=True, unit=32),
     }
-    assert step_behind([], asked, FULL_BUDGET) == {"decodes": 32, "prompt": FULL_BUDGET - 32}
-    assert step_behind(["decodes", "prompt"], asked, FULL_BUDGET) == {}
+    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {
+        "decodes": 32,
+        "prompt": FULL_BUDGET - 32,
+    }
+    assert step_behind(["decodes", "prompt"], asked, FULL_BUDGET, GRAPH_ROWS) == {}
 
 
 @pytest.mark.parametrize(("is_window", "count", "share"), [(True, 32, 32), (False, 32, 48)])
 def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int) -> None:
-    wish = Wish(ROWS_IN_A_ROW // count, keeps=True, is_window=is_window)
+    wish = Wish(GRAPH_ROWS // count, keeps=True, is_window=is_window)
     asked = {str(i): wish for i in range(3 * count)}
-    first = step_behind([], asked, FULL_BUDGET)
+    first = step_behind([], asked, FULL_BUDGET, GRAPH_ROWS)
     assert list(first) == list(asked)[:share]
-    second = step_behind(first, asked, FULL_BUDGET)
+    second = step_behind(first, asked, FULL_BUDGET, GRAPH_ROWS)
     assert list(second) == list(asked)[share : 2 * share]
-    assert step_behind([], asked, row_budget=ROWS_IN_A_ROW // 2).keys() == {
+    assert step_behind([], asked, GRAPH_ROWS // 2, GRAPH_ROWS).keys() == {
         str(i) for i in range(count // 2)
     }
 
 
 def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
     asked = {"window": Wish(32, keeps=True, is_window=True), "whole": Wish(256, keeps=True)}
-    assert step_behind([], asked, FULL_BUDGET) == {"window": 32, "whole": 256}
-    asked["large"] = Wish(ROWS_IN_A_ROW, keeps=True)
-    assert step_behind([], asked, FULL_BUDGET) == {"window": 32}
-    assert step_behind(["window"], asked, FULL_BUDGET) == {"whole": 256}
+    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {"window": 32, "whole": 256}
+    asked["large"] = Wish(GRAPH_ROWS, keeps=True)
+    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {"window": 32}
+    assert step_behind(["window"], asked, FULL_BUDGET, GRAPH_ROWS) == {"whole": 256}

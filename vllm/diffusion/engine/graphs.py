@@ -8,6 +8,7 @@ rows go through the last layer and the sampler outside of the graph, while it st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.step_inputs import StepInputs
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.ops import Array
 
 # Beyond the last, a graph's attention costs a long sequence more than launching does
@@ -35,7 +37,9 @@ ROW_BUCKETS = (
     *range(256, 512, 64),
     *range(512, 1024 + 1, 128),
 )
-ROWS_PER_SEQUENCE = 16  # at least, on average, in a bucket for several sequences
+# For windows of a model with experts, which so many rows read in vain if they come in shares.
+EXPERT_ROW_BUCKETS = (*range(1280, 2048 + 1, 256), *range(2560, 4096 + 1, 512))
+MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
 class Bucket(NamedTuple):
@@ -96,6 +100,7 @@ class GraphRunner:
         self._table = caches.table  # at the address that graphs know
         self._copied: PageTable | None = None  # what it holds
         self._captured: dict[Bucket, _Captured] = {}
+        self.buckets = buckets_of(model.config)
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -108,7 +113,7 @@ class GraphRunner:
         """The layers of a batch by its bucket's graph; None where no graph serves it."""
         if not plan.is_whole(batch.num_rows):
             return None
-        bucket = find_bucket(batch)
+        bucket = self.buckets.find(batch)
         if bucket is None or (bucket.is_cached and not self._reads_pages):
             return None
         if bucket.is_cached:
@@ -175,14 +180,37 @@ class GraphRunner:
         return BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
 
 
-def find_bucket(batch: StepBatch) -> Bucket | None:
-    """The smallest bucket that holds a batch, if there is one."""
-    num_sequences = len(batch.sequences)
-    is_cached = batch.num_whole == 0
-    if not is_cached and batch.num_whole < batch.num_rows:
+@dataclass(frozen=True)
+class Buckets:
+    """The buckets of one model.
+
+    Attributes:
+        whole: row counts of those for sequences that are computed as a whole, ascending.
+        windows: of those for windows, likewise.
+        rows_per_sequence: at least, on average, in a bucket for several sequences.
+    """
+
+    whole: tuple[int, ...]
+    windows: tuple[int, ...]
+    rows_per_sequence: int
+
+    def find(self, batch: StepBatch) -> Bucket | None:
+        """The smallest bucket that holds a batch, if there is one."""
+        num_sequences = len(batch.sequences)
+        is_cached = batch.num_whole == 0
+        if not is_cached and batch.num_whole < batch.num_rows:
+            return None
+        for rows in self.windows if is_cached else self.whole:
+            most = min(rows // self.rows_per_sequence, MOST_SEQUENCES)
+            if num_sequences == 1:
+                most = 1
+            if rows >= batch.num_rows and most >= num_sequences:
+                return Bucket(rows, most, is_cached)
         return None
-    for rows in ROW_BUCKETS:
-        most = 1 if num_sequences == 1 else rows // ROWS_PER_SEQUENCE
-        if rows >= batch.num_rows and most >= num_sequences:
-            return Bucket(rows, most, is_cached)
-    return None
+
+
+def buckets_of(config: DiffusionConfig) -> Buckets:
+    """Those that serve a model; blocks of block-causal families may be short."""
+    more = EXPERT_ROW_BUCKETS if config.architecture.expert_layers else ()
+    rows_per_sequence = 4 if config.family.is_block_causal else 16
+    return Buckets(ROW_BUCKETS, ROW_BUCKETS + more, rows_per_sequence)

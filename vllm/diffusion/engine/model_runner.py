@@ -17,7 +17,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
-from vllm.diffusion.engine.graphs import GraphRunner
+from vllm.diffusion.engine.graphs import GraphRunner, buckets_of
 from vllm.diffusion.engine.ledger import Ledger
 from vllm.diffusion.engine.loop import StepLoop
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
@@ -58,6 +58,7 @@ class DiffusionModelRunner:
         max_model_len: the longest sequence.
 
     Attributes:
+        graph_rows: rows of windows that one graph serves.
         runs_ahead: a step is launched before the results of the one before are handed out.
     """
 
@@ -86,6 +87,7 @@ class DiffusionModelRunner:
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
             self.graphs = GraphRunner(model, pool, self.caches, graph_memory, max_model_len)
+        self.graph_rows = buckets_of(model.config).windows[-1]
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
         self._recovery = Recovery(self, may_fail_alone=may_fail_alone)

@@ -41,6 +41,7 @@ class StepRunner(Protocol):
     planner: Planner
     pool: ActivationPool
     caches: PageStore
+    graph_rows: int
 
     @property
     def kept_bytes(self) -> int: ...

@@ -10,10 +10,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of steps that follow one another without a pause: a graph serves so many. For windows, whose keys
-# are many, more rows would cost no less each.
-ROWS_IN_A_ROW = 1024
-
 
 class Wish(NamedTuple):
     """What a request's next forward is.
@@ -32,7 +28,7 @@ class Wish(NamedTuple):
 
 
 def step_behind(
-    under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int
+    under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int, graph_rows: int
 ) -> dict[str, int]:
     """The requests of the step that follows those under way, with their rows; maybe none.
 
@@ -47,8 +43,9 @@ def step_behind(
         wishes: of all requests, in the order of their turns; of those under way, the forward that
             is.
         row_budget: rows that several requests may share in one step.
+        graph_rows: of windows that one graph serves. More would cost no less each.
     """
-    fit_a_graph = sum(wish.rows for wish in wishes.values() if wish.keeps) <= ROWS_IN_A_ROW
+    fit_a_graph = sum(wish.rows for wish in wishes.values() if wish.keeps) <= graph_rows
     kinds = {
         req_id: (wish.keeps, wish.is_window and not fit_a_graph) for req_id, wish in wishes.items()
     }
@@ -58,7 +55,7 @@ def step_behind(
         alike = {req_id: rows for req_id, rows in waiting.items() if kinds[req_id] == kind}
         wanted = sum(wish.rows for req_id, wish in wishes.items() if kinds[req_id] == kind)
         _, are_windows = kind
-        share = min(row_budget, max(ROWS_IN_A_ROW, 0 if are_windows else -(-wanted // 2)))
+        share = min(row_budget, max(graph_rows, 0 if are_windows else -(-wanted // 2)))
         if wanted > share or not any(kinds.get(req_id) == kind for req_id in under_way):
             return take_turns(alike, share, units)
     return {}

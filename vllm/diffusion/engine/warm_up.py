@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm.diffusion import decision, fields
-from vllm.diffusion.engine.graphs import ROW_BUCKETS
+from vllm.diffusion.engine.graphs import buckets_of
 from vllm.diffusion.engine.messages import NewCanvas, NewPages
 from vllm.diffusion.engine.recovery import OUT_OF_MEMORY
 from vllm.diffusion.pages import num_pages
@@ -19,6 +19,7 @@ from vllm.diffusion.pages import num_pages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm.diffusion.engine.graphs import Buckets
     from vllm.diffusion.engine.model_runner import DiffusionModelRunner
     from vllm.diffusion.params import ServedModel
 
@@ -48,7 +49,8 @@ def warm_up(
         max_requests: that may run at once.
         shows_progress: draw a progress bar.
     """
-    steps = list(_steps(model, row_budget, max_requests))
+    buckets = buckets_of(runner.model.config)
+    steps = list(_steps(model, buckets, row_budget, max_requests))
     if model.family.is_block_causal:
         steps = [step for step in steps if _num_pages(step) <= runner.caches.reserved_pages]
     with _garbage_frozen():
@@ -68,11 +70,14 @@ def _garbage_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _steps(model: ServedModel, row_budget: int, max_requests: int) -> Iterator[list[NewCanvas]]:
+def _steps(
+    model: ServedModel, buckets: Buckets, row_budget: int, max_requests: int
+) -> Iterator[list[NewCanvas]]:
     """The requests of each step; large steps first, so that buffers are allocated once."""
     model = replace(model, defaults={})  # a server's defaults need not fit such canvases
-    for rows in reversed(ROW_BUCKETS):
-        for cache in ("none", "exact" if model.family.is_block_causal else "dual"):
+    kept = "exact" if model.family.is_block_causal else "dual"
+    for rows in reversed(buckets.windows):
+        for cache in ("none", kept) if rows in buckets.whole else (kept,):
             longest = model.max_model_len
             if cache != "none":
                 longest = min(longest, model.cached_positions // 2)
