@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,8 @@ class Step:
 
     Attributes:
         started: time.perf_counter() at its start.
+        num_rows: rows that it computed.
+        num_sampled: rows of them whose logits were computed.
         step_ms: from the first host instruction to the results on the host.
         device_ms: between CUDA events around it; None on the CPU.
     """
@@ -51,13 +53,20 @@ class Step:
     started: float
     step_ms: float
     device_ms: float | None
+    num_rows: int = 0
+    num_sampled: int = 0
+
+    @property
+    def ended(self) -> float:
+        """time.perf_counter() when its results were on the host."""
+        return self.started + self.step_ms / 1000
 
 
 @dataclass
 class StepLog:
     """Collects the steps of a model runner while it is attached."""
 
-    _raw: list[tuple[int, float, float, tuple[Any, Any] | None]] = field(default_factory=list)
+    _raw: list[tuple[Step, tuple[Any, Any] | None]] = field(default_factory=list)
 
     @contextmanager
     def attached(self, runner: Any) -> Iterator[StepLog]:
@@ -85,7 +94,10 @@ class StepLog:
             ended = time.perf_counter()
             if step.started in launched:
                 started, events = launched.pop(step.started)
-                self._raw.append((len(step.req_ids), started, 1000 * (ended - started), events))
+                count, batch = len(step.req_ids), step.batch
+                time_ms = 1000 * (ended - started)
+                found = Step(count, started, time_ms, None, batch.num_rows, batch.num_sampled)
+                self._raw.append((found, events))
             return results
 
         runner.launch, runner.collect = timed_launch, timed_collect
@@ -99,8 +111,8 @@ class StepLog:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return [
-            Step(count, started, step_ms, events[0].elapsed_time(events[1]) if events else None)
-            for count, started, step_ms, events in self._raw
+            replace(step, device_ms=events[0].elapsed_time(events[1])) if events else step
+            for step, events in self._raw
         ]
 
 

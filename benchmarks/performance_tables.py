@@ -28,6 +28,10 @@ NAMES_OF_FAMILIES = {
     "llada": "LLaDA-8B",
     "dream": "Dream-7B",
     "llada-moe": "LLaDA-MoE-7B-A1B",
+    "llada2": "LLaDA2.0-mini (16B-A1.4B)",
+    "sdar": "SDAR-8B",
+    "sdar-moe": "SDAR-30B-A3B",
+    "fast-dllm": "Fast-dLLM v2 7B",
 }
 
 
@@ -100,7 +104,8 @@ def step_latency(content: dict[str, Any]) -> Iterator[str]:
         header += ["experts"] if has_experts else []
         body = []
         for row in rows:
-            cells = [row["num_requests"], f"{row['length']:,}"]
+            before = f"{row['context']:,} + " if row.get("context") else ""
+            cells = [row["num_requests"], f"{before}{row['length']:,}"]
             cells += [row["step_ms"], row["step_min_ms"], row["interval_ms"], row["floor_ms"]]
             cells += [ratio(row["step_ms"], row["floor_ms"]), row["reference_ms"]]
             cells += [ratio(row["reference_ms"], row["step_ms"])]

@@ -17,6 +17,16 @@ FAMILY_OF_ARCHITECTURE = {
     "LLaDAModelLM": "llada",
     "DreamModel": "dream",
     "LLaDAMoEModelLM": "llada-moe",
+    "LLaDA2MoeModelLM": "llada2",
+    "SDARForCausalLM": "sdar",
+    "SDARMoeForCausalLM": "sdar-moe",
+    "Fast_dLLM_QwenForCausalLM": "fast-dllm",
+}
+BLOCK_FAMILIES = ("llada2", "sdar", "sdar-moe", "fast-dllm")  # under a block-causal mask
+EXPERT_WIDTHS = {  # key of an expert's inner width, by family
+    "llada-moe": "expert_intermediate_size",
+    "llada2": "moe_intermediate_size",
+    "sdar-moe": "moe_intermediate_size",
 }
 
 
@@ -25,11 +35,16 @@ class Shape:
     """What config.json says, in one vocabulary for all families.
 
     Attributes:
+        head_dim: width of one attention head.
         mlp_width: inner width of a feed-forward, or of one expert.
+        mask_id: None where config.json does not say.
         num_experts: 0 where the feed-forward is dense.
         num_chosen: experts that one row passes.
+        num_dense: first layers without experts, `dense_width` wide.
+        shared_width: inner width of the expert that every row passes.
         rotates_in_fp32: query and key are rotated in fp32, not in the model's dtype.
         shifts_rows: position i is read from row i - 1.
+        block_length: of a block-causal mask; 0 where every position sees every other one.
     """
 
     family: str
@@ -37,28 +52,32 @@ class Shape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     mlp_width: int
     vocab_size: int
-    mask_id: int
+    mask_id: int | None
     eps: float
     rope_theta: float
     num_experts: int = 0
     num_chosen: int = 0
+    num_dense: int = 0
+    dense_width: int = 0
+    shared_width: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
     rotates_in_fp32: bool = False
     shifts_rows: bool = False
+    block_length: int = 0
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.width // self.num_heads
+    def kv_width(self) -> int:
+        """Of the keys of one position; of its values, too."""
+        return self.num_kv_heads * self.head_dim
 
     @property
     def attention_parameters(self) -> int:
         """Elements of the four matrices of one layer's attention."""
-        kv_width = self.num_kv_heads * self.head_dim
-        return 2 * self.width * (self.width + kv_width)
+        return 2 * self.width * (self.num_heads * self.head_dim + self.kv_width)
 
     @property
     def mlp_parameters(self) -> int:
@@ -75,7 +94,7 @@ class Shape:
         """The shape that a config.json with the released models' keys describes.
 
         Raises:
-            ValueError: the architecture is none of the three families'.
+            ValueError: the architecture is none of the families'.
         """
         architecture = config["architectures"][0]
         family = FAMILY_OF_ARCHITECTURE.get(architecture)
@@ -89,6 +108,7 @@ class Shape:
                 num_layers=config["n_layers"],
                 num_heads=config["n_heads"],
                 num_kv_heads=config["n_kv_heads"],
+                head_dim=config["d_model"] // config["n_heads"],
                 mlp_width=config["mlp_hidden_size"],
                 vocab_size=config["embedding_size"],
                 mask_id=config["mask_token_id"],
@@ -96,24 +116,44 @@ class Shape:
                 rope_theta=config["rope_theta"],
                 rotates_in_fp32=config["rope_full_precision"],
             )
-        has_experts = family == "llada-moe"
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
         return cls(
             family=family,
             width=config["hidden_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
-            mlp_width=config["expert_intermediate_size" if has_experts else "intermediate_size"],
+            head_dim=config.get("head_dim", head_dim),
+            mlp_width=config[EXPERT_WIDTHS.get(family, "intermediate_size")],
             vocab_size=config["vocab_size"],
-            mask_id=config["mask_token_id"],
+            mask_id=config.get("mask_token_id"),
             eps=config["rms_norm_eps"],
             rope_theta=config["rope_theta"],
-            num_experts=config["num_experts"] if has_experts else 0,
-            num_chosen=config["num_experts_per_tok"] if has_experts else 0,
-            qkv_bias=not has_experts,
-            qk_norm=has_experts,
-            shifts_rows=not has_experts,
+            qkv_bias=family in ("dream", "fast-dllm"),
+            qk_norm=family in ("llada-moe", "llada2", "sdar", "sdar-moe"),
+            shifts_rows=family in ("dream", "fast-dllm"),
+            **experts_of(family, config),
+            **blocks_of(family, config),
         )
+
+
+def experts_of(family: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """Fields of `Shape` about experts; none where the feed-forward is dense."""
+    if family not in EXPERT_WIDTHS:
+        return {}
+    found = {"num_experts": config["num_experts"], "num_chosen": config["num_experts_per_tok"]}
+    if family == "llada2":
+        found["num_dense"] = config["first_k_dense_replace"]
+        found["dense_width"] = config["intermediate_size"]
+        found["shared_width"] = config["num_shared_experts"] * config["moe_intermediate_size"]
+    return found
+
+
+def blocks_of(family: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """Fields of `Shape` about blocks; none where every position sees every other one."""
+    if family not in BLOCK_FAMILIES:
+        return {}
+    return {"block_length": config.get("block_size", config.get("bd_size", 32))}
 
 
 @dataclass(frozen=True)
@@ -166,3 +206,78 @@ def forward_work(
         * shape.num_heads
         * shape.head_dim,
     )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a forward that waits for the one before it, `count` times.
+
+    Attributes:
+        num_bytes: weights, or keys and values, that it must read.
+        flops: that it must compute, at the rate of attention or else of products.
+    """
+
+    name: str
+    num_bytes: float
+    flops: float
+    count: int = 1
+    is_attention: bool = False
+
+    def least_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
+        """The larger of moving and computing; rates in bytes and FLOP per second."""
+        rate = attention_rate if self.is_attention else matmul_rate
+        return 1000 * self.count * max(self.num_bytes / bandwidth, self.flops / rate)
+
+
+def window_stages(
+    shape: Shape,
+    window: int,
+    kept: int,
+    num_requests: int,
+    *,
+    head_rows: float | None = None,
+    touched_experts: float | None = None,
+    bytes_per_element: int = 2,
+) -> list[Stage]:
+    """One forward of a window of each request, over keys and values kept from before it.
+
+    Args:
+        window: rows of one request.
+        kept: positions of one request before its window.
+        head_rows: rows of one request whose logits are computed; None: all of the window.
+        touched_experts: experts of a layer that at least one row passes, on average; None: all.
+    """
+    rows, keys = window * num_requests, (kept + window) * num_requests
+
+    def products(
+        name: str, parameters: float, passed: float | None = None, count: int = 1
+    ) -> Stage:
+        """Of matrices with so many elements, of which a row passes so many."""
+        flops = 2.0 * rows * (parameters if passed is None else passed)
+        return Stage(name, bytes_per_element * parameters, flops, count)
+
+    num_layers = shape.num_layers
+    found = [
+        products("attention's products", shape.attention_parameters, count=num_layers),
+        Stage(
+            "attention",
+            bytes_per_element * 2 * keys * shape.kv_width,
+            4.0 * window * keys * shape.num_heads * shape.head_dim,
+            num_layers,
+            is_attention=True,
+        ),
+    ]
+    if shape.num_experts:
+        touched = shape.num_experts if touched_experts is None else touched_experts
+        num_sparse = num_layers - shape.num_dense
+        read, passed = (n * shape.mlp_parameters for n in (touched, shape.num_chosen))
+        found.append(products("experts", read, passed, num_sparse))
+        always = shape.width * (shape.num_experts + 3 * shape.shared_width)
+        found.append(products("router, shared expert", always, count=num_sparse))
+        dense = 3 * shape.width * shape.dense_width
+        found.append(products("feed-forward", dense, count=shape.num_dense))
+    else:
+        found.append(products("feed-forward", shape.mlp_parameters, count=num_layers))
+    sampled = num_requests * (window if head_rows is None else head_rows)
+    head_bytes = bytes_per_element * shape.head_parameters
+    return [*found, Stage("head", head_bytes, 2.0 * sampled * shape.head_parameters)]

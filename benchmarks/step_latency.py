@@ -4,6 +4,8 @@
 
     benchmarks/step_latency.py [--families llada dream llada-moe] [--lengths 32 128 ... 16384]
         [--requests 1 8 32] [--quick] [--long] [--output-dir results/step_latency]
+    benchmarks/step_latency.py --families llada2 sdar sdar-moe fast-dllm [--sizes mini 8b ...]
+        [--requests 1 64 128] [--block-lengths 4 32] [--context 1024]
 
 Each family has the shape of its released model (LLaDA-8B, Dream-7B, LLaDA-MoE-7B-A1B) and random
 weights. A request has one block of 32 masked positions behind a random prompt (16 where T is 32);
@@ -20,6 +22,13 @@ no cache, so every step recomputes all rows. Measured in one process, after warm
     reference   the same step in plain PyTorch (benchmarks/plain_model.py): logits of all rows, one
                 request after the other; "-" where it does not fit into memory
 
+Block-causal families (LLaDA2.0-mini, SDAR-8B, SDAR-30B-A3B, Fast-dLLM v2 7B): a request has a block
+behind a prompt of --context tokens, whose keys and values are kept, and commits one token a step.
+Their floor is the sum over the stages of a forward, which wait for each other: each the larger of
+reading its weights, or keys and values, and of computing. Routers are drawn so that masked rows
+choose different experts; T is printed as context + block, and the experts of a layer that some row
+passes below.
+
 Written: step_latency.json and step_latency.png.
 """
 
@@ -29,7 +38,7 @@ import argparse
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,14 +51,15 @@ from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch an
 import torch  # noqa: E402
 from make_dummy_checkpoint import PRESETS, configuration, write_checkpoint  # noqa: E402
 
-from benchmarks import gpu_timing  # noqa: E402
+from benchmarks import gpu_timing, windows  # noqa: E402
 from benchmarks.plain_model import (  # noqa: E402
     commits_of_steps,
     counted_experts,
     denoise_step,
     random_model,
 )
-from benchmarks.shapes import Shape, forward_work  # noqa: E402
+from benchmarks.shapes import BLOCK_FAMILIES, Shape, forward_work  # noqa: E402
+from benchmarks.windows import Windows  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +67,7 @@ if TYPE_CHECKING:
     from benchmarks.plain_model import PlainModel
 
 FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
+SIZES = tuple(dict.fromkeys(size for _, size in PRESETS))
 LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096, 16384)
 LONG_LENGTH = 65536
 QUICK_LENGTHS = (32, 256, 1024)
@@ -90,7 +101,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Row:
-    """What one case gave; times in milliseconds, None where not measured."""
+    """What one case gave; times in milliseconds, None where not measured.
+
+    `length` is of the window of a step, and `context` of what is kept before it.
+    """
 
     family: str
     length: int
@@ -103,6 +117,7 @@ class Row:
     floor_ms: float | None
     reference_ms: float | None
     touched_experts: float | None
+    context: int = 0
 
     @property
     def over_floor(self) -> float | None:
@@ -123,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(HEADER)
     try:
         for family in options.families:
-            rows += measure_family(family, options, ceilings)
+            measure = measure_windows if family in BLOCK_FAMILIES else measure_family
+            rows += measure(family, options, ceilings)
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted; the families before are kept\n")
     if not rows:
@@ -136,11 +152,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="Time of one denoise step.")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    full = [family for family in FAMILIES if family not in BLOCK_FAMILIES]
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=full)
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=SIZES,
+        default=[],
+        help="models that are not their family's first",
+    )
     parser.add_argument(
         "--lengths", nargs="+", type=int, metavar="T", help="rows of a request, at least 2"
     )
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32], metavar="N")
+    parser.add_argument(
+        "--requests", nargs="+", type=int, metavar="N", help="default 1 8 32; 1 64 128 windows"
+    )
+    parser.add_argument(
+        "--context", type=int, default=1024, help="prompt of a request of a block-causal family"
+    )
+    parser.add_argument(
+        "--block-lengths", nargs="+", type=int, metavar="B", help="default: as released"
+    )
     parser.add_argument("--quick", action="store_true", help="three lengths, few steps")
     parser.add_argument("--long", action="store_true", help=f"with length {LONG_LENGTH}, too")
     parser.add_argument(
@@ -169,7 +201,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.lengths = options.lengths or list(QUICK_LENGTHS if options.quick else LENGTHS)
     if options.long:
         options.lengths.append(LONG_LENGTH)
-    if min(options.lengths) < 2 or min(options.requests) < 1 or options.steps < MIN_STEPS:
+    if min(options.lengths) < 2 or min(options.requests or [1]) < 1 or options.steps < MIN_STEPS:
         parser.error(f"wanted --lengths from 2, --requests from 1, --steps from {MIN_STEPS}")
     if options.quick:
         options.seconds = min(options.seconds, 1.0)
@@ -193,9 +225,10 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
     """All cases of a family, printed as they come; adds what was measured to `ceilings`."""
     shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
     shape = Shape.of(configuration(family, **shrunk))
+    requests = options.requests or [1, 8, 32]
     references = measure_references(shape, options)
     in_process.free_memory()
-    cases = cases_of(options.lengths, options.requests, options.max_rows)
+    cases = cases_of(options.lengths, requests, options.max_rows)
     floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
     in_process.free_memory()
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +238,7 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
             dummy_weights=True,
             dtype=options.dtype,
             max_model_len=max(options.lengths),
-            max_num_seqs=max(options.requests),
+            max_num_seqs=max(requests),
             max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):
@@ -215,6 +248,48 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
                 steps = measure_steps(run, options)
                 rows.append(row_of(family, case, steps, floors[case], references))
                 print(line_of(rows[-1]), flush=True)
+                if options.profile:
+                    print_kernels(in_process.kernel_times(partial(run, len(steps))))
+    return rows
+
+
+def measure_windows(
+    family: str, options: argparse.Namespace, ceilings: dict[str, Any]
+) -> list[Row]:
+    """The same of a block-causal family."""
+    size = next((size for size in options.sizes if (family, size) in PRESETS), None)
+    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
+    shape = Shape.of(configuration(family, size, **shrunk))
+    block_lengths = options.block_lengths or [shape.block_length]
+    requests = options.requests or [1, 64, 128]
+    cases = [Windows(options.context, b, n) for b in block_lengths for n in requests]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), family, size, **shrunk)
+        with in_process.engine(
+            Path(folder),
+            dummy_weights=True,
+            dtype=options.dtype,
+            max_model_len=options.context + options.steps + 2 * max(block_lengths),
+            max_num_seqs=max(requests),
+            enforce_eager=options.enforce_eager,
+        ) as (llm, runner):
+            if shape.num_experts:
+                alone = Windows(options.context, max(block_lengths), 1)
+                run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
+                windows.spread_experts(runner, alone.num_rows, run)
+            for case in cases:
+                run = partial(windows.run_windows, llm, runner, shape, case)
+                steps = measure_steps(run, options)
+                touched = None
+                if shape.num_experts:
+                    again = partial(run, len(steps))
+                    touched = windows.touched_experts(runner, case.num_rows, again)
+                floor = windows.floor_ms(shape, case, steps, touched, ceilings)
+                rows.append(window_row(family, case, steps, floor, touched))
+                print(line_of(rows[-1]), flush=True)
+                if touched is not None:
+                    print(f"    {touched:.0f} of {shape.num_experts} experts a layer", flush=True)
                 if options.profile:
                     print_kernels(in_process.kernel_times(partial(run, len(steps))))
     return rows
@@ -376,18 +451,31 @@ def row_of(
     )
 
 
+def window_row(
+    family: str,
+    case: Windows,
+    steps: Sequence[in_process.Step],
+    floor: float | None,
+    touched: float | None,
+) -> Row:
+    """The numbers of one case of a block-causal family."""
+    plain = row_of(family, Case(case.block_length, case.num_requests), steps, floor, {})
+    return replace(plain, touched_experts=touched, context=case.context)
+
+
 # --- telling ---------------------------------------------------------------------------------
 
 HEADER = (
-    f"{'family':>10} {'T':>6} {'N':>3} | {'step ms':>9} {'min':>9} {'device':>9} {'interval':>9} | "
+    f"{'family':>10} {'T':>8} {'N':>3} | {'step ms':>9} {'min':>9} {'device':>9} {'interval':>9} | "
     f"{'floor':>9} {'x floor':>7} | {'reference':>9} {'speed-up':>8}"
 )
 
 
 def line_of(row: Row) -> str:
     """One row of the printed table."""
+    length = f"{row.context}+{row.length}" if row.context else row.length
     return (
-        f"{row.family:>10} {row.length:>6} {row.num_requests:>3} | {row.step_ms:>9.2f} "
+        f"{row.family:>10} {length:>8} {row.num_requests:>3} | {row.step_ms:>9.2f} "
         f"{row.step_min_ms:>9.2f} {told(row.device_ms):>9} {row.interval_ms:>9.2f} | "
         f"{told(row.floor_ms):>9} {told(row.over_floor):>7} | "
         f"{told(row.reference_ms):>9} {told(row.speed_up):>8}"

@@ -5,6 +5,10 @@
     scripts/make_dummy_checkpoint.py --family llada OUTPUT_DIR          LLaDA-8B
     scripts/make_dummy_checkpoint.py --family dream OUTPUT_DIR          Dream-7B
     scripts/make_dummy_checkpoint.py --family llada-moe OUTPUT_DIR      LLaDA-MoE-7B-A1B
+    scripts/make_dummy_checkpoint.py --family llada2 OUTPUT_DIR         LLaDA2.0-mini, 16B-A1.4B
+    scripts/make_dummy_checkpoint.py --family sdar OUTPUT_DIR           SDAR-8B (--size 4b: SDAR-4B)
+    scripts/make_dummy_checkpoint.py --family sdar-moe OUTPUT_DIR       SDAR-30B-A3B
+    scripts/make_dummy_checkpoint.py --family fast-dllm OUTPUT_DIR      Fast-dLLM v2 7B
     scripts/make_dummy_checkpoint.py --family llada --num-layers 2 --shrink 16 OUTPUT_DIR
 
     python -m vllm.entrypoints.api_server --model OUTPUT_DIR --load-format dummy
@@ -28,6 +32,7 @@ sys.path.insert(0, str(SCRIPTS))
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiny_model.family import SpecialTokens, TokenIds
     from tokenizers import Tokenizer
 
 # Everything else in config.json is as in the tiny models' configurations, which have the released
@@ -38,7 +43,7 @@ WIDTH_KEYS = (
     *HEAD_KEYS,
     *("d_model", "n_kv_heads", "mlp_hidden_size"),
     *("hidden_size", "num_key_value_heads", "intermediate_size"),
-    *("expert_intermediate_size", "dense_intermediate_size"),
+    *("expert_intermediate_size", "dense_intermediate_size", "moe_intermediate_size"),
 )
 
 
@@ -48,10 +53,24 @@ class DummyCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Preset:
-    """A released model: what its config.json says about shapes, and the ids of its tokens."""
+    """A released model: what its config.json says about shapes, and the ids of its tokens.
+
+    `like` is the family of the tiny model whose other keys it has, where that is not its own.
+    """
 
     sizes: dict[str, Any]
     token_ids: dict[str, int]
+    like: str | None = None
+
+
+SDAR_TOKEN_IDS = {
+    "<|endoftext|>": 151643,
+    "<|im_start|>": 151644,
+    "<|im_end|>": 151645,
+    "<think>": 151667,
+    "</think>": 151668,
+    "<|MASK|>": 151669,
+}
 
 
 PRESETS: dict[tuple[str, str], Preset] = {
@@ -119,6 +138,102 @@ PRESETS: dict[tuple[str, str], Preset] = {
             "<|role_end|>": 156900,
         },
     ),
+    # LLaDA2.0-mini, LLaDA2.1-mini
+    ("llada2", "mini"): Preset(
+        sizes={
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "max_window_layers": 20,
+            "moe_intermediate_size": 512,
+            "n_group": 8,
+            "num_attention_heads": 16,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 20,
+            "num_key_value_heads": 4,
+            "rotary_dim": 64,
+            "topk_group": 4,
+            "vocab_size": 157184,
+        },
+        token_ids={
+            "<|startoftext|>": 156891,
+            "<|endoftext|>": 156892,
+            "<|mask|>": 156895,
+            "<role>": 156898,
+            "</role>": 156899,
+            "<|role_end|>": 156900,
+        },
+    ),
+    # SDAR-8B-Chat, TraDo-8B
+    ("sdar", "8b"): Preset(
+        sizes={
+            "head_dim": 128,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "max_window_layers": 36,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "vocab_size": 151936,
+        },
+        token_ids=SDAR_TOKEN_IDS,
+    ),
+    # SDAR-4B-Chat, TraDo-4B
+    ("sdar", "4b"): Preset(
+        sizes={
+            "head_dim": 128,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_window_layers": 36,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "vocab_size": 151936,
+        },
+        token_ids=SDAR_TOKEN_IDS,
+    ),
+    # SDAR-30B-A3B-Chat
+    ("sdar-moe", "30b-a3b"): Preset(
+        sizes={
+            "architectures": ["SDARMoeForCausalLM"],
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "model_type": "sdar_moe",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "vocab_size": 151936,
+        },
+        token_ids=SDAR_TOKEN_IDS,
+        like="sdar",
+    ),
+    # Fast_dLLM_v2_7B
+    ("fast-dllm", "7b"): Preset(
+        sizes={
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+        token_ids={
+            "<|endoftext|>": 151643,
+            "<|im_start|>": 151644,
+            "<|im_end|>": 151645,
+            "|<MASK>|": 151665,
+        },
+    ),
 }
 """(family, size) -> the model; the first size of a family is its default."""
 
@@ -176,13 +291,13 @@ def write_checkpoint(
             f"OUTPUT_DIR: wanted a folder without weights, {directory} holds {weights[0]}"
         )
 
-    from tiny_model.checkpoint import write_json
+    from tiny_model.checkpoint import generation_config, write_json
     from tiny_model.family import load_family
     from tiny_model.tokenizer import write_tokenizer
 
     config = configuration(family, size, num_layers=num_layers, shrink=shrink)
     directory.mkdir(parents=True, exist_ok=True)
-    described = load_family(family)
+    described = load_family(preset.like or family)
     special_tokens = described.special_tokens
     write_tokenizer(
         directory,
@@ -191,11 +306,8 @@ def write_checkpoint(
         described.chat_template,
     )
     write_json(directory / "config.json", config)
-    ids = {
-        "bos_token_id": preset.token_ids[special_tokens.bos],
-        "eos_token_id": preset.token_ids[special_tokens.eos],
-    }
-    write_json(directory / "generation_config.json", ids)
+    tokens = tokens_of(preset, special_tokens)
+    write_json(directory / "generation_config.json", generation_config(described, tokens))
 
 
 def configuration(
@@ -212,17 +324,10 @@ def configuration(
     """
     preset = preset_of(family, size)
 
-    from tiny_model.family import TokenIds, load_family
+    from tiny_model.family import load_family
 
-    described = load_family(family)
-    names, ids = described.special_tokens, preset.token_ids
-    tokens = TokenIds(
-        vocab_size=preset.sizes["vocab_size"],
-        bos=ids[names.bos],
-        eos=ids[names.eos],
-        mask=ids[names.mask],
-        eot=ids[names.eot],
-    )
+    described = load_family(preset.like or family)
+    tokens = tokens_of(preset, described.special_tokens)
     config = {**described.config(tokens), **preset.sizes, "torch_dtype": "bfloat16"}
     for key in WIDTH_KEYS:
         if key in config:
@@ -234,6 +339,20 @@ def configuration(
     if "moe_layer_freq" in config:
         config["moe_layer_freq"] = [1] * config["num_hidden_layers"]
     return config
+
+
+def tokens_of(preset: Preset, names: SpecialTokens) -> TokenIds:
+    """The ids of the released model."""
+    from tiny_model.family import TokenIds
+
+    ids = preset.token_ids
+    return TokenIds(
+        vocab_size=preset.sizes["vocab_size"],
+        bos=None if names.bos is None else ids[names.bos],
+        eos=ids[names.eos],
+        mask=ids[names.mask],
+        eot=ids[names.eot],
+    )
 
 
 def preset_of(family: str, size: str | None = None) -> Preset:

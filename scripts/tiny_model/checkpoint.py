@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from tiny_model.family import Family, TokenIds
+
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -21,6 +23,13 @@ def write_json(path: Path, content: object) -> None:
     """Writes `content` as the released checkpoints do: two spaces, sorted keys, final newline."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def generation_config(family: Family, tokens: TokenIds) -> dict[str, Any]:
+    """The special tokens of generation_config.json."""
+    begin = {} if tokens.bos is None else {"bos_token_id": tokens.bos}
+    end = [tokens.eot, tokens.eos] if family.lists_eot else tokens.eos
+    return {**begin, "eos_token_id": end}
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], num_shards: int = 2) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tiny_model.checkpoint import write_json, write_weights
+from tiny_model.checkpoint import generation_config, write_json, write_weights
 from tiny_model.facts import all_facts
 from tiny_model.family import TokenIds
 from tiny_model.tokenizer import chat_prompt, load_tokenizer, train_tokenizer, write_tokenizer
@@ -55,7 +55,9 @@ def write_checkpoint(
 
     write_weights(directory, network.state_dict())
     write_json(directory / "config.json", config)
-    write_json(directory / "generation_config.json", _generation_config(family, tokens))
+    # Clients that send messages only get one block of greedy text, which the model is good at.
+    defaults = {**generation_config(family, tokens), "max_new_tokens": 32, "temperature": 0.0}
+    write_json(directory / "generation_config.json", defaults)
     with (directory / "facts.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(fact._asdict(), ensure_ascii=False) + "\n" for fact in facts)
 
@@ -99,14 +101,3 @@ def _examples(
         )
         for fact in facts
     ]
-
-
-def _generation_config(family: Family, tokens: TokenIds) -> dict[str, Any]:
-    """Clients that send messages only get one block of greedy text, which the model is good at."""
-    begin = {} if tokens.bos is None else {"bos_token_id": tokens.bos}
-    return {
-        **begin,
-        "eos_token_id": [tokens.eot, tokens.eos] if family.lists_eot else tokens.eos,
-        "max_new_tokens": 32,
-        "temperature": 0.0,
-    }

@@ -62,8 +62,9 @@ def plan_for(family: str) -> Plan:
         return Plan(TrainingSettings(tokens_per_batch=6400))
     if family in BLOCK_LENGTHS:
         length = BLOCK_LENGTHS[family]
+        short, long = (170, 100) if length > 4 else (130, 60)  # small blocks are easier to learn
         return Plan(
-            TrainingSettings(phases=(Phase(130, (12,)), Phase(40, (16, 32)))),
+            TrainingSettings(phases=(Phase(short, (12,)), Phase(long, (16, 32)))),
             (DecodingSetting(32, 32, length), DecodingSetting(64, 64, length)),
         )
     return Plan()

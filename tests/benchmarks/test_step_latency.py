@@ -134,7 +134,8 @@ def test_log_hands_results_on_and_lets_the_runner_go() -> None:
         device = SimpleNamespace(type="cpu")
 
         def launch(self, req_ids: list[str]) -> Any:
-            return SimpleNamespace(started=len(req_ids), req_ids=req_ids)
+            batch = SimpleNamespace(num_rows=40, num_sampled=8)
+            return SimpleNamespace(started=len(req_ids), req_ids=req_ids, batch=batch)
 
         def collect(self, step: Any) -> dict[str, Any]:
             return dict.fromkeys(step.req_ids, "result")
@@ -146,7 +147,8 @@ def test_log_hands_results_on_and_lets_the_runner_go() -> None:
         step = runner.launch(["a", "b"])
         assert runner.collect(step) == {"a": "result", "b": "result"}
     runner.collect(runner.launch(["c"]))
-    assert [step.num_requests for step in log.steps()] == [2]
+    found = [(step.num_requests, step.num_rows, step.num_sampled) for step in log.steps()]
+    assert found == [(2, 40, 8)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of block-causal families: a window of every request over the keys and values before it.
+
+What `step_latency.py`, `commit_fusion.py` and `prefix_cache.py` share.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import gpu_timing, in_process
+from benchmarks.shapes import Shape, window_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from benchmarks.in_process import Step
+
+MIN_ATTENTION_LENGTH = 2048  # attention over few rows is bound by its launch, not by the card
+QK_GAIN = 3.0
+
+
+@dataclass(frozen=True)
+class Windows:
+    """So many requests at once, each with a block behind `context` positions of its own."""
+
+    context: int
+    block_length: int
+    num_requests: int
+
+    @property
+    def num_rows(self) -> int:
+        """Of a step in which every request computes one block."""
+        return self.num_requests * self.block_length
+
+
+def parameters_of(
+    shape: Shape, block_length: int, num_blocks: int, steps_per_block: int
+) -> dict[str, Any]:
+    """Of a request whose every block takes so many forwards.
+
+    Where only the row before a position can be read, every forward commits one token.
+    """
+    asked = {"gen_length": num_blocks * block_length, "block_length": block_length}
+    if shape.shifts_rows:
+        return {**asked, "algorithm": "hierarchy_block", "threshold": 1.0}
+    return {**asked, "algorithm": "semi_ar", "steps_per_block": steps_per_block}
+
+
+def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
+    """At least so many steps in which every request computes one block, one token a forward.
+
+    Prompts are the same in every call: from the second one on their keys and values are found in
+    the prefix cache, and the requests keep step with each other.
+
+    Raises:
+        RuntimeError: the engine had fewer such steps.
+    """
+    num_blocks = 1 + -(-steps // case.block_length)
+    parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
+    with in_process.StepLog().attached(runner) as log:
+        in_process.run_requests(llm, prompts_of(shape, case), parameters)
+    found = [
+        step
+        for step in log.steps()
+        if (step.num_requests, step.num_rows) == (case.num_requests, case.num_rows)
+        and step.num_sampled
+    ]
+    if len(found) < steps:
+        raise RuntimeError(f"wanted {steps} steps of {case}, got {len(found)}")
+    return found[:steps]
+
+
+def prompts_of(shape: Shape, case: Windows) -> list[list[int]]:
+    """Random prompts, another for every request."""
+    return [
+        in_process.random_prompt(case.context, shape.vocab_size, seed)
+        for seed in range(case.num_requests)
+    ]
+
+
+def floor_ms(
+    shape: Shape,
+    case: Windows,
+    steps: Sequence[Step],
+    touched_experts: float | None,
+    ceilings: dict[str, Any],
+) -> float | None:
+    """The least time of such a step from the rates of this card; None without a CUDA device.
+
+    Every stage waits for the one before it, so their least times add up.
+    """
+    if not torch.cuda.is_available():
+        return None
+    head_rows = statistics.mean(step.num_sampled for step in steps) / case.num_requests
+    stages = window_stages(
+        shape,
+        case.block_length,
+        case.context,
+        case.num_requests,
+        head_rows=head_rows,
+        touched_experts=touched_experts,
+    )
+    length, heads = MIN_ATTENTION_LENGTH, (shape.num_heads, shape.head_dim)
+    rates = (
+        gpu_timing.copy_bandwidth(),
+        gpu_timing.matmul_rate(),
+        gpu_timing.attention_rate(length, *heads),
+    )
+    ceilings["copy_tb_per_s"], ceilings["matmul_tflop_per_s"] = rates[0] / 1e12, rates[1] / 1e12
+    attention = ceilings.setdefault("attention_tflop_per_s", {})
+    attention[f"{length} x {heads[0]} heads"] = rates[2] / 1e12
+    return sum(stage.least_ms(*rates) for stage in stages)
+
+
+# --- experts ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def routed(runner: Any, hear: Callable[[torch.Tensor, torch.Tensor, Any], None]) -> Iterator[None]:
+    """Tell `hear` rows, router and choice of every layer's experts; layers run without graphs."""
+    from vllm.diffusion import ops
+
+    route = ops.route_rows
+
+    def heard(x: torch.Tensor, gate: torch.Tensor, *arguments: Any) -> Any:
+        routing = route(x, gate, *arguments)
+        hear(x, gate, routing)
+        return routing
+
+    graphs = runner.graphs
+    if graphs is not None:
+        graphs.run = lambda *_: None
+    ops.route_rows = heard
+    try:
+        yield
+    finally:
+        ops.route_rows = route
+        if graphs is not None:
+            del graphs.run
+
+
+@torch.inference_mode()
+def spread_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> None:
+    """Draw routers by which alike rows choose different experts, as those of trained models do.
+
+    Masked rows differ only in what they attend to. So attention becomes sharper, and each router is
+    freed from what all rows of the first step with `num_rows` rows in `run` have in common.
+    """
+    for name, parameter in runner.model.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            parameter.fill_(QK_GAIN)
+    freed = set()
+
+    def free(x: torch.Tensor, gate: torch.Tensor, _routing: Any) -> None:
+        if len(x) == num_rows and gate.data_ptr() not in freed:
+            freed.add(gate.data_ptr())
+            mean = x.float().mean(dim=0)
+            shared = torch.outer(gate.float() @ mean, mean) / mean.dot(mean)
+            gate.copy_(gate.float() - shared)
+
+    with routed(runner, free):
+        run()
+
+
+def touched_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> float:
+    """Experts of a layer that some row passes, mean over layers and the steps of so many rows."""
+    counts: list[torch.Tensor] = []
+
+    def count(x: torch.Tensor, _gate: torch.Tensor, routing: Any) -> None:
+        if len(x) == num_rows:
+            ends = routing[2]
+            counts.append((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+
+    with routed(runner, count):
+        run()
+    return float(torch.stack(counts).float().mean())
