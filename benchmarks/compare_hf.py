@@ -11,7 +11,8 @@ is started here and stopped afterwards; `--in-process` runs the engine in this p
 its clients send their next prompts together. The plain loop (benchmarks/plain_model.py) is LLaDA's
 published generate loop over plain PyTorch modules: no cache, logits of all rows. It runs first, in
 this process; more clients do not make it faster, so it is measured with one. Before every row each
-client sends one prompt that is not measured.
+client sends one prompt that is not measured. Of block-causal families the loop is their own
+(benchmarks/plain_blocks.py), which computes everything before a block with every forward of it.
 
     tokens/s        canvas tokens of all answers over the time from the first request to the last
                     answer
@@ -34,6 +35,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +48,12 @@ import torch  # noqa: E402
 from make_dummy_checkpoint import PRESETS, write_checkpoint  # noqa: E402
 from test_api_request import RequestError, post  # noqa: E402
 
-from benchmarks import gpu_timing, plain_model  # noqa: E402
+from benchmarks import gpu_timing, plain_blocks, plain_model  # noqa: E402
 from benchmarks.server_process import ServerFailed, ServerProcess, free_port  # noqa: E402
 from benchmarks.shapes import Shape  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from benchmarks.plain_model import PlainModel
 
 FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
 PLAIN_LOOP = "plain loop"
@@ -119,7 +119,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--in-process", action="store_true", help="no server, no HTTP")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32], metavar="N")
     parser.add_argument(
-        "--caches", nargs="+", choices=("none", "prefix", "dual"), default=["none", "dual"]
+        "--caches",
+        nargs="+",
+        choices=("none", "prefix", "dual", "exact"),
+        help="default: none dual; of block-causal families exact",
     )
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--gen-length", type=int, default=128, help="canvas length in tokens")
@@ -166,9 +169,10 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
             with plain_loop(folder, shape, options) as send:
                 add(measure(send, shape, options, (PLAIN_LOOP, "none", 1)))
         serve = in_process_engine if options.in_process else server
+        caches = options.caches or (["exact"] if shape.block_length else ["none", "dual"])
         with serve(folder, options) as send:
             name = ENGINE if options.in_process else SERVER
-            for cache in options.caches:
+            for cache in caches:
                 for num_clients in options.clients:
                     add(measure(send, shape, options, (name, cache, num_clients)))
     return rows
@@ -220,9 +224,10 @@ def measure(
 
 
 def parameters_of(options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """What every request asks for."""
+    """What every request asks for; block-causal families have rules of their own."""
+    rule = {} if cache == "exact" else {"algorithm": "semi_ar"}
     return {
-        "algorithm": "semi_ar",
+        **rule,
         "cache": cache,
         "gen_length": options.gen_length,
         "block_length": options.block_length,
@@ -240,13 +245,25 @@ def plain_loop(
     """The plain model with its loop, gone when the block ends."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
-    if options.model is None:
-        model = plain_model.random_model(shape, device, dtype)
-    else:
+    asked = {
+        "canvas": options.gen_length,
+        "block_length": options.block_length,
+        "steps": options.steps,
+    }
+    has_weights = options.model is not None
+    model: torch.nn.Module
+    if shape.block_length:
+        blocks = plain_blocks.load(folder, device, dtype, has_weights=has_weights)
+        model, generate = blocks.network, partial(blocks.generate, **asked)
+    elif has_weights:
         model = plain_model.load_model(folder, device, dtype)
+        generate = partial(plain_model.generate, model, **asked)
+    else:
+        model = plain_model.random_model(shape, device, dtype)
+        generate = partial(plain_model.generate, model, **asked)
 
     def send(prompts: Sequence[Sequence[Sequence[int]]], _cache: str) -> list[Answer]:
-        return [plain_answer(model, prompt, options) for client in prompts for prompt in client]
+        return [plain_answer(generate, prompt) for client in prompts for prompt in client]
 
     try:
         yield send
@@ -255,7 +272,7 @@ def plain_loop(
         in_process.free_memory()
 
 
-def plain_answer(model: PlainModel, prompt: Sequence[int], options: argparse.Namespace) -> Answer:
+def plain_answer(generate: Callable[..., list[int]], prompt: Sequence[int]) -> Answer:
     """One canvas by the plain loop."""
     num_forwards = 0
 
@@ -264,14 +281,7 @@ def plain_answer(model: PlainModel, prompt: Sequence[int], options: argparse.Nam
         num_forwards += 1
 
     started = time.perf_counter()
-    tokens = plain_model.generate(
-        model,
-        prompt,
-        canvas=options.gen_length,
-        block_length=options.block_length,
-        steps=options.steps,
-        after_step=count,
-    )
+    tokens = generate(prompt, after_step=count)
     return Answer(tokens, num_forwards, 1000 * (time.perf_counter() - started))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 1.0
-EMBEDDINGS = ("embed_tokens", "wte")
+EMBEDDINGS = ("wte", "embed_tokens", "word_embeddings")
 
 # LLaDA's tensor names -> those of the modules below; the other families' need only the prefix off.
 LLADA_NAMES = {

@@ -107,7 +107,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--steps", type=int, default=16, help="forwards of a canvas")
     parser.add_argument("--algorithm", help="of the server; the loop's by default, semi_ar")
-    parser.add_argument("--cache", default="none", help="of the server (default: none)")
+    parser.add_argument(
+        "--cache", help="of the server (default: none; of block-causal families exact)"
+    )
     parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "serve_throughput")
     options = parser.parse_args(arguments)
     if min(*options.clients, options.prompt_length) < 1 or options.requests < 2:
@@ -149,7 +151,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
         with compare_hf.running_server(folder, settings) as url:
 
             def by_server(prompt: Sequence[int]) -> list[int]:
-                text = post(f"{url}/generate", body_of(prompt, options), compare_hf.ANSWER_S)
+                text = post(f"{url}/generate", body_of(prompt, shape, options), compare_hf.ANSWER_S)
                 token_ids: list[int] = json.loads(text)["token_ids"][0]
                 return token_ids
 
@@ -158,17 +160,19 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def body_of(prompt: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
-    """What a client sends."""
+def body_of(prompt: Sequence[int], shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """What a client sends; block-causal families have rules of their own."""
     body = {
         "prompt": list(prompt),
         "gen_length": options.gen_length,
         "block_length": options.block_length,
-        "algorithm": options.algorithm or "semi_ar",
-        "cache": options.cache,
+        "cache": options.cache or ("exact" if shape.block_length else "none"),
         "temperature": 0.0,
     }
-    return body if options.algorithm else {**body, "steps": options.steps}
+    if options.algorithm:
+        return {**body, "algorithm": options.algorithm}
+    rule = {} if shape.block_length else {"algorithm": "semi_ar"}
+    return {**body, **rule, "steps": options.steps}
 
 
 def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequence[int]]) -> Row:
@@ -221,9 +225,12 @@ def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list
 
 
 def stop_ids_of(folder: Path, config: dict[str, Any]) -> set[int]:
-    """The end of a text by config.json, and of a turn by the tokenizer, where there is one."""
-    stop = config.get("eos_token_id")
-    found = set(stop) if isinstance(stop, list) else {stop}
+    """The end of a text by both configurations, and of a turn by the tokenizer."""
+    found: set[Any] = set()
+    generation = folder / "generation_config.json"
+    defaults = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    for stop in (config.get("eos_token_id"), defaults.get("eos_token_id")):
+        found |= set(stop) if isinstance(stop, list) else {stop}
     file = folder / "tokenizer.json"
     if file.is_file():
         tokens = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])

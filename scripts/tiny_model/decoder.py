@@ -129,15 +129,18 @@ class Decoder(nn.Module):
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32, row i of token i."""
         length, is_doubled = ids.shape[-1], bool(self.block_length) and clean is not None
-        cos, sin = rotary_tables(length, self.rotary_dim, self.rope_theta)
-        view = View(cos, sin, None)
         if is_doubled:
             ids = torch.cat((cast("Tensor", clean), ids), dim=-1)
-            sees = noised_behind_clean(length, self.block_length)
-            view = View(torch.cat((cos, cos)), torch.cat((sin, sin)), sees)
-        elif self.block_length:
-            view = View(cos, sin, block_causal(length, self.block_length))
         x: Tensor = self.model[self.embedding_name](ids)
+        cos, sin = (
+            table.to(x) for table in rotary_tables(length, self.rotary_dim, self.rope_theta)
+        )
+        view = View(cos, sin, None)
+        if is_doubled:
+            sees = noised_behind_clean(length, self.block_length)
+            view = View(torch.cat((cos, cos)), torch.cat((sin, sin)), sees.to(x.device))
+        elif self.block_length:
+            view = View(cos, sin, block_causal(length, self.block_length).to(x.device))
         for layer in cast("nn.ModuleList", self.model["layers"]):
             x = layer(x, view)
         rows = torch.arange(x.shape[1] - length, x.shape[1])

@@ -114,7 +114,7 @@ def low_confidence_dynamic(
             masked = window == mask_id
             if not masked.any():
                 break
-            confidence, tokens = _candidates(network, seen, start, masked)
+            confidence, tokens = _candidates(network, seen, start, masked, mask_id)
             above = confidence > threshold
             best = confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < quota
             is_enough = above.sum(dim=-1, keepdim=True) >= quota
@@ -131,7 +131,7 @@ def hierarchy_block(
     setting: DecodingSetting,
     after_forward: Callable[[Tensor], object],
     *,
-    threshold: float = 0.9,
+    threshold: float = 1.0,
     sub_block_length: int = 8,
 ) -> Tensor:
     """Fast-dLLM v2's loop; arguments and result as family.Decode, but for the steps.
@@ -144,12 +144,13 @@ def hierarchy_block(
     for start in _block_starts(prompts, setting):
         seen = rows[:, : start + block_length]
         if start >= prompts.shape[1]:
-            rows[:, start] = network.logits(network.hidden(seen)[:, start]).argmax(dim=-1)
+            seed = seen[:, start : start + 1]
+            seed.copy_(_candidates(network, seen, start, seed == mask_id, mask_id)[1])
             after_forward(rows)
         for left in range(start, start + block_length, sub_block_length):
             window = seen[:, left : left + sub_block_length]
             while (masked := window == mask_id).any():
-                confidence, tokens = _candidates(network, seen, left, masked)
+                confidence, tokens = _candidates(network, seen, left, masked, mask_id)
                 best = confidence == confidence.max(dim=-1, keepdim=True).values
                 _commit(window, tokens, (best | (confidence > threshold)) & masked)
                 after_forward(rows)
@@ -168,11 +169,12 @@ def _block_starts(prompts: Tensor, setting: DecodingSetting) -> range:
 
 
 def _candidates(
-    network: Network, seen: Tensor, start: int, masked: Tensor
+    network: Network, seen: Tensor, start: int, masked: Tensor, mask_id: int
 ) -> tuple[Tensor, Tensor]:
     """Confidence, -inf where nothing is masked, and token of the positions from `start` on."""
-    hidden = network.hidden(seen)[:, start : start + masked.shape[1]]
-    confidence, tokens = network.logits(hidden).softmax(dim=-1).max(dim=-1)
+    logits = network.logits(network.hidden(seen)[:, start : start + masked.shape[1]])
+    logits[..., mask_id] = -torch.inf  # else a loop might not end
+    confidence, tokens = logits.softmax(dim=-1).max(dim=-1)
     return confidence.masked_fill(~masked, -torch.inf), tokens
 
 

@@ -563,9 +563,10 @@ class ConfidentNetwork:
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         length = ids.shape[1]
         p = self._probabilities[:length, None].double()
-        wanted = torch.arange(10, 10 + length)[:, None] == torch.arange(99)
+        wanted = torch.arange(10, 10 + length)[:, None] == torch.arange(100)
         logits = torch.where(wanted, p.log(), ((1 - p) / 98).log())
-        return logits.expand(len(ids), length, 99)
+        logits[:, 99] = 9.0  # the mask
+        return logits.repeat(len(ids), 1, 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
