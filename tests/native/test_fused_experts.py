@@ -4,10 +4,10 @@
 import pytest
 import torch
 
+from gather_gemm import SOFTMAX, Routing, Scoring, route_rows, weighted_gemm
 from gather_gemm import grouped_reference as reference
-from gather_gemm import route_rows
 from tests.native.test_grouped_gemm import ERROR, ends_of, relative_error, weighted_wanted
-from tests.native.test_routing import exact_rows
+from tests.native.test_routing import exact_rows, experts_of
 from vllm_add_llada.cuda_kernels import fused_ops
 
 # Rows of each of 7 groups: one row, empty groups beside each other, all in one, more than a tile.
@@ -51,6 +51,25 @@ def test_streams_are_rounded_as_the_reference_rounds(generator):
     terms = fused_ops.weighted_gemm(x, weight, ends, slots, weights)
     wanted = reference.weighted_terms(reference.grouped_gemm(x, weight, ends), slots, weights)
     assert torch.equal(terms, wanted)
+
+
+@pytest.mark.gpu
+def test_streams_without_weights_are_the_products(generator):
+    """256 experts of width 512, of which many have no rows; fp32 weights give the shape alone."""
+    num_rows, num_chosen = 40, 8
+    sizes = [0] * 256
+    for expert in torch.randint(0, 256, (num_rows * num_chosen,), generator=generator).tolist():
+        sizes[expert] += 1
+    num_slots = num_rows * num_chosen
+    x = torch.randn(num_slots, 512, generator=generator).bfloat16().cuda()
+    weight = torch.randn(256, 128, 512, generator=generator).bfloat16().cuda()
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    shape = torch.full((num_rows, num_chosen), torch.nan, device="cuda")
+    ends = ends_of(sizes, "cuda")
+    wanted = weighted_wanted(x, weight, sizes, slots, torch.ones_like(shape))
+    for product in (fused_ops.weighted_gemm, weighted_gemm):
+        terms = product(x, weight, ends, slots, shape, is_weighted=False)
+        assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -102,6 +121,65 @@ def test_arguments_are_checked():
         fused_ops.weighted_gemm(x, weight, ends, slots[:8], weights)
     with pytest.raises(ValueError, match=r"weights must be \[R, k\] with R \* k = 9"):
         fused_ops.weighted_gemm(x, weight, ends, slots, weights[:8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 33, 64])
+@pytest.mark.parametrize("num_experts", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("num_chosen", "scoring"),
+    [
+        (8, SOFTMAX),
+        (8, Scoring(is_normalised=True)),
+        (8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
+        (1, Scoring(True, 32, 3, in_fp32=True)),
+        (9, Scoring(num_groups=2, num_kept_groups=1, scale=0.5)),
+        (64, Scoring(True, 4, 4)),
+    ],
+    ids=str,
+)
+def test_routers_agree_on_every_scoring(generator, num_rows, num_experts, num_chosen, scoring):
+    """Exact logits, many of them equal; a row of zeros, and one without numbers."""
+    x, gate = (
+        matrix.cuda()
+        for matrix in exact_rows(generator, num_rows, num_experts, 2048, torch.bfloat16)
+    )
+    bias = torch.randn(num_experts, generator=generator).cuda()
+    x[-1] = 0.0
+    x[num_rows // 2, 3] = torch.nan
+    assert fused_ops.has_router(x, gate)
+    for given_bias in (None, bias):
+        given = fused_ops.route_rows(x, gate, num_chosen, given_bias, **scoring._asdict())
+        wanted = route_rows(x, gate, num_chosen, given_bias, scoring)
+        assert torch.equal(given[1], wanted.slots) and torch.equal(given[2], wanted.ends)
+        assert given[0].dtype == wanted.weights.dtype
+        torch.testing.assert_close(given[0], wanted.weights, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 32, 64])
+def test_a_router_of_llada2_against_float64(generator, num_rows):
+    """Any numbers: the experts are those of float64, but where ranks differ by rounding."""
+    x = torch.randn(num_rows, 2048, generator=generator).bfloat16().cuda()
+    gate = (torch.randn(256, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
+    bias = (torch.randn(256, generator=generator) / 10).cuda()
+    options = Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)
+    given = Routing(*fused_ops.route_rows(x, gate, 8, bias, **options._asdict()))
+    scores = (x.double() @ gate.double().t()).sigmoid()
+    ranks = scores + bias
+    groups = ranks.view(num_rows, 8, 32)
+    kept = groups.topk(2, dim=-1).values.sum(-1).topk(4).indices
+    masked = torch.full_like(groups, -torch.inf).scatter(
+        1,
+        kept[:, :, None].expand(-1, -1, 32),
+        groups.gather(1, kept[:, :, None].expand(-1, -1, 32)),
+    )
+    chosen = masked.flatten(1).topk(8).indices.sort(dim=-1).values
+    same = (experts_of(given, num_rows, 8) == chosen).all(dim=1)
+    assert same.float().mean() > 0.95
+    weights = scores.gather(1, chosen)
+    weights = 2.5 * weights / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(given.weights[same].double(), weights[same], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

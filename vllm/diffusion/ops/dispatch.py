@@ -42,6 +42,7 @@ _HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faste
 _TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and sampling from them
 
 _ROUTER_ROWS = range(9, 65)  # the compiled router; fewer rows are as fast with Triton's
+_ROUTER_EXPERTS = (64,)  # of which that was measured
 _SCORED_ROWS = 256  # Triton's router, beyond which PyTorch's product is the faster one
 _STREAMED_ROWS = (1, 8)  # a group: more than the first and at most the second
 
@@ -111,9 +112,9 @@ def _is_head(num_columns: int, device: torch.device) -> bool:
     return num_columns >= _HEAD_COLUMNS and is_hopper(device)
 
 
-def routes_compiled(num_rows: int) -> bool:
+def routes_compiled(num_rows: int, num_experts: int) -> bool:
     """Whether the compiled router is the fastest where it takes the tensors."""
-    return num_rows in _ROUTER_ROWS
+    return num_rows in _ROUTER_ROWS and num_experts in _ROUTER_EXPERTS
 
 
 def routes_scored(num_rows: int) -> bool:

@@ -43,9 +43,8 @@ def route_rows(
         bias: [E] fp32, added to the scores for the choice only.
         scoring: how logits become a choice and weights.
     """
-    is_plain = scoring == SOFTMAX
-    if is_plain and dispatch.routes_compiled(len(x)) and fused_ops.has_router(x, gate):
-        return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias))
+    if dispatch.routes_compiled(len(x), len(gate)) and fused_ops.has_router(x, gate):
+        return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring._asdict()))
     if dispatch.routes_scored(len(x)):
         return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring)
     logits = gather_gemm.router_logits(x, gate, scoring)

@@ -16,6 +16,7 @@ from ._support import (
 )
 
 _DEPTH = 64  # of one step of the sum
+_ROUTED_EXPERTS = (64, 128, 256)
 _COLUMNS = 8  # that lie together in a thread's part of the result
 
 
@@ -25,7 +26,8 @@ def has_router(x: Tensor, gate: Tensor) -> bool:
         return False
     num_rows, depth = x.shape
     return (
-        gate.shape == (native.ROUTED_EXPERTS, depth)
+        gate.shape[1] == depth
+        and len(gate) in _ROUTED_EXPERTS
         and 1 <= num_rows <= native.MAX_ROUTED_ROWS
         and depth % native.ROUTER_DEPTH_STEP == 0
         and depth <= native.MAX_ROUTER_DEPTH
@@ -33,22 +35,38 @@ def has_router(x: Tensor, gate: Tensor) -> bool:
 
 
 def route_rows(
-    x: Tensor, gate: Tensor, num_chosen: int, bias: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    num_chosen: int,
+    bias: Tensor | None = None,
+    *,
+    is_sigmoid: bool = False,
+    num_groups: int = 1,
+    num_kept_groups: int = 1,
+    is_normalised: bool = False,
+    scale: float = 1.0,
+    in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits ``x @ gate.T``, the choice of experts and the order of the rows, in one launch.
 
-    The choice is by a softmax over all experts in fp32, of logits rounded to bf16; among equals the
-    lowest expert is chosen.
+    The choice is by scores in fp32, by default a softmax over all experts; among equals the lowest
+    expert, or group of them, is chosen.
 
     Args:
         x: [R, D] bf16.
         gate: [E, D] bf16. It and the bias may be read before the kernel before in the stream ends,
             which must not write them.
         num_chosen: k, from 1 to E.
-        bias: fp32 [E], added to the probabilities for the choice only.
+        bias: fp32 [E], added to the scores for the choice only.
+        is_sigmoid: the score of an expert is the sigmoid of its logit.
+        num_groups, num_kept_groups: experts lie in groups of equal size, at most 32, one after the
+            other; only those of the groups whose two best have the largest sums can be chosen.
+        is_normalised: the weights of a row are divided by their sum.
+        scale: of the weights, after that.
+        in_fp32: logits are not rounded to bf16, and weights are fp32.
 
     Returns:
-        weights: [R, k] bf16, the probabilities of a row's experts in ascending order.
+        weights: [R, k] bf16 or fp32, the scores of a row's experts in ascending order.
         slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, then row.
         ends: int32 [E], the end of each expert's part of ``slots``.
 
@@ -65,10 +83,21 @@ def route_rows(
         raise ValueError(f"{name}: num_chosen must be from 1 to {len(gate)}, got {num_chosen}")
     if bias is not None:
         check_vector(name, "bias", bias, (torch.float32,), (len(gate),), x.device)
-    weights = x.new_empty(len(x), num_chosen)
+    size, rest = divmod(len(gate), num_groups)
+    assert native is not None
+    if num_groups > 1 and (
+        rest
+        or size < 2
+        or num_groups > native.MAX_ROUTER_GROUPS
+        or not num_chosen <= num_kept_groups * size <= len(gate)
+    ):
+        raise ValueError(
+            f"{name}: wanted at most {native.MAX_ROUTER_GROUPS} groups of two or more experts, and "
+            f"{num_chosen} in those that are kept, got {num_kept_groups} of {num_groups} groups"
+        )
+    weights = x.new_empty(len(x), num_chosen, dtype=torch.float32 if in_fp32 else x.dtype)
     slots = torch.empty(weights.numel(), dtype=torch.int32, device=x.device)
     ends = torch.empty(len(gate), dtype=torch.int32, device=x.device)
-    assert native is not None
     launch(
         native.route,
         x,
@@ -81,8 +110,15 @@ def route_rows(
         x_stride=x.stride(0),
         gate_stride=gate.stride(0),
         num_rows=len(x),
+        num_experts=len(gate),
         num_chosen=num_chosen,
         depth=x.shape[1],
+        is_sigmoid=is_sigmoid,
+        num_groups=num_groups,
+        num_kept_groups=num_kept_groups,
+        is_normalised=is_normalised,
+        scale=scale,
+        in_fp32=in_fp32,
     )
     return weights, slots, ends
 

@@ -13,7 +13,7 @@ STORE: Final[int]
 RESIDUAL: Final[int]
 SILU_MUL: Final[int]
 MAX_GROUPS: Final[int]
-ROUTED_EXPERTS: Final[int]
+MAX_ROUTER_GROUPS: Final[int]
 MAX_ROUTED_ROWS: Final[int]
 MAX_ROUTER_DEPTH: Final[int]
 ROUTER_DEPTH_STEP: Final[int]
@@ -151,8 +151,15 @@ def route(
     x_stride: int,
     gate_stride: int,
     num_rows: int,
+    num_experts: int,
     num_chosen: int,
     depth: int,
+    is_sigmoid: bool,
+    num_groups: int,
+    num_kept_groups: int,
+    is_normalised: bool,
+    scale: float,
+    in_fp32: bool,
     device: int,
     stream: int,
 ) -> None: ...

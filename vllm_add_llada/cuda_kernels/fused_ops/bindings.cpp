@@ -172,8 +172,9 @@ void weighted_gemm(uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slot
 }
 
 void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintptr_t slots,
-           uintptr_t ends, int64_t x_stride, int64_t gate_stride, int num_rows, int num_chosen,
-           int depth, int device, uintptr_t stream) {
+           uintptr_t ends, int64_t x_stride, int64_t gate_stride, int num_rows, int num_experts,
+           int num_chosen, int depth, bool is_sigmoid, int num_groups, int num_kept_groups,
+           bool is_normalised, float scale, bool in_fp32, int device, uintptr_t stream) {
   RouterParams params{};
   params.x = reinterpret_cast<void*>(x);
   params.gate = reinterpret_cast<void*>(gate);
@@ -184,8 +185,10 @@ void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintp
   params.x_stride = x_stride;
   params.gate_stride = gate_stride;
   params.num_rows = num_rows;
+  params.num_experts = num_experts;
   params.num_chosen = num_chosen;
   params.depth = depth;
+  params.scoring = {is_sigmoid, num_groups, num_kept_groups, is_normalised, scale, in_fp32};
   launch("route", &launch_router, params, device, stream);
 }
 
@@ -202,7 +205,7 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.attr("RESIDUAL") = static_cast<int>(fused_ops::Epilogue::kResidual);
   module.attr("SILU_MUL") = static_cast<int>(fused_ops::Epilogue::kSiluMul);
   module.attr("MAX_GROUPS") = fused_ops::kMaxGroups;
-  module.attr("ROUTED_EXPERTS") = fused_ops::kRoutedExperts;
+  module.attr("MAX_ROUTER_GROUPS") = fused_ops::kMaxRouterGroups;
   module.attr("MAX_ROUTED_ROWS") = fused_ops::kMaxRoutedRows;
   module.attr("MAX_ROUTER_DEPTH") = fused_ops::kMaxRouterDepth;
   module.attr("ROUTER_DEPTH_STEP") = fused_ops::kRouterDepthStep;
@@ -237,6 +240,7 @@ PYBIND11_MODULE(_fused_ops, module) {
              arg("depth"), arg("num_blocks"), arg("early"), arg("device"), arg("stream"), release);
   module.def("route", &fused_ops::route, py::kw_only(), arg("x"), arg("gate"), arg("bias"),
              arg("weights"), arg("slots"), arg("ends"), arg("x_stride"), arg("gate_stride"),
-             arg("num_rows"), arg("num_chosen"), arg("depth"), arg("device"), arg("stream"),
-             release);
+             arg("num_rows"), arg("num_experts"), arg("num_chosen"), arg("depth"),
+             arg("is_sigmoid"), arg("num_groups"), arg("num_kept_groups"), arg("is_normalised"),
+             arg("scale"), arg("in_fp32"), arg("device"), arg("stream"), release);
 }

@@ -3,10 +3,11 @@
 // The experts of few rows in one kernel, as all of its time is latency: one cluster of blocks,
 // which tell each other the little that they know through their shared memory.
 //
-// A block multiplies all rows by the router along its part of the depth; the router's part is read
-// while the kernel before runs out. Then each block takes its share of the rows, adds up the parts
-// of their scores, in the order of the blocks, and chooses, a warp for each row. The blocks count
-// the rows of each expert, and with the counts of all of them each knows where its rows belong.
+// A block multiplies all rows by the router along its part of the depth, 64 experts at a time; the
+// router's part is read while the kernel before runs out. Then each block takes its share of the
+// rows, adds up the parts of their scores, in the order of the blocks, and chooses, a warp for each
+// row. The blocks count the rows of each expert, and with the counts of all of them each knows
+// where its rows belong.
 
 #include <cuda_bf16.h>
 
@@ -20,30 +21,87 @@ constexpr int kBlocks = 8;  // of the cluster
 constexpr int kThreads = 256;
 constexpr int kMaxSteps = kMaxRouterDepth / kRouterDepthStep;
 constexpr int kTileBytes = kGroupRows * kRowBytes;
-constexpr int kOperandBytes = kMaxSteps * kTileBytes;  // of the router, and of the rows
-static_assert(kRoutedExperts == kGroupRows && kMaxRoutedRows == kGroupRows, "one product");
-static_assert(kRoutedExperts == 2 * 32, "two experts a lane");
+constexpr int kRowsBytes = kMaxSteps * kTileBytes;  // of the rows' part of the depth
+static_assert(kMaxRoutedRows == kGroupRows, "one product for 64 experts");
+static_assert(kMaxRoutedExperts <= kThreads, "one thread for each expert");
+
+// What follows from the number of experts.
+template <int kExperts>
+struct Sizes {
+  static constexpr int tiles = kExperts / kGroupRows;  // of a step of the depth
+  static constexpr int pitch = kExperts + 4;  // of a row of scores: rows apart in the banks
+  static constexpr int gate_bytes = kMaxSteps * tiles * kTileBytes;
+  // the scores take the place of the router, once it is multiplied
+  static constexpr int score_bytes = kMaxRoutedRows * pitch * 4;
+  static constexpr int operand_bytes = gate_bytes > score_bytes ? gate_bytes : score_bytes;
+  static constexpr int dynamic_bytes = kAlignment + operand_bytes + kRowsBytes;
+  static_assert(kExperts % 64 == 0 && dynamic_bytes + 8192 <= kSharedBytes, "it must fit");
+};
 
 struct KernelParams {
   const float* bias;
-  __nv_bfloat16* weights;
+  void* weights;
   int* slots;
   int* ends;
   int num_rows, num_chosen, depth;
+  RouterScoring scoring;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kWarps = kThreads / 32;
-constexpr int kPitch = kRoutedExperts + 4;  // of a row of scores: rows apart in the banks
+constexpr int kGroups = kThreads / kGroupThreads;  // of four warps, which multiply together
 constexpr int kShare = kMaxRoutedRows / kBlocks;
 
+template <int kExperts>
+constexpr int kWords = kExperts / 64;  // of bits, one for an expert
+
+template <int kExperts>
+constexpr int kLaneExperts = kExperts / 32;  // of a lane, one after the other
+
+// The experts of a row, a bit for each.
+template <int kExperts>
+struct Chosen {
+  unsigned long long words[kWords<kExperts>];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kWords<kExperts>; ++i) words[i] = 0;
+  }
+
+  __device__ void add(int expert) {
+#pragma unroll
+    for (int i = 0; i < kWords<kExperts>; ++i) {
+      if (expert / 64 == i) words[i] |= 1ull << (expert % 64);
+    }
+  }
+
+  __device__ bool has(int expert) const {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < kWords<kExperts>; ++i) {
+      if (expert / 64 == i) found = words[i] >> (expert % 64) & 1;
+    }
+    return found;
+  }
+
+  __device__ int num_below(int expert) const {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kWords<kExperts>; ++i) {
+      if (i < expert / 64) count += __popcll(words[i]);
+      if (i == expert / 64) count += __popcll(words[i] & ((1ull << (expert % 64)) - 1));
+    }
+    return count;
+  }
+};
+
+template <int kExperts>
 struct Shared {
   unsigned long long barriers[2];
-  unsigned long long chosen[kShare];      // of each row of the block, a bit for an expert
-  int counts[kRoutedExperts];             // of the block's rows
-  int totals[kRoutedExperts];             // of all rows
-  float scores[kMaxRoutedRows * kPitch];  // of the block's depth
+  Chosen<kExperts> chosen[kShare];  // of each row of the block
+  int counts[kExperts];             // of the block's rows
+  int warp_totals[kWarps];          // rows of each warp's experts
 };
 
 __device__ float2 load_pair_of_block(uint32_t address, int rank) {
@@ -93,117 +151,247 @@ __device__ float sum_of_warp(float value) {
   return value;
 }
 
-// The num_chosen best of 64 scores, of which a lane has 2 * lane and the next, as bits; among
-// equals the lowest expert.
-__device__ unsigned long long choose(float2 scores, int num_chosen) {
+__device__ float number(unsigned order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
+}
+
+// The largest of a warp's numbers and, of the lanes that have it, the first.
+__device__ int first_with_largest(unsigned mine, unsigned& largest) {
+  largest = __reduce_max_sync(0xFFFFFFFF, mine);
+  return __ffs(__ballot_sync(0xFFFFFFFF, mine == largest)) - 1;
+}
+
+// Take the experts of all groups but the kept ones, those whose two best ranks have the largest
+// sums, among equals the lowest; ranks are in the order of the floats, 0: taken.
+template <int kPerLane>
+__device__ void keep_groups(unsigned (&ranks)[kPerLane], const RouterScoring& scoring) {
   const int lane = threadIdx.x % 32;
-  unsigned first = ordered(scores.x), second = ordered(scores.y);  // 0: taken
-  unsigned long long chosen = 0;
-  for (int i = 0; i < num_chosen; ++i) {
-    const unsigned best = __reduce_max_sync(0xFFFFFFFF, max(first, second));
-    const int winner = __ffs(__ballot_sync(0xFFFFFFFF, max(first, second) == best)) - 1;
-    const bool is_second = __shfl_sync(0xFFFFFFFF, first != best, winner);
-    chosen |= 1ull << (2 * winner + is_second);
-    if (lane == winner) (is_second ? second : first) = 0;
+  const int size = kPerLane * 32 / scoring.num_groups;
+  unsigned sum = 0;  // of the group whose number is the lane's
+  for (int group = 0; group < scoring.num_groups; ++group) {
+    unsigned first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const unsigned rank = (lane * kPerLane + i) / size == group ? ranks[i] : 0;
+      second = max(second, min(first, rank));
+      first = max(first, rank);
+    }
+    unsigned best, next;
+    const int winner = first_with_largest(first, best);
+    first_with_largest(lane == winner ? second : first, next);
+    if (lane == group) sum = ordered(number(best) + number(next));
+  }
+  unsigned kept = 0;
+  for (int i = 0; i < scoring.num_kept_groups; ++i) {
+    unsigned largest;
+    const int winner = first_with_largest(sum, largest);
+    kept |= 1u << winner;
+    if (lane == winner) sum = 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (!(kept >> ((lane * kPerLane + i) / size) & 1)) ranks[i] = 0;
+  }
+}
+
+// The num_chosen best of the experts, of which a lane has kPerLane; among equals the lowest.
+template <int kExperts>
+__device__ Chosen<kExperts> choose(unsigned (&ranks)[kLaneExperts<kExperts>], int num_chosen) {
+  constexpr int kPerLane = kLaneExperts<kExperts>;
+  const int lane = threadIdx.x % 32;
+  Chosen<kExperts> chosen;
+  chosen.clear();
+  for (int n = 0; n < num_chosen; ++n) {
+    unsigned mine = 0, largest;
+    int place = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (ranks[i] > mine) {
+        mine = ranks[i];
+        place = i;
+      }
+    }
+    const int winner = first_with_largest(mine, largest);
+    chosen.add(winner * kPerLane + __shfl_sync(0xFFFFFFFF, place, winner));
+    if (lane == winner) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (i == place) ranks[i] = 0;
+      }
+    }
   }
   return chosen;
 }
 
-__device__ int num_below(unsigned long long chosen, int expert) {
-  return __popcll(chosen & ((1ull << expert) - 1));
+// The scores [rows, experts] of the block's depth; every four warps have 64 experts at a time.
+template <int kExperts>
+__device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int num_steps) {
+  constexpr int kTiles = Sizes<kExperts>::tiles;
+  constexpr int kMine = (kTiles + kGroups - 1) / kGroups;
+  const int group = threadIdx.x / kGroupThreads;
+  float total[kMine][kMaxRoutedRows / 2];
+#pragma unroll
+  for (int n = 0; n < kMine; ++n) {
+    const int tile = n * kGroups + group;
+    if (tile >= kTiles) continue;
+    for (int step = 0; step < num_steps; ++step) {
+      const uint64_t left = matrix_descriptor(gate + (step * kTiles + tile) * kTileBytes);
+      const uint64_t right = matrix_descriptor(rows + step * kTileBytes);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; ++k) {
+        multiply(total[n], left + k * 2, right + k * 2, step > 0 || k > 0);
+      }
+      commit_products();
+    }
+    settle(total[n]);
+  }
+  __syncthreads();  // the scores take the place of the router
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kMine; ++n) {
+    const int tile = n * kGroups + group;
+    if (tile >= kTiles) continue;
+    const int expert = tile * kGroupRows + threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kMaxRoutedRows / 8; ++i) {
+      float* at = scores + (i * 8 + lane % 4 * 2) * Sizes<kExperts>::pitch + expert;
+      at[0] = total[n][i * 4];
+      at[Sizes<kExperts>::pitch] = total[n][i * 4 + 1];
+      at[8] = total[n][i * 4 + 2];
+      at[Sizes<kExperts>::pitch + 8] = total[n][i * 4 + 3];
+    }
+  }
 }
 
-// The scores [rows, experts] of the block's depth, by four warps.
-__device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int num_steps) {
-  float total[kMaxRoutedRows / 2];
-  for (int step = 0; step < num_steps; ++step) {
-    const uint64_t left = matrix_descriptor(gate + step * kTileBytes);
-    const uint64_t right = matrix_descriptor(rows + step * kTileBytes);
-    begin_products();
+// A lane's logits of one row: the parts of all blocks, in their order.
+template <int kExperts>
+__device__ void add_parts(const float* scores, int row, bool in_fp32,
+                          float (&logits)[kLaneExperts<kExperts>]) {
+  constexpr int kPerLane = kLaneExperts<kExperts>;
+  const float* mine = scores + row * Sizes<kExperts>::pitch + threadIdx.x % 32 * kPerLane;
 #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
-      multiply(total, left + k * 2, right + k * 2, step > 0 || k > 0);
+  for (int i = 0; i < kPerLane; i += 2) {
+    const uint32_t address = shared_address(mine + i);
+    float2 some[kBlocks];
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) some[block] = load_pair_of_block(address, block);
+#pragma unroll
+    for (int block = 1; block < kBlocks; ++block) {
+      some[0].x += some[block].x;
+      some[0].y += some[block].y;
     }
-    commit_products();
+    if (!in_fp32) some[0] = __bfloat1622float2(__floats2bfloat162_rn(some[0].x, some[0].y));
+    logits[i] = some[0].x;
+    logits[i + 1] = some[0].y;
   }
-  settle(total);
-  const int lane = threadIdx.x % 32;
-  const int expert = threadIdx.x / 32 * 16 + lane / 4;
+}
+
+// Logits to scores: of each its sigmoid, or the softmax of all lanes' logits.
+template <int kPerLane>
+__device__ void score(float (&values)[kPerLane], bool is_sigmoid) {
+  if (is_sigmoid) {
 #pragma unroll
-  for (int i = 0; i < kMaxRoutedRows / 8; ++i) {
-    const int row = i * 8 + lane % 4 * 2;
-    scores[row * kPitch + expert] = total[i * 4];
-    scores[(row + 1) * kPitch + expert] = total[i * 4 + 1];
-    scores[row * kPitch + expert + 8] = total[i * 4 + 2];
-    scores[(row + 1) * kPitch + expert + 8] = total[i * 4 + 3];
+    for (int i = 0; i < kPerLane; ++i) values[i] = 1.0f / (1.0f + expf(-values[i]));
+    return;
   }
+  float highest = values[0], total = 0.0f;
+#pragma unroll
+  for (int i = 1; i < kPerLane; ++i) highest = fmaxf(highest, values[i]);
+  highest = max_of_warp(highest);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    values[i] = __expf(values[i] - highest);
+    total += values[i];
+  }
+  total = sum_of_warp(total);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) values[i] /= total;
 }
 
 // The choice of one row by a warp.
-__device__ unsigned long long choose_row(const float* scores, int row, const KernelParams& params,
-                                         float2 bias) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t address = shared_address(scores + row * kPitch + lane * 2);
-  float2 some[kBlocks];
+template <int kExperts>
+__device__ Chosen<kExperts> choose_row(const float* scores, int row, const KernelParams& params,
+                                       const float (&bias)[kLaneExperts<kExperts>]) {
+  constexpr int kPerLane = kLaneExperts<kExperts>;
+  const RouterScoring& scoring = params.scoring;
+  const int first = threadIdx.x % 32 * kPerLane;
+  float values[kPerLane];
+  add_parts<kExperts>(scores, row, scoring.in_fp32, values);
+  score(values, scoring.is_sigmoid);
+  unsigned ranks[kPerLane];
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) some[block] = load_pair_of_block(address, block);
+  for (int i = 0; i < kPerLane; ++i) ranks[i] = ordered(values[i] + bias[i]);
+  if (scoring.num_groups > 1) keep_groups(ranks, scoring);
+  const Chosen<kExperts> chosen = choose<kExperts>(ranks, params.num_chosen);
+
+  float divisor = 1.0f;
+  if (scoring.is_normalised) {
+    float mine = 0.0f;
 #pragma unroll
-  for (int block = 1; block < kBlocks; ++block) {
-    some[0].x += some[block].x;
-    some[0].y += some[block].y;
+    for (int i = 0; i < kPerLane; ++i) mine += chosen.has(first + i) ? values[i] : 0.0f;
+    divisor = sum_of_warp(mine) + 1e-20f;
   }
-  const float2 logits = __bfloat1622float2(__floats2bfloat162_rn(some[0].x, some[0].y));
-  const float highest = max_of_warp(fmaxf(logits.x, logits.y));
-  const float2 powers{__expf(logits.x - highest), __expf(logits.y - highest)};
-  const float total = sum_of_warp(powers.x + powers.y);
-  const float2 probabilities{powers.x / total, powers.y / total};
-  const unsigned long long chosen =
-      choose({probabilities.x + bias.x, probabilities.y + bias.y}, params.num_chosen);
-  __nv_bfloat16* weights = params.weights + row * params.num_chosen;
-  const int place = num_below(chosen, lane * 2);
-  const bool has_first = chosen >> (lane * 2) & 1;
-  if (has_first) weights[place] = __float2bfloat16_rn(probabilities.x);
-  if (chosen >> (lane * 2 + 1) & 1) {
-    weights[place + has_first] = __float2bfloat16_rn(probabilities.y);
+  int at = row * params.num_chosen + chosen.num_below(first);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (!chosen.has(first + i)) continue;
+    const float weight = values[i] / divisor * scoring.scale;
+    if (scoring.in_fp32) {
+      static_cast<float*>(params.weights)[at] = weight;
+    } else {
+      static_cast<__nv_bfloat16*>(params.weights)[at] = __float2bfloat16_rn(weight);
+    }
+    ++at;
   }
   return chosen;
 }
 
 // One thread for each expert lists the block's rows of it.
-__device__ void list_rows(Shared& shared, const KernelParams& params, int rank, int first_row,
-                          int num_rows) {
-  const int expert = threadIdx.x;
+template <int kExperts>
+__device__ void list_rows(Shared<kExperts>& shared, const KernelParams& params, int rank,
+                          int first_row, int num_rows) {
+  const int expert = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int before = 0, total = 0;
-  if (expert < kRoutedExperts) {
+  if (expert < kExperts) {
     for (int block = 0; block < kBlocks; ++block) {
       const int count = load_count_of_block(shared_address(&shared.counts[expert]), block);
       before += block < rank ? count : 0;
       total += count;
     }
-    shared.totals[expert] = total;
   }
+  int end = total;  // of the expert's rows, among those of the warp's experts
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int more = __shfl_up_sync(0xFFFFFFFF, end, offset);
+    if (lane >= offset) end += more;
+  }
+  if (lane == 31) shared.warp_totals[warp] = end;
   __syncthreads();
-  if (expert >= kRoutedExperts) return;
-  int start = 0;
-  for (int i = 0; i < kRoutedExperts; ++i) start += i < expert ? shared.totals[i] : 0;
-  if (rank == 0) params.ends[expert] = start + total;
-  int* slots = params.slots + start + before;
+  if (expert >= kExperts) return;
+  for (int i = 0; i < warp; ++i) end += shared.warp_totals[i];
+  if (rank == 0) params.ends[expert] = end;
+  int* slots = params.slots + end - total + before;
   for (int i = 0; i < num_rows; ++i) {
-    const unsigned long long chosen = shared.chosen[i];
-    if (chosen >> expert & 1) {
-      *slots++ = (first_row + i) * params.num_chosen + num_below(chosen, expert);
+    const Chosen<kExperts>& chosen = shared.chosen[i];
+    if (chosen.has(expert)) {
+      *slots++ = (first_row + i) * params.num_chosen + chosen.num_below(expert);
     }
   }
 }
 
+template <int kExperts>
 __global__ void __launch_bounds__(kThreads, 1)
     router_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap gate,
                   const __grid_constant__ KernelParams params) {
+  constexpr int kTiles = Sizes<kExperts>::tiles;
+  constexpr int kPerLane = kLaneExperts<kExperts>;
   extern __shared__ char dynamic[];
-  __shared__ Shared shared;
+  __shared__ Shared<kExperts> shared;
   launch_dependents();
   const uint32_t gate_tiles = first_stage(dynamic);
-  const uint32_t row_tiles = gate_tiles + kOperandBytes;
+  const uint32_t row_tiles = gate_tiles + Sizes<kExperts>::operand_bytes;
+  float* scores = reinterpret_cast<float*>(dynamic + (gate_tiles - shared_address(dynamic)));
   const uint32_t gate_barrier = shared_address(&shared.barriers[0]);
   const uint32_t row_barrier = shared_address(&shared.barriers[1]);
   const int rank = block_of_cluster();
@@ -214,15 +402,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barrier(gate_barrier, 1);
     init_barrier(row_barrier, 1);
     publish_barriers();
-    expect_bytes(gate_barrier, num_steps * kTileBytes);
-    for (int step = 0; step < num_steps; ++step) {
-      copy_tile(gate_tiles + step * kTileBytes, &gate, first_depth + step * kDepth, 0, gate_barrier,
-                kEvictFirst);
+    expect_bytes(gate_barrier, num_steps * kTiles * kTileBytes);
+    for (int i = 0; i < num_steps * kTiles; ++i) {
+      copy_tile(gate_tiles + i * kTileBytes, &gate, first_depth + i / kTiles * kDepth,
+                i % kTiles * kGroupRows, gate_barrier, kEvictFirst);
     }
   }
-  const float2 bias = params.bias == nullptr
-                          ? float2{0.0f, 0.0f}
-                          : float2{params.bias[lane * 2], params.bias[lane * 2 + 1]};
+  float bias[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    bias[i] = params.bias == nullptr ? 0.0f : params.bias[lane * kPerLane + i];
+  }
   __syncthreads();
   wait_for_prerequisites();
   if (threadIdx.x == 0) {
@@ -232,24 +422,22 @@ __global__ void __launch_bounds__(kThreads, 1)
                 kEvictLast);
     }
   }
-  if (warp < kGroupThreads / 32) {
-    wait(gate_barrier, 0);
-    wait(row_barrier, 0);
-    multiply_part(gate_tiles, row_tiles, shared.scores, num_steps);
-  }
+  wait(gate_barrier, 0);
+  wait(row_barrier, 0);
+  multiply_part<kExperts>(gate_tiles, row_tiles, scores, num_steps);
   cluster_sync();
 
   const int share = (params.num_rows + kBlocks - 1) / kBlocks;
   const int first_row = rank * share;
   const int num_rows = max(0, min(share, params.num_rows - first_row));
   for (int i = warp; i < num_rows; i += kWarps) {
-    const unsigned long long chosen = choose_row(shared.scores, first_row + i, params, bias);
+    const Chosen<kExperts> chosen = choose_row<kExperts>(scores, first_row + i, params, bias);
     if (lane == 0) shared.chosen[i] = chosen;
   }
   __syncthreads();
-  if (threadIdx.x < kRoutedExperts) {
+  if (threadIdx.x < kExperts) {
     int count = 0;
-    for (int i = 0; i < num_rows; ++i) count += shared.chosen[i] >> threadIdx.x & 1;
+    for (int i = 0; i < num_rows; ++i) count += shared.chosen[i].has(threadIdx.x);
     shared.counts[threadIdx.x] = count;
   }
   cluster_sync();
@@ -259,34 +447,55 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 #else
 
+template <int kExperts>
 __global__ void router_kernel(const __grid_constant__ CUtensorMap,
                               const __grid_constant__ CUtensorMap,
                               const __grid_constant__ KernelParams) {}
 
 #endif
 
+template <int kExperts>
+cudaError_t launch(const RouterParams& params, cudaStream_t stream) {
+  CUtensorMap x, gate;
+  cudaError_t error =
+      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kGroupRows);
+  if (error != cudaSuccess) return error;
+  error = describe(&gate, params.gate, kExperts, params.depth, params.gate_stride, kGroupRows);
+  if (error != cudaSuccess) return error;
+  const KernelParams kernel_params{params.bias,  params.weights,  params.slots,
+                                   params.ends,  params.num_rows, params.num_chosen,
+                                   params.depth, params.scoring};
+  const Launch launch{kBlocks, kThreads, stream, /*overlaps=*/true, Sizes<kExperts>::dynamic_bytes,
+                      kBlocks};
+  return launch_kernel(router_kernel<kExperts>, launch, x, gate, kernel_params);
+}
+
+bool takes(const RouterScoring& scoring, int num_experts, int num_chosen) {
+  if (scoring.num_groups == 1) return true;
+  const int groups = scoring.num_groups, kept = scoring.num_kept_groups;
+  return groups > 1 && groups <= kMaxRouterGroups && num_experts % groups == 0 && kept <= groups &&
+         num_experts / groups > 1 && kept * (num_experts / groups) >= num_chosen;
+}
+
 }  // namespace
 
 cudaError_t launch_router(const RouterParams& params, cudaStream_t stream) {
   if (params.num_rows < 1 || params.num_rows > kMaxRoutedRows ||
       params.depth % kRouterDepthStep != 0 || params.depth > kMaxRouterDepth ||
-      params.num_chosen < 1 || params.num_chosen > kRoutedExperts) {
+      params.num_chosen < 1 || params.num_chosen > params.num_experts ||
+      !takes(params.scoring, params.num_experts, params.num_chosen)) {
     return cudaErrorInvalidValue;
   }
-  CUtensorMap x, gate;
-  cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kGroupRows);
-  if (error != cudaSuccess) return error;
-  error = describe(&gate, params.gate, kRoutedExperts, params.depth, params.gate_stride,
-                   kRoutedExperts);
-  if (error != cudaSuccess) return error;
-  const KernelParams kernel_params{params.bias,     static_cast<__nv_bfloat16*>(params.weights),
-                                   params.slots,    params.ends,
-                                   params.num_rows, params.num_chosen,
-                                   params.depth};
-  constexpr int kDynamicBytes = kAlignment + 2 * kOperandBytes;
-  const Launch launch{kBlocks, kThreads, stream, /*overlaps=*/true, kDynamicBytes, kBlocks};
-  return launch_kernel(router_kernel, launch, x, gate, kernel_params);
+  switch (params.num_experts) {
+    case 64:
+      return launch<64>(params, stream);
+    case 128:
+      return launch<128>(params, stream);
+    case 256:
+      return launch<256>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace fused_ops

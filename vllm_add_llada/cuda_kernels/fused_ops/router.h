@@ -8,22 +8,33 @@
 
 namespace fused_ops {
 
-constexpr int kRoutedExperts = 64;
+constexpr int kMaxRoutedExperts = 256;  // 64, 128 or 256
+constexpr int kMaxRouterGroups = 32;
 constexpr int kMaxRoutedRows = 64;
 constexpr int kMaxRouterDepth = 2048;
 constexpr int kRouterDepthStep = 512;  // divides the depth
 
+// How logits become a choice and weights; see `gather_gemm.Scoring`.
+struct RouterScoring {
+  bool is_sigmoid;
+  int num_groups, num_kept_groups;
+  bool is_normalised;
+  float scale;
+  bool in_fp32;  // logits, and weights
+};
+
 // The experts of few rows, bf16: the product with the router, the choice and the order of the rows.
 struct RouterParams {
   const void* x;      // [num_rows, depth], rows x_stride apart
-  const void* gate;   // [kRoutedExperts, depth], rows gate_stride apart; read while the kernel
+  const void* gate;   // [num_experts, depth], rows gate_stride apart; read while the kernel
                       // before this one ends
-  const float* bias;  // [kRoutedExperts], or null
-  void* weights;      // [num_rows, num_chosen], written: of ascending experts
+  const float* bias;  // [num_experts], or null
+  void* weights;      // [num_rows, num_chosen], written: of ascending experts; bf16 or fp32
   int* slots;         // [num_rows * num_chosen], written: sorted by expert, then by row
-  int* ends;          // [kRoutedExperts], written: of the experts' parts of slots
+  int* ends;          // [num_experts], written: of the experts' parts of slots
   int64_t x_stride, gate_stride;  // elements
-  int num_rows, num_chosen, depth;
+  int num_rows, num_experts, num_chosen, depth;
+  RouterScoring scoring;
 };
 
 // Enqueues the kernel. cudaErrorInvalidValue: a shape that it does not take;
