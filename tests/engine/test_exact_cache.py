@@ -387,3 +387,12 @@ def test_the_store_is_half_of_the_pool(checkpoint: Callable[[str], Path], monkey
 def test_prefix_caching_can_be_turned_off(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("sdar"), enable_prefix_caching=False) as engine:
         assert [num_cached(engine, ASKS[1]) for _ in range(2)] == [0, 0]
+
+
+def test_upstreams_metrics_tell_what_was_found(checkpoint: Callable[[str], Path]) -> None:
+    with running(checkpoint("sdar"), disable_log_stats=False) as engine:
+        assert [num_cached(engine, ASKS[1]) for _ in range(2)] == [0, 128]
+        told = {metric.name: getattr(metric, "value", None) for metric in engine.llm.get_metrics()}
+    assert told["vllm:prefix_cache_queries"] == 2 * len(SHARED)
+    assert told["vllm:prefix_cache_hits"] == 128
+    assert told["vllm:kv_cache_usage_perc"] == 0
