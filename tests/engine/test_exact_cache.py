@@ -158,6 +158,34 @@ def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Answer]) -> No
         runner.pool.budget_bytes, runner.planner = budget, planner
 
 
+def test_what_pages_have_held_changes_nothing(engine: Engine, wanted: list[Answer]) -> None:
+    assert engine.scheduler.reset_prefix_cache()
+    engine.runner.caches._rows.fill_(torch.nan)
+    same(engine.ask(*ASKS), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_what_pages_have_held_changes_nothing_on_a_gpu(
+    eager: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    """In 16 bits attention reads the pages in place, of whole tiles, and steps run ahead."""
+    settings: dict[str, Any] = {"num_gpu_blocks_override": NUM_PAGES, "enforce_eager": eager}
+    with running(checkpoint("llada2"), dtype="bfloat16", **settings) as engine:
+        engine.runner.caches._rows.fill_(torch.nan)
+        told = [Ask(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": one.prompt} for one in told],
+            [sampling_params(one) for one in told],
+            use_tqdm=False,
+        )
+        for one, output in zip(told, outputs, strict=True):
+            (answer,) = output.outputs
+            assert len(answer.token_ids) == one.extra["gen_length"]
+            found = [entry.logprob for place in answer.logprobs for entry in place.values()]
+            assert torch.tensor(found).isfinite().all()
+
+
 def test_a_block_is_committed_with_the_next_one_or_apart(
     engine: Engine, fuses: bool, batches: list[Any]
 ) -> None:
