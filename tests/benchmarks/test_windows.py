@@ -117,9 +117,9 @@ def test_fusion_takes_fewer_forwards(tmp_path: Path) -> None:
     assert commit_fusion.main(arguments) == 0
     assert commit_fusion.VARIABLE not in os.environ
     rows = json.loads((tmp_path / "commit_fusion.json").read_text())["rows"]
-    # Four blocks of two forwards each; without fusion the first three have one more.
+    # Four blocks of two forwards; without fusion one more for the prompt and each finished block.
     assert [(r["is_fused"], r["num_requests"], r["num_forwards"]) for r in rows] == [
-        *((True, 1, 8), (True, 2, 8), (False, 1, 11), (False, 2, 11)),
+        *((True, 1, 8), (True, 2, 8), (False, 1, 12), (False, 2, 12)),
     ]
     assert all(row["num_tokens"] == 16 * row["num_requests"] for row in rows)
 
