@@ -61,7 +61,8 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
     Raises:
         RuntimeError: the engine had fewer such steps.
     """
-    num_blocks = 1 + -(-steps // case.block_length)
+    # A block's first step computes the block before as well; the first block may start in pieces.
+    num_blocks = 2 + -(-steps // max(case.block_length - 1, 1))
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
     with in_process.StepLog().attached(runner) as log:
         in_process.run_requests(llm, prompts_of(shape, case), parameters)
