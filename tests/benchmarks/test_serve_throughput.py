@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import serve_throughput  # noqa: E402
-from benchmarks.serve_throughput import Row, measure, stop_ids_of, up_to_stop  # noqa: E402
+from benchmarks.serve_throughput import (  # noqa: E402
+    Row,
+    body_of,
+    measure,
+    parse_arguments,
+    stop_ids_of,
+    up_to_stop,
+)
+from benchmarks.shapes import Shape  # noqa: E402
 
 
 def test_a_row_counts_tokens_and_requests_and_orders_latencies() -> None:
@@ -83,6 +92,29 @@ def test_stop_tokens_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family="llada", seed=3)
     config = json.loads((folder / "config.json").read_text())
     assert stop_ids_of(folder, config) == {EOS_ID, EOT_ID}
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("llada", {"cache": "none", "algorithm": "semi_ar", "steps": 16}),
+        ("sdar", {"cache": "exact", "steps": 16}),
+    ],
+)
+def test_clients_of_block_causal_families_leave_the_rule_to_the_server(
+    family: str, own: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, family=family, seed=3)
+    shape = Shape.of(json.loads((folder / "config.json").read_text()))
+    options = parse_arguments(["--model", str(folder)])
+    canvas = {"gen_length": 32, "block_length": 32, "temperature": 0.0}
+    assert body_of([1, 2], shape, options) == {"prompt": [1, 2], **canvas, **own}
+
+
+def test_stop_ids_of_generation_config_end_answers_too(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert stop_ids_of(tmp_path, {"eos_token_id": 9}) == {7, 8, 9}
+    assert stop_ids_of(tmp_path, {}) == {7, 8}
 
 
 @pytest.mark.slow
