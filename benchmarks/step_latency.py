@@ -270,7 +270,8 @@ def measure_windows(
             Path(folder),
             dummy_weights=True,
             dtype=options.dtype,
-            max_model_len=options.context + options.steps + 2 * max(block_lengths),
+            max_model_len=options.context
+            + max(length * windows.blocks_of(options.steps, length) for length in block_lengths),
             max_num_seqs=max(requests),
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):

@@ -52,6 +52,14 @@ def parameters_of(
     return {**asked, "algorithm": "semi_ar", "steps_per_block": steps_per_block}
 
 
+def blocks_of(steps: int, block_length: int) -> int:
+    """Blocks that hold so many steps of one block each, one token a step.
+
+    The first step of a block computes the block before as well; the first block may start in parts.
+    """
+    return 2 + -(-steps // max(block_length - 1, 1))
+
+
 def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
     """At least so many steps in which every request computes one block, one token a forward.
 
@@ -61,8 +69,7 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
     Raises:
         RuntimeError: the engine had fewer such steps.
     """
-    # A block's first step computes the block before as well; the first block may start in pieces.
-    num_blocks = 2 + -(-steps // max(case.block_length - 1, 1))
+    num_blocks = blocks_of(steps, case.block_length)
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
     with in_process.StepLog().attached(runner) as log:
         in_process.run_requests(llm, prompts_of(shape, case), parameters)
