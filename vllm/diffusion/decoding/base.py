@@ -123,8 +123,9 @@ class DecodingRule(ABC):
 
     def decide(self, candidates: Candidates) -> Commit:
         """What is committed after the forward, in the order of the rule's choice."""
-        chosen = self.select(candidates)
-        return Commit(candidates.positions[chosen], self.replacement(candidates)[chosen])
+        chosen = self.select(candidates).numpy()
+        positions, tokens = candidates.positions.numpy(), self.replacement(candidates).numpy()
+        return Commit(torch.from_numpy(positions[chosen]), torch.from_numpy(tokens[chosen]))
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Indices [K] int64 into `candidates` that are committed after the forward."""
@@ -160,7 +161,7 @@ class DecodingRule(ABC):
 
     def forbid_mask_unless_changed(self, candidates: Candidates, chosen: torch.Tensor) -> None:
         """After a forward that changes nothing, the next one must not propose the mask token."""
-        tokens = self.replacement(candidates)[chosen]
+        tokens = self.replacement(candidates).numpy()[chosen.numpy()]
         self.forbid_mask = not bool((tokens != self.params.mask_id).any())
 
 

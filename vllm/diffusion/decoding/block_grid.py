@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm.diffusion.decoding.base import DecodingRule, Mask, Work
+from vllm.diffusion.decoding.base import Array, DecodingRule, Mask, Work
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -36,13 +36,14 @@ class GridRule(DecodingRule):
         self._num_filled = 0  # positions from 0 that are known not to be masked
 
     def prepare(self, tokens: torch.Tensor) -> Work | None:
-        first = self._first_masked(tokens)
-        if self._is_over(tokens, first):
+        array = tokens.numpy()
+        first = self._first_masked(array)
+        if self._is_over(array, first):
             return None
         start = self._block_start(first)
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
-        block = tokens[start : start + self.params.block_length].numpy()
+        block = array[start : start + self.params.block_length]
         return self.work(block == self.params.mask_id, start)
 
     def work(self, masked: Mask, start: int) -> Work:
@@ -51,23 +52,28 @@ class GridRule(DecodingRule):
         return Work(torch.from_numpy(eligible), (start, start + len(masked)))
 
     def settled(self, tokens: torch.Tensor) -> int:
-        first = self._first_masked(tokens)
-        return first if self._is_over(tokens, first) else self._block_start(first)
+        array = tokens.numpy()
+        first = self._first_masked(array)
+        return first if self._is_over(array, first) else self._block_start(first)
 
-    def _first_masked(self, tokens: torch.Tensor) -> int:
+    # A GPU waits while the requests of a step commit, and there may be hundreds. On blocks,
+    # operations on arrays cost a fraction of those on tensors.
+
+    def _first_masked(self, tokens: Array) -> int:
         """The first masked position, or the length of the sequence; most often it is near."""
         near = self._num_filled + self.params.block_length
         for end in (near, len(tokens)):
-            masked = tokens[self._num_filled : end].numpy() == self.params.mask_id
-            if masked.any():
-                self._num_filled += int(masked.argmax())
+            masked = tokens[self._num_filled : end] == self.params.mask_id
+            first = int(masked.argmax()) if len(masked) else 0
+            if len(masked) and masked[first]:
+                self._num_filled += first
                 return self._num_filled
         return len(tokens)
 
     def _block_start(self, position: int) -> int:
         return position // self.params.block_length * self.params.block_length
 
-    def _is_over(self, tokens: torch.Tensor, first: int) -> bool:
+    def _is_over(self, tokens: Array, first: int) -> bool:
         """Whether the answer ends before the first masked position."""
         if first >= min(self.prompt_length + self.params.gen_length, len(tokens)):
             return True

@@ -62,8 +62,8 @@ class ConfidenceOrQuota(Quota):
     """Commit what exceeds the threshold if that is the quota at least, else the best ones."""
 
     def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
-        sure = (candidates.scores > self.params.threshold).nonzero().flatten()
-        return sure if sure.numel() >= quota else super().pick(candidates, quota)
+        sure = (candidates.scores.numpy() > self.params.threshold).nonzero()[0]
+        return torch.from_numpy(sure) if len(sure) >= quota else super().pick(candidates, quota)
 
 
 class FirstMasked(Quota):

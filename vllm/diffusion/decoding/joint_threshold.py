@@ -57,7 +57,7 @@ class JointThreshold(GridRule):
             self._is_active = not self._ends_with(tokens[self.start :][: len(self._before)])
         if self._is_active:
             return self.start
-        first = self._first_masked(tokens)
+        first = self._first_masked(tokens.numpy())
         return first if first == len(tokens) else self._block_start(first)
 
     def _ends_with(self, block: torch.Tensor) -> bool:
