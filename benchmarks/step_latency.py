@@ -60,6 +60,7 @@ from benchmarks.plain_model import (  # noqa: E402
 )
 from benchmarks.shapes import BLOCK_FAMILIES, Shape, forward_work  # noqa: E402
 from benchmarks.windows import Windows  # noqa: E402
+from vllm.diffusion.engine.turns import Shares  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -279,6 +280,8 @@ def measure_windows(
                 alone = Windows(options.context, max(block_lengths), 1)
                 run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
                 windows.spread_experts(runner, alone.num_rows, run)
+            # One step of all requests is measured, also where a server would take shares of them.
+            runner.shares = Shares(rows=sys.maxsize, requests=max(requests))
             for case in cases:
                 run = partial(windows.run_windows, llm, runner, shape, case)
                 steps = measure_steps(run, options)

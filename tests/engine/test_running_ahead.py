@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def test_shares_of_the_requests_step_one_behind_the_other(
     prompt, _ = clear_case(model, 20, **BLOCKS)
     asks = [as_request(prompt[i:], **BLOCKS, cache=cache) for i in range(4)]
     alone = [engine.ask(ask)[0] for ask in asks]
-    monkeypatch.setattr(engine.runner, "graph_rows", 2 * 52)
+    monkeypatch.setattr(engine.runner, "shares", Shares(2 * 52))
     seen: list[tuple[list[list[str]], list[str]]] = []
     collect = engine.runner.collect
 
@@ -201,7 +202,7 @@ def test_an_abort_of_the_first_of_two_steps_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    monkeypatch.setattr(engine.runner, "graph_rows", 52)
+    monkeypatch.setattr(engine.runner, "shares", Shares(52))
     names = [start(engine, str(i), as_request(prompt, **BLOCKS)) for i in range(3)]
     for _ in range(4):
         engine.llm.llm_engine.step()

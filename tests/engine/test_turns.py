@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.turns import Wish, step_behind, take_turns, to_the_end
+from vllm.diffusion.engine.turns import Shares, Wish, step_behind, take_turns, to_the_end
 
 BUDGET = 100
 rows = st.integers(1, 150)
@@ -87,6 +87,7 @@ def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
 
 
 GRAPH_ROWS = 1024
+SHARES = Shares(GRAPH_ROWS)
 FULL_BUDGET = 8 * GRAPH_ROWS
 wishes = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
@@ -102,7 +103,7 @@ def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
     asked: dict[str, Wish], data: st.DataObject
 ) -> None:
     under_way = data.draw(st.sets(st.sampled_from(sorted(asked))))
-    taken = step_behind(under_way, asked, FULL_BUDGET, GRAPH_ROWS)
+    taken = step_behind(under_way, asked, FULL_BUDGET, SHARES)
     assert under_way.isdisjoint(taken)
     assert all(asked[req_id].rows == rows for req_id, rows in taken.items())
     fit_a_graph = sum(wish.rows for wish in asked.values() if wish.keeps) <= GRAPH_ROWS
@@ -119,9 +120,9 @@ def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
 
 def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
     asked = {"a": Wish(32, keeps=True), "b": Wish(32, keeps=True), "c": Wish(32, keeps=False)}
-    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {"a": 32, "b": 32}
-    assert step_behind(["a"], asked, FULL_BUDGET, GRAPH_ROWS) == {"c": 32}
-    assert step_behind(["a", "c"], asked, FULL_BUDGET, GRAPH_ROWS) == {}
+    assert step_behind([], asked, FULL_BUDGET, SHARES) == {"a": 32, "b": 32}
+    assert step_behind(["a"], asked, FULL_BUDGET, SHARES) == {"c": 32}
+    assert step_behind(["a", "c"], asked, FULL_BUDGET, SHARES) == {}
 
 
 def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
@@ -130,29 +131,39 @@ def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
         "decodes": Wish(32, keeps=True, unit=32),
         "prompt": Wish(32_768, keeps=True, unit=32),
     }
-    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {
+    assert step_behind([], asked, FULL_BUDGET, SHARES) == {
         "decodes": 32,
         "prompt": FULL_BUDGET - 32,
     }
-    assert step_behind(["decodes", "prompt"], asked, FULL_BUDGET, GRAPH_ROWS) == {}
+    assert step_behind(["decodes", "prompt"], asked, FULL_BUDGET, SHARES) == {}
 
 
 @pytest.mark.parametrize(("is_window", "count", "share"), [(True, 32, 32), (False, 32, 48)])
 def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int) -> None:
     wish = Wish(GRAPH_ROWS // count, keeps=True, is_window=is_window)
     asked = {str(i): wish for i in range(3 * count)}
-    first = step_behind([], asked, FULL_BUDGET, GRAPH_ROWS)
+    first = step_behind([], asked, FULL_BUDGET, SHARES)
     assert list(first) == list(asked)[:share]
-    second = step_behind(first, asked, FULL_BUDGET, GRAPH_ROWS)
+    second = step_behind(first, asked, FULL_BUDGET, SHARES)
     assert list(second) == list(asked)[share : 2 * share]
-    assert step_behind([], asked, GRAPH_ROWS // 2, GRAPH_ROWS).keys() == {
+    assert step_behind([], asked, GRAPH_ROWS // 2, SHARES).keys() == {
         str(i) for i in range(count // 2)
     }
 
 
 def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
     asked = {"window": Wish(32, keeps=True, is_window=True), "whole": Wish(256, keeps=True)}
-    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {"window": 32, "whole": 256}
+    assert step_behind([], asked, FULL_BUDGET, SHARES) == {"window": 32, "whole": 256}
     asked["large"] = Wish(GRAPH_ROWS, keeps=True)
-    assert step_behind([], asked, FULL_BUDGET, GRAPH_ROWS) == {"window": 32}
-    assert step_behind(["window"], asked, FULL_BUDGET, GRAPH_ROWS) == {"whole": 256}
+    assert step_behind([], asked, FULL_BUDGET, SHARES) == {"window": 32}
+    assert step_behind(["window"], asked, FULL_BUDGET, SHARES) == {"whole": 256}
+
+
+@pytest.mark.parametrize(("count", "share"), [(64, 64), (65, 64), (200, 100)])
+def test_many_requests_of_few_rows_come_in_shares(count: int, share: int) -> None:
+    """The host takes in the results of one share while the device computes the other."""
+    asked = {str(i): Wish(4, keeps=True, unit=4) for i in range(count)}
+    first = step_behind([], asked, FULL_BUDGET, SHARES)
+    assert list(first) == list(asked)[:share]
+    assert list(step_behind(first, asked, FULL_BUDGET, SHARES)) == list(asked)[share:]
+    assert step_behind(asked, asked, FULL_BUDGET, SHARES) == {}

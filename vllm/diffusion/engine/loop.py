@@ -99,6 +99,6 @@ class StepLoop:
         }
         under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}
         planner = self._runner.planner
-        taken = step_behind(under_way, wishes, planner.row_budget, self._runner.graph_rows)
+        taken = step_behind(under_way, wishes, planner.row_budget, self._runner.shares)
         if taken and planner.runs_whole(sum(taken.values()), self._runner.kept_bytes):
             self._under_way.append(self._recovery.launch(taken))

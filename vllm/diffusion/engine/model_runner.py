@@ -25,6 +25,7 @@ from vllm.diffusion.engine.recovery import Recovery
 from vllm.diffusion.engine.slices import Slices
 from vllm.diffusion.engine.step import Step
 from vllm.diffusion.engine.step_log import StepLog
+from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
@@ -58,7 +59,7 @@ class DiffusionModelRunner:
         max_model_len: the longest sequence.
 
     Attributes:
-        graph_rows: rows of windows that one graph serves.
+        shares: of requests, where steps are launched behind others.
         runs_ahead: a step is launched before the results of the one before are handed out.
     """
 
@@ -87,7 +88,7 @@ class DiffusionModelRunner:
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
             self.graphs = GraphRunner(model, pool, self.caches, graph_memory, max_model_len)
-        self.graph_rows = buckets_of(model.config).windows[-1]
+        self.shares = Shares(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
         self._recovery = Recovery(self, may_fail_alone=may_fail_alone)

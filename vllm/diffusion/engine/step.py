@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.ledger import StepMemory
     from vllm.diffusion.engine.messages import NewCanvas, Slice, StepResult
+    from vllm.diffusion.engine.turns import Shares
     from vllm.diffusion.memory import ActivationPool, PageStore, Planner
 
 
@@ -41,7 +42,7 @@ class StepRunner(Protocol):
     planner: Planner
     pool: ActivationPool
     caches: PageStore
-    graph_rows: int
+    shares: Shares
 
     @property
     def kept_bytes(self) -> int: ...

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -27,15 +28,27 @@ class Wish(NamedTuple):
     unit: int | None = None
 
 
+class Shares(NamedTuple):
+    """From where on a step does not hold all of a kind, but a share of them.
+
+    Attributes:
+        rows: of windows that one graph serves. More would cost no less each.
+        requests: for more of them the host takes longer than a device for a second step.
+    """
+
+    rows: int
+    requests: int = 64
+
+
 def step_behind(
-    under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int, graph_rows: int
+    under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int, shares: Shares
 ) -> dict[str, int]:
     """The requests of the step that follows those under way, with their rows; maybe none.
 
     Requests that keep keys and values share steps, and so do the others; windows have their own
     where a graph does not hold them beside the rest. Where one step does not hold all of a kind, it
-    takes a share of their rows, so that the host can take in the results of one share while the
-    device computes another. Where one does, nobody steps before those under way are back, and all
+    takes a share of them, so that the host can take in the results of one share while the device
+    computes another. Where one does, nobody steps before those under way are back, and all
     go together.
 
     Args:
@@ -43,9 +56,9 @@ def step_behind(
         wishes: of all requests, in the order of their turns; of those under way, the forward that
             is.
         row_budget: rows that several requests may share in one step.
-        graph_rows: of windows that one graph serves. More would cost no less each.
+        shares: from where on one step does not hold all.
     """
-    fit_a_graph = sum(wish.rows for wish in wishes.values() if wish.keeps) <= graph_rows
+    fit_a_graph = sum(wish.rows for wish in wishes.values() if wish.keeps) <= shares.rows
     kinds = {
         req_id: (wish.keeps, wish.is_window and not fit_a_graph) for req_id, wish in wishes.items()
     }
@@ -53,11 +66,13 @@ def step_behind(
     units = {req_id: wish.unit for req_id, wish in wishes.items() if wish.unit is not None}
     for kind in dict.fromkeys(kinds[req_id] for req_id in waiting):
         alike = {req_id: rows for req_id, rows in waiting.items() if kinds[req_id] == kind}
-        wanted = sum(wish.rows for req_id, wish in wishes.items() if kinds[req_id] == kind)
+        all_rows = [wish.rows for req_id, wish in wishes.items() if kinds[req_id] == kind]
         _, are_windows = kind
-        share = min(row_budget, max(graph_rows, 0 if are_windows else -(-wanted // 2)))
-        if wanted > share or not any(kinds.get(req_id) == kind for req_id in under_way):
-            return take_turns(alike, share, units)
+        rows = min(row_budget, max(shares.rows, 0 if are_windows else -(-sum(all_rows) // 2)))
+        most = max(shares.requests, -(-len(all_rows) // 2))
+        all_fit = sum(all_rows) <= rows and len(all_rows) <= most
+        if not all_fit or not any(kinds.get(req_id) == kind for req_id in under_way):
+            return take_turns(dict(islice(alike.items(), most)), rows, units)
     return {}
 
 
