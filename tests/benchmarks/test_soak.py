@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -106,14 +104,3 @@ def test_bodies_are_the_same_for_the_same_seed() -> None:
     assert bodies != random_bodies(256, seed=6)
     assert {body["algorithm"] for body in bodies} == {way["algorithm"] for way in soak.WAYS}
     assert all(body["gen_length"] % body["block_length"] == 0 for body in bodies)
-
-
-@pytest.mark.slow
-def test_some_seconds_with_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "NUM_BODIES", 2 * len(soak.WAYS))
-    folder = make_checkpoint(tmp_path / "model", seed=14, max_sequence_length=512)
-    arguments = ["--model", str(folder), "--clients", "8", "--minutes", "0.1"]
-    assert soak.main([*arguments, "--output-dir", str(tmp_path)]) == 0
-    outcome = json.loads((tmp_path / "soak.json").read_text())["outcome"]
-    assert outcome["num_answers"] > 0
-    assert outcome["rss_end"] > 0

@@ -202,7 +202,7 @@ def run_ahead(worker: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sdar", "llada2"])
+@pytest.mark.parametrize("name", ["llada2"])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Both ranks keep the same pages, and take the same steps ahead."""
     wanted = wanted_of(checkpoint(name), name)

@@ -194,8 +194,7 @@ class LiveBytes(TorchDispatchMode):
             self._total += storage.nbytes()
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
-@pytest.mark.parametrize("host_residual", [False, True])
+@pytest.mark.parametrize(("host_residual", "head_groups"), [(False, 1), (True, 2)])
 def test_nothing_grows_with_the_sequence_but_what_is_resident(
     head_groups: int,
     host_residual: bool,

@@ -14,7 +14,6 @@ from openai import DefaultHttpxClient, OpenAI
 from tests.server.client import (
     ANSWER,
     CHAT,
-    COMPLETIONS,
     GENERATE,
     PUZZLE,
     QUESTION,
@@ -152,7 +151,7 @@ def test_openais_client_takes_them(client: Client, server: ServerProcess) -> Non
     assert last["num_forwards"] > 0
 
 
-@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
+@pytest.mark.parametrize("route", [GENERATE, CHAT])
 def test_a_reader_that_stops_reading_holds_up_nobody(
     client: Client, server: ServerProcess, route: str
 ) -> None:

@@ -68,7 +68,8 @@ def test_an_engine_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None
         server.kill()
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2])
 def test_an_engine_and_its_workers_end_with_an_offline_program(
     model_dir: Path, tmp_path: Path, num_ranks: int
 ) -> None:
