@@ -96,7 +96,7 @@ class GraphRunner:
         self._memory = memory
         self._max_keys = max_keys
         self._reads_pages = model.reads_pages(caches.device)
-        self._has_blocks = model.family.visibility.block_length > 0
+        self._has_blocks = model.family.is_block_causal
         self._table = caches.table  # at the address that graphs know
         self._copied: PageTable | None = None  # what it holds
         self._captured: dict[Bucket, _Captured] = {}

@@ -63,7 +63,7 @@ class Whole(Windows):
     """
 
     def __init__(self, visibility: Visibility, length: int) -> None:
-        self._sees_all = not isinstance(visibility, BlockCausal)
+        self._sees_all = visibility.block_length == 0
         self._length = length
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:

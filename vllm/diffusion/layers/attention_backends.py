@@ -108,11 +108,16 @@ def reads_pages(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool
     return can_be_captured(dtype, head_dim, device) and can_split(dtype, head_dim, device)
 
 
+def _is_in_pages_or_blocks(layout: AttentionLayout) -> bool:
+    """Of layouts that a kernel cannot be told of, but for ours."""
+    return layout.pages is not None or layout.block_lengths is not None
+
+
 def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
     """Whether a backend computes attention of these tensors at all."""
     if backend is Backend.SDPA:
         return layout.spans is not None
-    if backend is not Backend.SPLIT and (layout.pages or layout.block_lengths) is not None:
+    if backend is not Backend.SPLIT and _is_in_pages_or_blocks(layout):
         return False
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return False
@@ -136,7 +141,7 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
-    if (layout.pages or layout.block_lengths) is not None:
+    if _is_in_pages_or_blocks(layout):
         return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.SDPA
     spans = layout.spans or ()
     if spans and min(span.num_queries for span in spans) >= _MANY_QUERIES:
