@@ -136,10 +136,7 @@ def run(
     parameters = windows.parameters_of(
         shape, options.block_length, num_blocks, options.steps_per_block
     )
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, windows.prompts_of(shape, case), parameters)
-    steps = log.steps()
-    return len(steps), max(step.ended for step in steps) - min(step.started for step in steps)
+    return windows.timed_requests(llm, runner, windows.prompts_of(shape, case), parameters)
 
 
 def line_of(row: Row) -> str:

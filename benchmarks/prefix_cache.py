@@ -113,10 +113,8 @@ def to_first_block_ms(
     llm: Any, runner: Any, prompt: Sequence[int], parameters: dict[str, Any]
 ) -> float:
     """From the start of a lone request's first step to the end of its last."""
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, [prompt], parameters)
-    steps = log.steps()
-    return 1000 * (max(step.ended for step in steps) - min(step.started for step in steps))
+    _, seconds = windows.timed_requests(llm, runner, [prompt], parameters)
+    return 1000 * seconds
 
 
 if __name__ == "__main__":

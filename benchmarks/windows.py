@@ -84,6 +84,16 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
     return found[:steps]
 
 
+def timed_requests(
+    llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+) -> tuple[int, float]:
+    """Steps that requests take, and seconds from the first step's start to the last one's end."""
+    with in_process.StepLog().attached(runner) as log:
+        in_process.run_requests(llm, prompts, parameters)
+    steps = log.steps()
+    return len(steps), max(step.ended for step in steps) - min(step.started for step in steps)
+
+
 def prompts_of(shape: Shape, case: Windows) -> list[list[int]]:
     """Random prompts, another for every request."""
     return [

@@ -17,6 +17,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
+from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.visibility import FULL, Forward
@@ -141,3 +142,11 @@ def _spans(lengths: Sequence[int], start: int, end: int, visibility: Visibility)
                 spans.append(Span(low - start, high - start, first + keys.start, first + keys.stop))
         first += length
     return spans
+
+
+def some_ids(length: int, seed: int = 0) -> torch.Tensor:
+    """Ordinary tokens, with masks in the second half."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
+    ids[length // 2 :: 2] = MASK_ID
+    return ids

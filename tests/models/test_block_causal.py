@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.checkpoints import BLOCK_CASES, MASK_ID, VOCAB_SIZE, make_checkpoint
-from tests.models.support import assert_same_logits, logits, staged_logits
+from tests.checkpoints import BLOCK_CASES, VOCAB_SIZE, make_checkpoint
+from tests.models.support import assert_same_logits, logits, some_ids, staged_logits
 from tests.reference.block_models import REFERENCES, SDARReference
 from vllm.diffusion.visibility import BlockCausal
 
@@ -29,14 +29,6 @@ NAMES = list(BLOCK_CASES)
 def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> SDARReference:
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
     return REFERENCES[architecture].from_checkpoint(path, dtype)
-
-
-def some_ids(length: int, seed: int = 0) -> torch.Tensor:
-    """Ordinary tokens, with masks in the second half."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
-    ids[length // 2 :: 2] = MASK_ID
-    return ids
 
 
 @pytest.mark.parametrize("length", [1, 8, 23])

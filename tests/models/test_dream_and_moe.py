@@ -11,9 +11,16 @@ import pytest
 import torch
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-from tests.checkpoints import FAMILY_CASES, MASK_ID, VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import FAMILY_CASES, VOCAB_SIZE, make_checkpoint
 from tests.models.conftest import OUR_FAMILY_CASES
-from tests.models.support import assert_same_logits, engine_config, load, logits, staged_logits
+from tests.models.support import (
+    assert_same_logits,
+    engine_config,
+    load,
+    logits,
+    some_ids,
+    staged_logits,
+)
 from tests.reference.dream_model import DreamReference
 from tests.reference.layers import rms_norm
 from tests.reference.llada_moe_model import LLaDAMoEReference
@@ -37,14 +44,6 @@ def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
     family = "dream" if architecture.startswith("Dream") else "moe"
     return REFERENCES[family].from_checkpoint(path, dtype)
-
-
-def some_ids(length: int, seed: int = 0) -> torch.Tensor:
-    """Ordinary tokens, with masks in the second half."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
-    ids[length // 2 :: 2] = MASK_ID
-    return ids
 
 
 @pytest.mark.parametrize("name", NAMES)
