@@ -10,10 +10,12 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, running
 from tests.engine.test_batching import assert_decoded, record_steps
+from tests.engine.test_chunks import record
 from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import Demand, ModelShape, Planner
+from vllm.diffusion.memory import Demand, ModelShape, Planner, StepShape
+from vllm.diffusion.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +63,25 @@ def test_usage_of_a_step_is_reported(checkpoint: Callable[[str], Path]) -> None:
     assert 0 < answer.report["average_bytes"] <= answer.report["peak_bytes"] < GIB
     assert usage.in_use_bytes == 0
     assert usage.planner_us > 0
+
+
+def test_pages_that_nobody_uses_do_not_cut_a_step(
+    shape: ModelShape,
+    checkpoint: Callable[[str], Path],
+    set_pool: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests that kept keys and values leave pages behind, as the warm-up of a server does."""
+    whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
+    set_pool(whole.predicted_peak_bytes)
+    with running(checkpoint("mha")) as engine:
+        store, found = engine.runner.caches, record(engine, monkeypatch)
+        store.allocate("gone", 2 * PAGE_SIZE)
+        store.release("gone")
+        assert store.unused_bytes > 0
+        engine.ask(as_request(random_prompt(168), **BLOCKS))
+        assert store.unused_bytes == 0
+    assert all(plan.is_whole(200) for plan, _ in found)
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(

@@ -41,8 +41,12 @@ if TYPE_CHECKING:
         Slice,
         StepResult,
     )
-    from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
     from vllm.diffusion.models.base import DiffusionModel
+
+# Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
+# of its time.
+WORTH_TRIMMING = 0.95
 
 
 class DiffusionModelRunner:
@@ -198,12 +202,27 @@ class DiffusionModelRunner:
         shape, num_found = batch.shape, self.planner.num_found
         try:
             plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
+            is_whole = plan.is_whole(shape.rows)
+            has_room = is_whole or not self._gains_by_trimming(shape, plan, longest_chunk_s)
         except ActivationBudgetError:
+            has_room = False
+        if not has_room:
             self.caches.trim()
             plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
+
+    def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
+        """Whether a step in chunks is worth giving back pages that nobody uses.
+
+        The next requests that keep keys and values take them anew, and capture their graphs again.
+        """
+        unused = self.caches.unused_bytes
+        if not unused or self.pool.has_frame:
+            return False
+        roomy = self.planner.plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
+        return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
 
     # ---- requests ----
 

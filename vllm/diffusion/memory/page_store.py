@@ -210,6 +210,11 @@ class PageStore:
         return self._num_pages * self._page_bytes
 
     @property
+    def unused_bytes(self) -> int:
+        """Of these, what `trim` gives back."""
+        return len(self._free) * self._page_bytes
+
+    @property
     def fixed_bytes(self) -> int:
         """Of these, what is never given back."""
         return self.reserved_bytes if self.is_fixed else 0
