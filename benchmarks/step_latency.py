@@ -27,7 +27,8 @@ behind a prompt of --context tokens, whose keys and values are kept, and commits
 Their floor is the sum over the stages of a forward, which wait for each other: each the larger of
 reading its weights, or keys and values, and of computing. Routers are drawn so that masked rows
 choose different experts; T is printed as context + block, and the experts of a layer that some row
-passes below.
+passes below. All requests are in one step; where a server takes shares of them, which compute in
+turn, the time in which all have had a forward is printed as well.
 
 Written: step_latency.json and step_latency.png.
 """
@@ -119,6 +120,12 @@ class Row:
     reference_ms: float | None
     touched_experts: float | None
     context: int = 0
+    served_ms: float | None = None  # of a forward of all, where a server takes shares of them
+
+    @property
+    def served_over_floor(self) -> float | None:
+        """The same as a multiple of the floor."""
+        return self.served_ms / self.floor_ms if self.served_ms and self.floor_ms else None
 
     @property
     def over_floor(self) -> float | None:
@@ -280,11 +287,12 @@ def measure_windows(
                 alone = Windows(options.context, max(block_lengths), 1)
                 run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
                 windows.spread_experts(runner, alone.num_rows, run)
-            # One step of all requests is measured, also where a server would take shares of them.
-            runner.shares = Shares(rows=sys.maxsize, requests=max(requests))
+            served, together = runner.shares, Shares(rows=sys.maxsize, requests=max(requests))
             for case in cases:
+                # One step of all requests, also where a server takes shares of them.
+                runner.shares = together
                 run = partial(windows.run_windows, llm, runner, shape, case)
-                steps = measure_steps(run, options)
+                steps = measure_steps(run, options)[: options.steps]
                 touched = None
                 if shape.num_experts:
                     again = partial(run, len(steps))
@@ -296,6 +304,11 @@ def measure_windows(
                     print(f"    {touched:.0f} of {shape.num_experts} experts a layer", flush=True)
                 if options.profile:
                     print_kernels(in_process.kernel_times(partial(run, len(steps))))
+                if case.num_requests > served.requests or case.num_rows > served.rows:
+                    runner.shares = served
+                    found = windows.served_round(llm, runner, shape, case, len(steps))
+                    rows[-1] = replace(rows[-1], served_ms=found.round_ms)
+                    print(served_line(rows[-1], found.device_ms), flush=True)
     return rows
 
 
@@ -483,6 +496,14 @@ def line_of(row: Row) -> str:
         f"{row.step_min_ms:>9.2f} {told(row.device_ms):>9} {row.interval_ms:>9.2f} | "
         f"{told(row.floor_ms):>9} {told(row.over_floor):>7} | "
         f"{told(row.reference_ms):>9} {told(row.speed_up):>8}"
+    )
+
+
+def served_line(row: Row, device_ms: float | None) -> str:
+    """What is printed below a case that a server runs in shares."""
+    return (
+        f"    in shares, as served: {told(row.served_ms)} ms a forward of all, device "
+        f"{told(device_ms)}, {told(row.served_over_floor)} x floor"
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,6 +39,10 @@ class Windows:
         """Of a step in which every request computes one block."""
         return self.num_requests * self.block_length
 
+    def is_window(self, step: Step) -> bool:
+        """Whether all who took part in it computed one block."""
+        return bool(step.num_sampled) and step.num_rows == step.num_requests * self.block_length
+
 
 def parameters_of(
     shape: Shape, block_length: int, num_blocks: int, steps_per_block: int
@@ -61,7 +66,9 @@ def blocks_of(steps: int, block_length: int) -> int:
 
 
 def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
-    """At least so many steps in which every request computes one block, one token a forward.
+    """All steps of a run that has at least so many, in which every request computes one block.
+
+    One token a forward.
 
     Prompts are the same in every call: from the second one on their keys and values are found in
     the prefix cache, and the requests keep step with each other.
@@ -73,15 +80,39 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
     with in_process.StepLog().attached(runner) as log:
         in_process.run_requests(llm, prompts_of(shape, case), parameters)
-    found = [
-        step
-        for step in log.steps()
-        if (step.num_requests, step.num_rows) == (case.num_requests, case.num_rows)
-        and step.num_sampled
-    ]
-    if len(found) < steps:
-        raise RuntimeError(f"wanted {steps} steps of {case}, got {len(found)}")
-    return found[:steps]
+    found = [step for step in log.steps() if case.is_window(step)]
+    together = [step for step in found if step.num_requests == case.num_requests]
+    if len(together) < steps:
+        raise RuntimeError(f"wanted {steps} steps of {case}, got {len(together)}")
+    return together
+
+
+class Round(NamedTuple):
+    """A forward of every request, in as many steps as the engine takes.
+
+    Attributes:
+        round_ms: from the first step's start to that of the next round's.
+        device_ms: of it, between the events around the steps; None on the CPU.
+    """
+
+    round_ms: float
+    device_ms: float | None
+
+
+def served_round(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> Round:
+    """The mean round of requests that the engine puts together as it likes; as `run_windows`."""
+    num_blocks = blocks_of(steps, case.block_length)
+    parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
+    with in_process.StepLog().attached(runner) as log:
+        in_process.run_requests(llm, prompts_of(shape, case), parameters)
+    logged = sorted(log.steps(), key=lambda step: step.started)
+    pairs = [(a, b) for a, b in pairwise(logged) if case.is_window(a) and case.is_window(b)]
+    rounds = sum(a.num_requests for a, _ in pairs) / case.num_requests
+    device = [a.device_ms for a, _ in pairs if a.device_ms is not None]
+    return Round(
+        1000 * sum(b.started - a.started for a, b in pairs) / rounds,
+        sum(device) / rounds if device else None,
+    )
 
 
 def timed_requests(
