@@ -208,10 +208,15 @@ def randomise(model: nn.Module) -> None:
     """Draw every matrix of a model from N(0, 0.02); norms' gains become 1, biases 0.
 
     Embeddings are drawn from N(0, 1): a row is then told by its token, as in a trained model. With
-    small ones all rows follow the mean of their values, and choose the same experts.
+    small ones all rows follow the mean of their values, and choose the same experts. A weight that
+    an engine quantises as it is loaded is given a matrix to quantise.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        put = getattr(parameter, "take_part", None)
+        if put is not None and parameter.dim() > 1:
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            put(slice(0, len(parameter)), drawn.normal_(std=WEIGHT_STD))
+        elif parameter.dim() > 1:
             is_embedding = any(part in name for part in EMBEDDINGS)
             parameter.normal_(std=EMBEDDING_STD if is_embedding else WEIGHT_STD)
         else:

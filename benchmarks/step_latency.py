@@ -30,6 +30,9 @@ choose different experts; T is printed as context + block, and the experts of a 
 passes below. All requests are in one step; where a server takes shares of them, which compute in
 turn, the time in which all have had a forward is printed as well.
 
+With --quantization every case is measured with the plain weights and with each of those, in one
+run; the latter stand below as a family of their own ("llada fp8"), without a floor.
+
 Written: step_latency.json and step_latency.png.
 """
 
@@ -202,6 +205,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--profile", action="store_true", help="print the longest kernels of every case, too"
     )
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--quantization", nargs="+", default=[], metavar="NAME", help="beside the plain weights"
+    )
     parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
     parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "step_latency")
@@ -239,25 +245,29 @@ def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str,
     cases = cases_of(options.lengths, requests, options.max_rows)
     floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
     in_process.free_memory()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), family, **shrunk)
-        with in_process.engine(
-            Path(folder),
-            dummy_weights=True,
-            dtype=options.dtype,
-            max_model_len=max(options.lengths),
-            max_num_seqs=max(requests),
-            max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
-            enforce_eager=options.enforce_eager,
-        ) as (llm, runner):
-            rows = []
-            for case in cases:
-                run = partial(run_case, llm, runner, shape, case)
-                steps = measure_steps(run, options)
-                rows.append(row_of(family, case, steps, floors[case], references))
-                print(line_of(rows[-1]), flush=True)
-                if options.profile:
-                    print_kernels(in_process.kernel_times(partial(run, len(steps))))
+        for quantization in (None, *options.quantization):
+            name = family if quantization is None else f"{family} {quantization}"
+            with in_process.engine(
+                Path(folder),
+                dummy_weights=True,
+                dtype=options.dtype,
+                quantization=quantization,
+                max_model_len=max(options.lengths),
+                max_num_seqs=max(requests),
+                max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
+                enforce_eager=options.enforce_eager,
+            ) as (llm, runner):
+                for case in cases:
+                    run = partial(run_case, llm, runner, shape, case)
+                    steps = measure_steps(run, options)
+                    floor = floors[case] if quantization is None else None
+                    rows.append(row_of(name, case, steps, floor, references))
+                    print(line_of(rows[-1]), flush=True)
+                    if options.profile:
+                        print_kernels(in_process.kernel_times(partial(run, len(steps))))
     return rows
 
 

@@ -40,10 +40,12 @@ def register() -> None:
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
+            from vllm.diffusion import ops
             from vllm.diffusion.api import validator
             from vllm.diffusion.config import configure
 
             configure(vllm_config)
+            ops.adopt_scheme(vllm_config)
             validator.install()
 
     class LlamaModelConfig(VerifyAndUpdateConfig):

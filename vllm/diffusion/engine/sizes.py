@@ -102,15 +102,16 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     num_kv_heads = max(1, config.num_key_value_heads // num_ranks)
     out = ops.Matrix(
         columns=width,
-        depth=width,
+        depth=num_heads * config.head_dim,
         dtype=model.dtype,
         has_bias=architecture.has_bias,
         device=device or torch.device(vllm_config.device_config.device_type),
         is_summed=num_ranks > 1,
     )
-    qkv = out._replace(columns=(num_heads + 2 * num_kv_heads) * config.head_dim)
+    qkv_columns = (num_heads + 2 * num_kv_heads) * config.head_dim
+    qkv = out._replace(columns=qkv_columns, depth=width)
     widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
-    gate_up = out._replace(columns=2 * widest)
+    gate_up = qkv._replace(columns=2 * widest)
     kinds = ops.kinds_of(vllm_config.quant_config)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
     table_bytes = FP32_BYTES if architecture.rotates_in_fp32 else model.dtype.itemsize

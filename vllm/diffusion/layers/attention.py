@@ -194,11 +194,14 @@ class SelfAttention:
         features = slice(None) if group.count == 1 else group.part(self._query_width)
         self.out_proj.add_to(x, heads, buffers, features)
 
-    def _normed(self, x: Tensor, buffers: Buffers) -> Tensor:
-        normed: Tensor = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
+    def _normed(self, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
+        out = self.qkv_proj.rows("normed", (x.shape[0], x.shape[1]), x.dtype, buffers)
+        normed: Tensor | ops.QuantisedRows = self.norm(x, out=out)
         return normed
 
-    def _project(self, normed: Tensor, columns: slice, out: Tensor, buffers: Buffers) -> None:
+    def _project(
+        self, normed: Tensor | ops.QuantisedRows, columns: slice, out: Tensor, buffers: Buffers
+    ) -> None:
         """Columns of the fused product of the normed rows, clipped where the model does so."""
         self.qkv_proj.project(normed, out, buffers, columns)
         if self.clip is not None:

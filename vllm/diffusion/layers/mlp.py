@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from vllm.diffusion import ops
@@ -28,15 +29,25 @@ class GatedMLP:
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
-            activated = buffers.take("activated", (x.shape[0], self.width), x.dtype)
+            activated = self._activated(len(x), x.dtype, buffers)
             with buffers.scope("feed-forward"):
-                normed = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
+                shape = (x.shape[0], x.shape[1])
+                normed = self.norm(x, self.gate_up_proj.rows("normed", shape, x.dtype, buffers))
                 self.gate_up_proj.gated(normed, activated, buffers)
             self.down_proj.add_to(x, activated, buffers)
 
     def project(self, normed: Tensor, out: Tensor, buffers: Buffers) -> None:
         """Write this rank's part of Wdown (silu(Wgate h) * Wup h) of h = normed [R, D] to out."""
         with buffers.scope("feed-forward"):
-            activated = buffers.take("activated", (len(normed), self.width), normed.dtype)
+            activated = self._activated(len(normed), normed.dtype, buffers)
             self.gate_up_proj.gated(normed, activated, buffers)
             self.down_proj.project(activated, out, buffers)
+
+    def _activated(
+        self, num_rows: int, dtype: torch.dtype, buffers: Buffers
+    ) -> Tensor | ops.QuantisedRows:
+        """Where silu(gate) * up goes: as the second product takes it, if the first can write it."""
+        shape = (num_rows, self.width)
+        if self.gate_up_proj.quantises:
+            return self.down_proj.rows("activated", shape, dtype, buffers)
+        return buffers.take("activated", shape, dtype)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, out: Any = None) -> Any:
         """Normalise x [..., width], into `out` where it is given; returns the result."""
         return ops.rms_norm(x, self.weight, self.eps, out=out)
 
@@ -69,10 +69,11 @@ class AllHeadsRMSNorm(RMSNorm):
         flat = x.flatten(-2)
         if self.num_ranks == 1:
             into = None if out is None else out.view(flat.shape)
-            return super().forward(flat, out=into).view(x.shape)
+            normed: Tensor = super().forward(flat, out=into)
+            return normed.view(x.shape)
         wide = flat.to(torch.float32)
         squares = tensor_model_parallel_all_reduce(wide.square().sum(dim=-1, keepdim=True))
         mean_square = squares / (self.num_replicas * self.full_width)
-        normed = (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
-        result = (self.weight * normed).view(x.shape)
+        unit = (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+        result = (self.weight * unit).view(x.shape)
         return result if out is None else out.copy_(result)

@@ -27,7 +27,12 @@ from vllm.diffusion.layers.parallel import embed_rows, keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.mixture import MixtureMLP, unstacked
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
-from vllm.diffusion.models.weights import Destination, load_checkpoint, module_names
+from vllm.diffusion.models.weights import (
+    Destination,
+    checkpoint_name,
+    load_checkpoint,
+    module_names,
+)
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -162,8 +167,10 @@ class DiffusionModel(nn.Module, SupportsQuant):
         super().__init__()
         config: DiffusionConfig = vllm_config.model_config.hf_config
         quant_config = vllm_config.quant_config
-        if quant_config is not None:
-            # whose lists of modules have the checkpoint's names
+        # lists of modules have the checkpoint's names
+        if isinstance(quant_config, ops.SchemeConfig):
+            quant_config.use_names(functools.partial(checkpoint_name, config.architecture))
+        elif quant_config is not None:
             quant_config.apply_vllm_mapper(module_names(config.architecture))
         self.config, self.family = config, config.family
         self.architecture = architecture = config.architecture

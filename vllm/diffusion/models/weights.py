@@ -44,6 +44,16 @@ def module_names(architecture: Architecture) -> WeightsMapper:
     )
 
 
+def checkpoint_name(architecture: Architecture, path: str) -> str:
+    """What the checkpoint calls a module of the model, given by its path."""
+    names = architecture.module_names
+    within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", path)
+    if within is None:
+        return names.get(path, path)
+    layer, name = architecture.layer_names[int(within[1])], within[2]
+    return f"{layer}.{names.get(name, name)}"
+
+
 def load_checkpoint(
     model: nn.Module,
     weights: Iterable[tuple[str, Tensor]],
@@ -81,9 +91,9 @@ def load_checkpoint(
             unknown.append(name)
             continue
         if not _is_quantised(model.get_submodule(destination.module)):
-            _check_shape(
-                name, tensor, destination.shape if kind == "weight" else destination.shape[:1]
-            )
+            shape = destination.shape if kind == "weight" else destination.shape[:1]
+            if kind in ("weight", "bias") or not _is_streamed(parameters[target]):
+                _check_shape(name, tensor, shape)
         _load(parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
@@ -117,7 +127,12 @@ def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
 def _is_quantised(module: nn.Module) -> bool:
     if not isinstance(module, LinearBase | VocabParallelEmbedding):
         return False
-    return ops.kind_of(module) is not ops.PlainProjection
+    return ops.kind_of(module) is ops.QuantisedProjection
+
+
+def _is_streamed(parameter: nn.Parameter) -> bool:
+    """Whether its layer takes the tensors in several shapes, and checks them itself."""
+    return isinstance(parameter, ops.StreamedParameter)
 
 
 def _missing(
@@ -125,7 +140,7 @@ def _missing(
 ) -> list[str]:
     """Names of the tensors that should have come.
 
-    What a quantised layer stores is its method's affair: there any tensor of the layer counts.
+    What a layer of upstream's methods stores is their affair: there any tensor of it counts.
     """
     seen_paths = {name.rpartition(".")[0] for name in seen}
     missing: list[str] = []

@@ -3,6 +3,7 @@
 
 from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.experts import SOFTMAX, Routing, Scoring, add_experts, route_rows
+from vllm.diffusion.ops.fp8 import Fp8Projection
 from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,
@@ -11,6 +12,14 @@ from vllm.diffusion.ops.fused import (
     silu_mul,
     store_keys_values,
 )
+from vllm.diffusion.ops.kinds import (
+    SchemeConfig,
+    adopt_scheme,
+    kind_of,
+    kinds_of,
+    projection_of,
+)
+from vllm.diffusion.ops.loading import StreamedParameter
 from vllm.diffusion.ops.projection import (
     Matrix,
     PlainProjection,
@@ -18,9 +27,6 @@ from vllm.diffusion.ops.projection import (
     QuantisedProjection,
     Use,
     Workspace,
-    kind_of,
-    kinds_of,
-    projection_of,
 )
 from vllm.diffusion.ops.sampling import (
     candidates,
@@ -33,24 +39,30 @@ from vllm.diffusion.ops.sampling import (
     token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
+from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 
 __all__ = [
     "SOFTMAX",
     "Array",
+    "Fp8Projection",
     "HostCopy",
     "Matrix",
     "PlainProjection",
     "Projection",
     "QuantisedProjection",
+    "QuantisedRows",
     "Routing",
     "Rows",
     "Sampled",
+    "SchemeConfig",
     "Score",
     "Scoring",
     "Staging",
+    "StreamedParameter",
     "Use",
     "Workspace",
     "add_experts",
+    "adopt_scheme",
     "apply_rotary",
     "candidates",
     "gather_columns",

@@ -10,23 +10,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_add_llada.cuda_kernels import fused_ops
+from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | QuantisedRows | None = None
+) -> Tensor | QuantisedRows:
     """weight * cast(x / rms(x)): statistics in fp32, cast back, and only then the gain.
 
     Args:
         x: [..., D], model dtype.
         weight: [D], model dtype.
         eps: added to the mean square.
-        out: the shape of x, written; None allocates.
+        out: the shape of x, written, and quantised at once where it is of such rows; None
+            allocates.
 
     Returns:
         the shape of x: `out`, or a new tensor.
     """
+    if isinstance(out, QuantisedRows):
+        fused_ops.rms_norm_quantised(x, weight, eps, out)
+        return out
     return fused_ops.rms_norm(x, weight, eps, out)
 
 

@@ -2,15 +2,16 @@
 """Products with the weights that upstream's parallel layers own: one object a weight.
 
 A projection is made once, when its weight is loaded and processed, and it alone knows how the
-weight is stored, which kernel multiplies by it, and what scratch memory that takes. Another way to
-store weights is a class here and a line in `_KIND_OF_METHOD`; layers and plans ask as they do now.
+weight is stored, which kernel multiplies by it, in which form it takes rows, and what scratch
+memory that takes. Another way to store weights is a class and a line in `kinds.py`; layers and
+plans ask as they do now.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ from gather_gemm import gather_gemm
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
     Tiling,
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from vllm.diffusion.buffers import Buffers
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 
     ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
 
-_ALL = slice(None)
+ALL = slice(None)
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SCANNED_ROWS = 16_384
 
@@ -95,9 +96,11 @@ class Projection(ABC):
 
     Attributes:
         can_slice: some columns, or features, can be had for less than all of them.
+        quantises: its methods take rows that are quantised already, and `gated` writes such.
     """
 
     can_slice: ClassVar[bool]
+    quantises: ClassVar[bool] = False
 
     def __init__(self, layer: ParallelLayer) -> None:
         is_row_parallel = isinstance(layer, RowParallelLinear)
@@ -114,29 +117,43 @@ class Projection(ABC):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         """What a use takes besides its arguments on one rank, from shapes alone."""
 
+    def rows(
+        self, name: str, shape: tuple[int, int], dtype: torch.dtype, scratch: Buffers
+    ) -> Tensor | QuantisedRows:
+        """Where rows that are to be multiplied are best written, uninitialised.
+
+        Args:
+            name: of the buffer.
+            shape: [R, depth].
+            dtype: the model's.
+            scratch: memory for them.
+        """
+        return scratch.take(name, shape, dtype)
+
     @abstractmethod
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
+    def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         """Write some columns, all by default.
 
         Args:
-            x: [R, depth], model dtype.
+            x: [R, depth], model dtype, or as `rows` gave them; so for the other methods.
             out: [R, columns] contiguous, the dtype of x; written.
             scratch: memory for the while.
             columns: of the product, that is rows of the weight.
         """
 
     @abstractmethod
-    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+    def gated(self, x: Any, out: Any, scratch: Buffers) -> None:
         """Write silu(gate) * up, where gate and up are the halves of the product.
 
         Args:
             x: [R, depth], model dtype.
-            out: [R, columns / 2] contiguous, written.
+            out: [R, columns / 2] contiguous, written; of `rows` of another projection where both
+                are of a kind that quantises.
             scratch: memory for the while.
         """
 
     @abstractmethod
-    def product(self, h: Tensor, scratch: Buffers, features: slice = _ALL) -> Tensor:
+    def product(self, h: Any, scratch: Buffers, features: slice = ALL) -> Tensor:
         """The product [R, columns] of some features, in scratch memory.
 
         Args:
@@ -146,7 +163,7 @@ class Projection(ABC):
                 first.
         """
 
-    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = _ALL) -> None:
+    def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         """x += h W^T + b in place, summed over the ranks where the layer is row parallel.
 
         Args:
@@ -184,9 +201,9 @@ class PlainProjection(Projection):
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace({})
-        return Workspace({"projected": matrix.row_bytes} | _summed(matrix))
+        return Workspace({"projected": matrix.row_bytes} | summed(matrix))
 
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         weight, bias = self._weight[columns], self._bias
         bias = None if bias is None else bias[columns]
         tiling = _tiling(x, weight)
@@ -211,20 +228,20 @@ class PlainProjection(Projection):
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
-    def product(self, h: Tensor, scratch: Buffers, features: slice = _ALL) -> Tensor:
+    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
         out = scratch.take("projected", (len(h), len(self._weight)), h.dtype)
-        if features == _ALL:
+        if features == ALL:
             self.project(h, out, scratch)
             return out
         torch.mm(h, self._weight[:, features].t(), out=out)
         return out if self._bias is None or features.start > 0 else out.add_(self._bias)
 
-    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = _ALL) -> None:
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if not self._adds_in_place:
             super().add_to(x, h, scratch, features)
             return
         weight = self._weight[:, features]
-        tiling = _tiling(h, weight) if features == _ALL else None
+        tiling = _tiling(h, weight) if features == ALL else None
         if tiling is not None:
             fused_linear(h, weight, x, tiling=tiling, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
         else:
@@ -242,46 +259,23 @@ class QuantisedProjection(Projection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        summed = _summed(matrix) if use is Use.ADD_TO else {}
-        return Workspace({"quantised product": matrix.row_bytes} | summed)
+        ranks = summed(matrix) if use is Use.ADD_TO else {}
+        return Workspace({"quantised product": matrix.row_bytes} | ranks)
 
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = _ALL) -> None:
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         out.copy_(self.product(x, scratch)[:, columns])
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         silu_mul(self.product(x, scratch), out=out)
 
-    def product(self, h: Tensor, scratch: Buffers, features: slice = _ALL) -> Tensor:
+    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
         row_bytes = self._layer.output_size_per_partition * h.element_size()
         scratch.expect("quantised product", len(h) * row_bytes)
         product: Tensor = self._layer.quant_method.apply(self._layer, h, self._bias)
         return product
 
 
-# How upstream's method says that a layer's weight is stored; of any other method is the last.
-_KIND_OF_METHOD: dict[type, type[Projection]] = {
-    UnquantizedLinearMethod: PlainProjection,
-    UnquantizedEmbeddingMethod: PlainProjection,
-}
-
-
-def projection_of(layer: ParallelLayer) -> Projection:
-    """The projection over a layer's weight, once that is loaded and processed."""
-    return kind_of(layer)(layer)
-
-
-def kind_of(layer: ParallelLayer) -> type[Projection]:
-    """How a layer stores its weight, known before that is loaded."""
-    methods = type(layer.quant_method).__mro__
-    return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
-
-
-def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
-    """All kinds that a model may have, by upstream's configuration of its quantisation."""
-    return (PlainProjection,) if quantisation is None else (QuantisedProjection, PlainProjection)
-
-
-def _summed(matrix: Matrix) -> dict[str, int]:
+def summed(matrix: Matrix) -> dict[str, int]:
     """What the products of the ranks are summed in."""
     return {"summed over ranks": matrix.row_bytes} if matrix.is_summed else {}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a transformer layer: row-wise ones, each in one launch, and products of few rows
-in one kernel with what follows them.
+in one kernel with what follows them, of bf16 or fp8 (`QuantisedRows`).
 
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, but for
 the two operations on experts, which say so (`has_router`, `has_weighted_gemm`).
@@ -17,21 +17,39 @@ from ._ops import (
     silu_mul,
     store_keys_values,
 )
+from ._quantise import (
+    FP8,
+    QuantisedRows,
+    fused_linear_fp8,
+    has_quantise,
+    quantise_rows,
+    rescale,
+    rms_norm_quantised,
+    silu_mul_quantised,
+)
 
 __all__ = [
+    "FP8",
     "Epilogue",
+    "QuantisedRows",
     "Tiling",
     "apply_rotary",
     "fused_linear",
+    "fused_linear_fp8",
     "has_fused_linear",
+    "has_quantise",
     "has_router",
     "has_weighted_gemm",
     "is_built",
     "norm_rotary",
+    "quantise_rows",
+    "rescale",
     "rms_norm",
+    "rms_norm_quantised",
     "rotary_tables",
     "route_rows",
     "silu_mul",
+    "silu_mul_quantised",
     "store_keys_values",
     "weighted_gemm",
 ]

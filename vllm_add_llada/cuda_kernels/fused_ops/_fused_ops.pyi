@@ -12,6 +12,7 @@ BFLOAT16: Final[int]
 STORE: Final[int]
 RESIDUAL: Final[int]
 SILU_MUL: Final[int]
+MAX_QUANTISED_COLUMNS: Final[int]
 MAX_GROUPS: Final[int]
 MAX_ROUTER_GROUPS: Final[int]
 MAX_ROUTED_ROWS: Final[int]
@@ -105,6 +106,8 @@ def linear(
     *,
     x: int,
     weight: int,
+    x_scales: int,
+    weight_scales: int,
     bias: int,
     out: int,
     x_stride: int,
@@ -118,6 +121,35 @@ def linear(
     columns: int,
     split: int,
     early: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+def quantise(
+    *,
+    x: _Rows,
+    weight: int,
+    eps: float,
+    row_scales: int,
+    column_scales: int,
+    fixed_scale: int,
+    out: int,
+    scales: int,
+    is_gated: bool,
+    num_rows: int,
+    num_columns: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def scale(
+    *,
+    product: _Rows,
+    row_scales: int,
+    column_scales: int,
+    bias: int,
+    out: _Rows,
+    adds: bool,
+    num_rows: int,
+    num_columns: int,
     device: int,
     stream: int,
 ) -> None: ...

@@ -85,6 +85,8 @@ def fused_linear(
         x,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
+        x_scales=0,
+        weight_scales=0,
         bias=0 if bias is None else bias.contiguous().data_ptr(),
         out=out.data_ptr(),
         x_stride=x.stride(0),
@@ -112,11 +114,16 @@ def _reference(
             return out.add_(torch.addmm(bias, x, weight.t()))
         return out.addmm_(x, weight.t())
     if epilogue is Epilogue.SILU_MUL:
-        gate, up = torch.mm(x, weight.t()).chunk(2, dim=-1)
-        return torch.mul(silu(gate), up, out=out)
+        return gated(torch.mm(x, weight.t()), out)
     if bias is not None:
         return torch.addmm(bias, x, weight.t(), out=out)
     return torch.mm(x, weight.t(), out=out)
+
+
+def gated(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of their products side by side."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.mul(silu(gate), up, out=out)
 
 
 def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -> bool:

@@ -13,6 +13,7 @@
 
 #include "fused_ops.h"
 #include "linear.h"
+#include "quantise.h"
 #include "router.h"
 #include "weighted_gemm.h"
 
@@ -127,13 +128,15 @@ void store_keys_values(RowsTuple k, RowsTuple v, RowsTuple k_cache, RowsTuple v_
   launch("store_keys_values", &launch_store_keys_values, params, device, stream);
 }
 
-void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t x_stride,
-            int64_t weight_stride, int64_t out_stride, int num_rows, int num_columns, int depth,
-            int epilogue, int rows, int columns, int split, bool early, int device,
-            uintptr_t stream) {
+void linear(uintptr_t x, uintptr_t weight, uintptr_t x_scales, uintptr_t weight_scales,
+            uintptr_t bias, uintptr_t out, int64_t x_stride, int64_t weight_stride,
+            int64_t out_stride, int num_rows, int num_columns, int depth, int epilogue, int rows,
+            int columns, int split, bool early, int device, uintptr_t stream) {
   LinearParams params{};
   params.x = reinterpret_cast<void*>(x);
   params.weight = reinterpret_cast<void*>(weight);
+  params.x_scales = reinterpret_cast<float*>(x_scales);
+  params.weight_scales = reinterpret_cast<float*>(weight_scales);
   params.bias = reinterpret_cast<void*>(bias);
   params.out = reinterpret_cast<void*>(out);
   params.x_stride = x_stride;
@@ -145,8 +148,45 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_
   params.epilogue = static_cast<Epilogue>(epilogue);
   params.tiling = {rows, columns, split};
   params.early = early;
-  const auto function = rows == 0 ? &launch_skinny_linear : &launch_gated_linear;
+  auto function = rows == 0 ? &launch_skinny_linear : &launch_gated_linear;
+  if (x_scales != 0) function = &launch_skinny_linear_fp8;
   launch("linear", function, params, device, stream);
+}
+
+// A norm where there is a weight of one, silu(gate) * up where x has them; else the rows as they
+// are.
+void quantise(RowsTuple x, uintptr_t weight, float eps, uintptr_t row_scales,
+              uintptr_t column_scales, uintptr_t fixed_scale, uintptr_t out, uintptr_t scales,
+              bool is_gated, int64_t num_rows, int num_columns, int device, uintptr_t stream) {
+  QuantiseParams params{};
+  params.x = to_rows(x);
+  params.weight = reinterpret_cast<void*>(weight);
+  params.eps = eps;
+  params.row_scales = reinterpret_cast<float*>(row_scales);
+  params.column_scales = reinterpret_cast<float*>(column_scales);
+  params.fixed_scale = reinterpret_cast<float*>(fixed_scale);
+  params.out = reinterpret_cast<uint8_t*>(out);
+  params.scales = reinterpret_cast<float*>(scales);
+  params.num_rows = num_rows;
+  params.num_columns = num_columns;
+  auto function = weight == 0 ? &launch_quantise : &launch_norm_quantise;
+  if (is_gated) function = &launch_gated_quantise;
+  launch("quantise", function, params, device, stream);
+}
+
+void scale(RowsTuple product, uintptr_t row_scales, uintptr_t column_scales, uintptr_t bias,
+           RowsTuple out, bool adds, int64_t num_rows, int num_columns, int device,
+           uintptr_t stream) {
+  ScaleParams params{};
+  params.product = to_rows(product);
+  params.row_scales = reinterpret_cast<float*>(row_scales);
+  params.column_scales = reinterpret_cast<float*>(column_scales);
+  params.bias = reinterpret_cast<void*>(bias);
+  params.out = to_rows(out);
+  params.adds = adds;
+  params.num_rows = num_rows;
+  params.num_columns = num_columns;
+  launch("scale", &launch_scale, params, device, stream);
 }
 
 void weighted_gemm(uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slots, uintptr_t scales,
@@ -204,6 +244,7 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.attr("STORE") = static_cast<int>(fused_ops::Epilogue::kStore);
   module.attr("RESIDUAL") = static_cast<int>(fused_ops::Epilogue::kResidual);
   module.attr("SILU_MUL") = static_cast<int>(fused_ops::Epilogue::kSiluMul);
+  module.attr("MAX_QUANTISED_COLUMNS") = fused_ops::kMaxQuantisedColumns;
   module.attr("MAX_GROUPS") = fused_ops::kMaxGroups;
   module.attr("MAX_ROUTER_GROUPS") = fused_ops::kMaxRouterGroups;
   module.attr("MAX_ROUTED_ROWS") = fused_ops::kMaxRoutedRows;
@@ -230,10 +271,18 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("store_keys_values", &fused_ops::store_keys_values, py::kw_only(), arg("k"), arg("v"),
              arg("k_cache"), arg("v_cache"), arg("slots"), arg("dtype"), arg("num_rows"),
              arg("num_slots"), arg("head_dim"), arg("device"), arg("stream"), release);
-  module.def("linear", &fused_ops::linear, py::kw_only(), arg("x"), arg("weight"), arg("bias"),
-             arg("out"), arg("x_stride"), arg("weight_stride"), arg("out_stride"), arg("num_rows"),
-             arg("num_columns"), arg("depth"), arg("epilogue"), arg("rows"), arg("columns"),
-             arg("split"), arg("early"), arg("device"), arg("stream"), release);
+  module.def("linear", &fused_ops::linear, py::kw_only(), arg("x"), arg("weight"), arg("x_scales"),
+             arg("weight_scales"), arg("bias"), arg("out"), arg("x_stride"), arg("weight_stride"),
+             arg("out_stride"), arg("num_rows"), arg("num_columns"), arg("depth"), arg("epilogue"),
+             arg("rows"), arg("columns"), arg("split"), arg("early"), arg("device"), arg("stream"),
+             release);
+  module.def("quantise", &fused_ops::quantise, py::kw_only(), arg("x"), arg("weight"), arg("eps"),
+             arg("row_scales"), arg("column_scales"), arg("fixed_scale"), arg("out"), arg("scales"),
+             arg("is_gated"), arg("num_rows"), arg("num_columns"), arg("device"), arg("stream"),
+             release);
+  module.def("scale", &fused_ops::scale, py::kw_only(), arg("product"), arg("row_scales"),
+             arg("column_scales"), arg("bias"), arg("out"), arg("adds"), arg("num_rows"),
+             arg("num_columns"), arg("device"), arg("stream"), release);
   module.def("weighted_gemm", &fused_ops::weighted_gemm, py::kw_only(), arg("x"), arg("weight"),
              arg("ends"), arg("slots"), arg("scales"), arg("out"), arg("x_stride"),
              arg("weight_stride"), arg("num_rows"), arg("num_groups"), arg("num_columns"),

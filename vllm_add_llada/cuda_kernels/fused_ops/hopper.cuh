@@ -80,8 +80,8 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
          (uint64_t{1} << 62);
 }
 
-// d [64, N] (+)= a [64, 16] b [N, 16]^T, by a group of four warps; both operands in shared memory.
-// A thread has N / 2 of the sums.
+// d [64, N] (+)= a [64, 16] b [N, 16]^T (of fp8 32 deep, in as many bytes), by a group of four
+// warps; both operands in shared memory. A thread has N / 2 of the sums.
 // clang-format off
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
@@ -103,15 +103,18 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 #define SUMS_48(i) SUMS_32(i), SUMS_16(i + 32)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
 #define SUMS_96(i) SUMS_64(i), SUMS_32(i + 64)
-#define DEFINE_MULTIPLY(count, columns, a_name, b_name, flag_name)                            \
-  __device__ inline void multiply(float (&d)[count], uint64_t a, uint64_t b, int accumulate) { \
+#define DEFINE_MULTIPLY_OF(name, kind, tail, count, columns, a_name, b_name, flag_name)         \
+  __device__ inline void name(float (&d)[count], uint64_t a, uint64_t b, int accumulate) {     \
     asm volatile(                                                                             \
         "{\n.reg .pred p;\nsetp.ne.b32 p, " flag_name ", 0;\n"                               \
-        "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 {" NAMES_##count "}, "  \
-        a_name ", " b_name ", p, 1, 1, 0, 0;\n}\n"                                            \
+        "wgmma.mma_async.sync.aligned.m64n" columns kind " {" NAMES_##count "}, "              \
+        a_name ", " b_name ", p, 1, 1" tail ";\n}\n"                                          \
         : SUMS_##count(0)                                                                     \
         : "l"(a), "l"(b), "r"(accumulate));                                                   \
   }
+#define DEFINE_MULTIPLY(...)                                                                   \
+  DEFINE_MULTIPLY_OF(multiply, "k16.f32.bf16.bf16", ", 0, 0", __VA_ARGS__)                      \
+  DEFINE_MULTIPLY_OF(multiply_fp8, "k32.f32.e4m3.e4m3", "", __VA_ARGS__)
 DEFINE_MULTIPLY(4, "8", "%4", "%5", "%6")
 DEFINE_MULTIPLY(8, "16", "%8", "%9", "%10")
 DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18")
@@ -119,6 +122,7 @@ DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34")
 DEFINE_MULTIPLY(48, "96", "%48", "%49", "%50")
 DEFINE_MULTIPLY(64, "128", "%64", "%65", "%66")
 DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
+#undef DEFINE_MULTIPLY_OF
 #undef DEFINE_MULTIPLY
 // clang-format on
 
@@ -174,19 +178,22 @@ inline EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(entry);
 }
 
-// Tiles [num_rows of the tile, kDepth] of a bf16 matrix; what lies outside reads as 0.
+// Tiles [num_rows of the tile, kRowBytes] of a bf16 matrix, or one of bytes; what lies outside
+// reads as 0.
 inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int depth,
-                            int64_t stride, int tile_rows) {
+                            int64_t stride, int tile_rows, int element_bytes = 2) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
-  const cuuint32_t tile[] = {kDepth, static_cast<cuuint32_t>(tile_rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride * element_bytes)};
+  const cuuint32_t tile[] = {static_cast<cuuint32_t>(kRowBytes / element_bytes),
+                             static_cast<cuuint32_t>(tile_rows)};
   const cuuint32_t steps[] = {1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes, strides,
-             tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+      const_cast<void*>(matrix), sizes, strides, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -8,7 +8,8 @@
 
 namespace fused_ops {
 
-// out = x weight^T, bf16. What is done with the product before it is written:
+// out = x weight^T, bf16, of bf16 operands or fp8 ones (e4m3) with scales. What is done with the
+// product before it is written:
 enum class Epilogue {
   kStore,     // out = product
   kResidual,  // out += product, in fp32 and rounded once
@@ -23,10 +24,12 @@ struct Tiling {
 };
 
 struct LinearParams {
-  const void* x;       // [num_rows, depth], rows x_stride apart
-  const void* weight;  // [num_columns, depth], rows weight_stride apart
-  const void* bias;    // [num_columns], or null; not with kSiluMul
-  void* out;           // [num_rows, num_columns] (half as many with kSiluMul), out_stride apart
+  const void* x;          // [num_rows, depth], rows x_stride apart
+  const void* weight;     // [num_columns, depth], rows weight_stride apart
+  const void* bias;       // [num_columns], or null; not with kSiluMul
+  void* out;              // [num_rows, num_columns] (half as many with kSiluMul), out_stride apart
+  const float* x_scales;  // [num_rows], of fp8
+  const float* weight_scales;                   // [num_columns], of fp8
   int64_t x_stride, weight_stride, out_stride;  // elements
   int num_rows, num_columns, depth;
   Epilogue epilogue;
@@ -35,10 +38,11 @@ struct LinearParams {
 };
 
 // Enqueue the product: any of few rows, at most kMaxSkinnyRows, and the gated one of any number.
-// Both return cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide
+// All return cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide
 // the shape; cudaErrorNotSupported without the driver's call that describes a matrix.
 constexpr int kMaxSkinnyRows = 192;
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
+cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 
 }  // namespace fused_ops

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 weights: quantised as they are loaded, and as checkpoints hold them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from tests.checkpoints import llada_config, make_checkpoint
+from tests.models.support import Recorder, engine_config, logits, some_ids, staged_logits
+from vllm.diffusion import ops
+from vllm.diffusion.errors import CheckpointError, ModelConfigError, ServerConfigError
+from vllm.diffusion.models.llada import LLaDAConfig
+from vllm.diffusion.models.weights import checkpoint_name
+from vllm.diffusion.quantisation import Fp8Scheme, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+SUFFIXES = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
+
+
+def is_quantised(name: str) -> bool:
+    return ".blocks." in name and name.split(".")[-2] in SUFFIXES and name.endswith(".weight")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain checkpoint in one file."""
+    path = tmp_path_factory.mktemp("plain") / "llada"
+    return make_checkpoint(path, seed=11, num_shards=1, n_kv_heads=2, include_bias=True)
+
+
+# ---- products ----
+
+
+def fp8_layer(weight: Tensor, bias: Tensor | None, fixed: Tensor | None = None) -> Any:
+    scales = weight.abs().amax(dim=1) / LARGEST
+    layer = SimpleNamespace(
+        weight=(weight / scales[:, None]).to(FP8),
+        weight_scale=scales,
+        bias=bias,
+        params_dtype=torch.float32,
+        quant_method=None,
+    )
+    if fixed is not None:
+        layer.input_scale = fixed
+    return layer
+
+
+def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Rows as fp8 has them."""
+    scale = x.abs().amax(dim=1, keepdim=True) / LARGEST if scale is None else scale
+    return (x / scale).clamp(-LARGEST, LARGEST).to(FP8).double() * scale.double()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_ready", [False, True])
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("use", ops.Use)
+def test_every_use_computes_its_product_and_takes_what_it_says(
+    use: ops.Use, is_fixed: bool, is_ready: bool, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, x = torch.randn(16, 32, generator=generator), torch.randn(5, 32, generator=generator)
+    bias = torch.randn(16, generator=generator) if has_bias else None
+    fixed = torch.tensor([0.004]) if is_fixed else None
+    layer, scratch = fp8_layer(weight, bias, fixed), Recorder()
+    made = ops.Fp8Projection(layer)
+    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
+    product = functional.linear(rounded(x, fixed), stored)
+    product = product if bias is None else product + bias.double()
+    rows: Any = x
+    if is_ready:  # as the norm before writes them
+        gain = torch.ones(32)
+        rows = ops.rms_norm(x, gain, 0.0, made.rows("normed", (5, 32), x.dtype, Recorder()))
+        normed = rounded(ops.rms_norm(x, gain, 0.0), fixed)
+        product = functional.linear(normed, stored)
+        product = product if bias is None else product + bias.double()
+    if use is ops.Use.PROJECT:
+        given, wanted = torch.empty(5, 3), product[:, 2:5]
+        made.project(rows, given, scratch, slice(2, 5))
+    elif use is ops.Use.GATED:
+        gate, up = product.chunk(2, dim=1)
+        given, wanted = torch.empty(5, 8), functional.silu(gate) * up
+        made.gated(rows, given, scratch)
+    else:
+        given = torch.randn(5, 16, generator=generator)
+        wanted = given.double() + product
+        made.add_to(given, rows, scratch)
+    torch.testing.assert_close(given.double(), wanted, rtol=1e-4, atol=1e-4)
+    said = ops.Fp8Projection.workspace(use, ops.Matrix(16, 32, torch.float32, has_bias, x.device))
+    taken = sum(scratch.taken.values())
+    assert taken <= 5 * sum(said.row_bytes.values())
+    assert said.most_rows is None
+
+
+def test_features_are_added_part_by_part() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, h = torch.randn(16, 32, generator=generator), torch.randn(5, 32, generator=generator)
+    bias = torch.randn(16, generator=generator)
+    layer, given = fp8_layer(weight, bias), torch.zeros(5, 16)
+    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
+    wanted = bias.double() + sum(
+        rounded(h[:, part]) @ stored[:, part].t() for part in (slice(0, 16), slice(16, 32))
+    )
+    for part in (slice(0, 16), slice(16, 32)):
+        ops.Fp8Projection(layer).add_to(given, h[:, part], Recorder(), part)
+    torch.testing.assert_close(given.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_mlp_of_both_kinds_of_weights_hands_on_plain_rows() -> None:
+    """silu(gate) * up becomes fp8 in one pass only where the first product can write it."""
+    from vllm.diffusion.layers.mlp import GatedMLP
+    from vllm.diffusion.layers.norm import RMSNorm
+
+    generator = torch.Generator().manual_seed(6)
+    first, second = torch.randn(32, 16, generator=generator), torch.randn(16, 16)
+    plain = SimpleNamespace(weight=first, bias=None)
+    x = torch.randn(3, 16, generator=generator)
+    gain = RMSNorm(16, 1e-5)
+    gate, up = (gain(x) @ first.t()).chunk(2, dim=1)
+    layer = fp8_layer(second, None)
+    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
+    wanted = x.double() + rounded(functional.silu(gate) * up) @ stored.t()
+    mlp = GatedMLP(gain, ops.PlainProjection(plain), ops.Fp8Projection(layer), 16)
+    mlp.feed_forward(x, Recorder())
+    torch.testing.assert_close(x.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+class DeviceRecorder(Recorder):
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(super().take(name, shape, torch.float32)).to("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 32, 64, 100, 256, 1000])
+def test_a_gpu_computes_every_use(num_rows: int, has_bias: bool) -> None:
+    """By our kernels and by cuBLAS's, also of some columns and some features."""
+    generator = torch.Generator().manual_seed(7)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to("cuda", torch.bfloat16)
+
+    bias, x, scratch = numbers(4096) if has_bias else None, numbers(num_rows, 512), DeviceRecorder()
+    layer = fp8_layer(numbers(4096, 512).float() / 16, bias)
+    layer.params_dtype = torch.bfloat16
+    made = ops.Fp8Projection(layer)
+    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
+
+    def product(features: slice = slice(None)) -> Tensor:
+        found = rounded(x[:, features].float()) @ stored[:, features].t()
+        return found if bias is None else found + bias.double()
+
+    def assert_near(given: Tensor, wanted: Tensor) -> None:
+        assert ((given.double() - wanted).norm() <= 0.02 * wanted.norm()).item()
+
+    out = torch.empty(num_rows, 4096, device="cuda").bfloat16()
+    made.project(x, out, scratch)
+    assert_near(out, product())
+    some = torch.empty(num_rows, 256, device="cuda").bfloat16()
+    made.project(x, some, scratch, slice(128, 384))
+    assert_near(some, product()[:, 128:384])
+    assert_near(made.product(x, scratch), product())
+    before = numbers(num_rows, 4096)
+    after = before.clone()
+    made.add_to(after, x, scratch)
+    assert_near(after, before.double() + product())
+    first, second = slice(0, 256), slice(256, 512)
+    after = before.clone()
+    made.add_to(after, x[:, first].contiguous(), scratch, first)
+    made.add_to(after, x[:, second].contiguous(), scratch, second)
+    parts = product(first) + product(second) - (0 if bias is None else bias.double())
+    assert_near(after, before.double() + parts)
+    gate, up = product().chunk(2, dim=1)
+    gated = torch.empty(num_rows, 2048, device="cuda").bfloat16()
+    made.gated(x, gated, scratch)
+    assert_near(gated, functional.silu(gate) * up)
+    rows: Any = made.rows("activated", (num_rows, 2048), torch.bfloat16, scratch)
+    made.gated(x, rows, scratch)
+    wanted = functional.silu(gate) * up
+    found = rows.values.double() * rows.scales.double()[:, None]
+    assert ((found - wanted).norm() <= 0.05 * wanted.norm()).item()
+
+
+# ---- online ----
+
+
+def test_weights_become_fp8_as_they_are_loaded(
+    folder: Path, load_model: Callable[..., Any]
+) -> None:
+    plain, quantised = load_model(folder), load_model(folder, quantization="fp8")
+    assert isinstance(quantised.layers[0].attention.qkv_proj, ops.Fp8Projection)
+    assert isinstance(quantised.head, ops.PlainProjection)
+    for kind in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        for layer, like in zip(quantised.layers, plain.layers, strict=True):
+            module, weight = layer.get_submodule(kind), like.get_submodule(kind).weight
+            stored = module.weight.float() * module.weight_scale[:, None]
+            assert module.weight.dtype == FP8
+            largest = weight.abs().amax(dim=1)
+            torch.testing.assert_close(stored.abs().amax(dim=1), largest)
+            room = weight.abs() / 16 + largest[:, None] / LARGEST / 1000
+            assert ((stored - weight).abs() <= room).all()
+    ids = some_ids(40)
+    given, wanted = logits(quantised, ids), logits(plain, ids)
+    assert not torch.equal(given, wanted)
+    assert ((given - wanted).norm() / wanted.norm()).item() < 0.35  # of random, sharp weights
+    parts = [some_ids(9, seed=1), ids]
+    for rows, keep_queries in ((7, True), (None, False)):
+        found = staged_logits(quantised, parts, rows=rows, keep_queries=keep_queries)
+        torch.testing.assert_close(found[1], given, rtol=1e-3, atol=1e-3)
+
+
+def test_a_matrix_that_is_missing_is_named(folder: Path, load_model: Callable[..., Any]) -> None:
+    model = load_model(folder, quantization="fp8")
+    missing = "model.transformer.blocks.1.k_proj.weight"
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name != missing}
+    with pytest.raises(CheckpointError, match=missing):
+        model.load_weights(tensors.items())
+
+
+# ---- checkpoints ----
+
+
+def write_fp8(source: Path, target: Path, strategy: str, rows: dict[str, Any]) -> dict[str, Tensor]:
+    """A checkpoint as compressed-tensors writes it; returns the matrices that it stands for."""
+    target.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["model.transformer.ff_out", "re:.*blocks\\.0\\.attn_out"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": strategy,
+                    "symmetric": True,
+                },
+                "input_activations": {"num_bits": 8, "type": "float", **rows},
+            }
+        },
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    (file,) = source.glob("*.safetensors")
+    tensors, meaning = load_file(file), {}
+    for name, weight in list(tensors.items()):
+        if not is_quantised(name) or name.endswith("blocks.0.attn_out.weight"):
+            continue
+        by_channel = strategy == "channel"
+        largest = weight.abs().amax(dim=1, keepdim=True) if by_channel else weight.abs().max()[None]
+        scale = (largest / LARGEST).float()
+        tensors[name] = (weight.float() / scale).to(FP8)
+        tensors[f"{name}_scale"] = scale.bfloat16() if by_channel else scale
+        meaning[name] = tensors[name].float() * tensors[f"{name}_scale"].float()
+        if not rows["dynamic"]:
+            tensors[name.replace("weight", "input_scale")] = torch.tensor([0.02])
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return meaning
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+@pytest.mark.parametrize(
+    "rows", [{"dynamic": True, "strategy": "token"}, {"dynamic": False, "strategy": "tensor"}]
+)
+def test_a_checkpoint_of_compressed_tensors_is_read_as_it_is(
+    folder: Path,
+    tmp_path: Path,
+    load_model: Callable[..., Any],
+    strategy: str,
+    rows: dict[str, Any],
+) -> None:
+    meaning = write_fp8(folder, tmp_path / "fp8", strategy, rows)
+    model = load_model(tmp_path / "fp8")
+    assert isinstance(model.layers[0].attention.out_proj, ops.PlainProjection)
+    assert isinstance(model.layers[1].attention.out_proj, ops.Fp8Projection)
+    for index, layer in enumerate(model.layers):
+        path = f"model.transformer.blocks.{index}"
+        fused = {
+            "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "mlp.gate_up_proj": ("ff_proj", "up_proj"),
+            "mlp.down_proj": ("ff_out",),
+        }
+        for ours, theirs in fused.items():
+            module = layer.get_submodule(ours)
+            wanted = torch.cat([meaning[f"{path}.{name}.weight"] for name in theirs])
+            assert torch.equal(module.weight.float() * module.weight_scale[:, None], wanted)
+            assert hasattr(module, "input_scale") is not rows["dynamic"]
+            if not rows["dynamic"]:
+                torch.testing.assert_close(module.input_scale.data, torch.tensor([0.02]))
+    assert logits(model, some_ids(20)).isfinite().all()
+
+
+def test_a_checkpoint_without_a_scale_is_refused(
+    folder: Path, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    write_fp8(folder, tmp_path / "fp8", "channel", {"dynamic": True})
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.transformer.blocks.1.up_proj.weight_scale"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"blocks.1.up_proj.weight_scale"):
+        load_model(tmp_path / "fp8")
+
+
+# ---- configurations ----
+
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+ROWS = {"dynamic": True}
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ROWS} | changes
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def test_schemes_of_configurations() -> None:
+    assert scheme_of(None, None) is None
+    assert scheme_of("fp8", None) == Fp8Scheme(is_online=True)
+    assert scheme_of("compressed-tensors", compressed()) == Fp8Scheme()
+    fixed = {"dynamic": False, "strategy": "tensor"}
+    assert scheme_of(None, compressed(input_activations=fixed)) == Fp8Scheme(has_input_scale=True)
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    assert scheme_of("modelopt", modelopt) == Fp8Scheme(has_input_scale=True, ignored=("lm_head",))
+    assert scheme_of("tests_int8", {"quant_method": "tests_int8"}) is None  # upstream's affair
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": ["q_proj"]}, "config_groups"),
+        ({"weights": WEIGHTS | {"num_bits": 4}}, "quantization_config.weights"),
+        ({"weights": WEIGHTS | {"strategy": "group"}}, "given 'group'"),
+        ({"input_activations": None}, "input_activations"),
+        ({"input_activations": {"dynamic": False, "strategy": "token"}}, "tensor where static"),
+    ],
+)
+def test_what_a_scheme_does_not_describe_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        scheme_of(None, compressed(**changes))
+
+
+def test_parts_of_one_matrix_are_quantised_together() -> None:
+    config = ops.SchemeConfig(Fp8Scheme(ignored=("layers.0.q_proj", "re:.*up_proj", "o_proj")))
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert config.ignores("model.layers.1.o_proj") and not config.ignores("model.layers.1.qkv_proj")
+    with pytest.raises(ServerConfigError, match="wanted all or none"):
+        config.ignores("model.layers.0.qkv_proj")
+
+
+def test_modules_are_ignored_by_the_names_of_the_checkpoint() -> None:
+    architecture = LLaDAConfig.from_dict(llada_config(n_layers=12)).architecture
+    ignored = ("re:.*blocks\\.11\\.ff_out", "model.transformer.blocks.1.attn_out", "*.2.ff_out")
+    config = ops.SchemeConfig(Fp8Scheme(ignored=ignored))
+    config.use_names(partial(checkpoint_name, architecture))
+    found = [
+        path
+        for index in range(12)
+        for path in (
+            f"model.layers.{index}.mlp.down_proj",
+            f"model.layers.{index}.self_attn.o_proj",
+        )
+        if config.ignores(path)
+    ]
+    assert found == [
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.2.mlp.down_proj",
+        "model.layers.11.mlp.down_proj",
+    ]
+    assert checkpoint_name(architecture, "lm_head") == "model.transformer.ff_out"
+
+
+def test_kinds_that_a_model_may_have(folder: Path) -> None:
+    config = engine_config(folder, quantization="fp8").quant_config
+    assert ops.kinds_of(config) == (ops.Fp8Projection,)
+    some = ops.SchemeConfig(Fp8Scheme(ignored=("o_proj",)))
+    assert set(ops.kinds_of(some)) == {ops.Fp8Projection, ops.PlainProjection}

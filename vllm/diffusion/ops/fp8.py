@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 weights (e4m3) with a scale a channel, times rows of fp8 with a scale each.
+
+Rows become fp8 in the kernel that makes them (norm, silu(gate) * up), or in one of their own where
+that is not ours (attention). Few rows go through our own kernel, which gives sums their scales;
+more through PyTorch's. A product that a kernel of ours reads next is left without its scales, which
+that kernel gives it.
+
+Off the GPU the same numbers are multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.fused import silu_mul
+from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, summed
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm_add_llada.cuda_kernels.fused_ops import (
+    FP8,
+    Epilogue,
+    QuantisedRows,
+    Tiling,
+    fused_linear_fp8,
+    quantise_rows,
+    rescale,
+    silu_mul_quantised,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.ops.projection import ParallelLayer
+    from vllm.diffusion.quantisation import Fp8Scheme
+
+_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
+_ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
+_ROWS_AT_ONCE = 1024  # of a weight that is being quantised
+
+
+def quantise_weight(part: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Quantise rows of a matrix, each with its own scale.
+
+    Args:
+        part: [N, K], any float dtype, on any device.
+        values: [N, K] fp8, written.
+        scales: [N] fp32, written.
+    """
+    for start in range(0, len(part), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        some = part[rows].to(values.device, torch.float32).contiguous()
+        quantise_rows(some, QuantisedRows(values[rows], scales[rows]))
+
+
+@register_weight_loader_v2_supported_method
+class Fp8Method(LinearMethodBase):
+    """How upstream's linear layers store fp8 weights; `Fp8Projection` multiplies by them."""
+
+    def __init__(self, scheme: Fp8Scheme) -> None:
+        self._scheme = scheme
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Make `weight` [N, K] fp8 and `weight_scale` [N], and `input_scale` [1] where rows do
+        not have their own."""
+        loader, num_rows = attributes["weight_loader"], sum(output_partition_sizes)
+        values = torch.empty(num_rows, input_size_per_partition, dtype=FP8)
+        if values.is_cuda and any(size % _ALIGNMENT for size in values.shape):
+            raise ServerConfigError(
+                f"quantization: given fp8 for a matrix {list(values.shape)} of a rank; wanted "
+                f"multiples of {_ALIGNMENT}"
+            )
+        scales = torch.ones(num_rows, dtype=torch.float32)
+
+        def put_values(rows: slice, part: Tensor) -> None:
+            if self._scheme.is_online:
+                quantise_weight(part, values[rows], scales[rows])
+            else:
+                values[rows].copy_(part)
+
+        def put_scales(rows: slice, part: Tensor) -> None:
+            scales[rows].copy_(part.flatten().expand(rows.stop - rows.start))
+
+        layer.register_parameter(
+            "weight", StreamedParameter(data=values, loader=loader, take_part=put_values)
+        )
+        if self._scheme.is_online:
+            layer.register_buffer("weight_scale", scales, persistent=False)
+        else:
+            scale = StreamedParameter(
+                data=scales, loader=loader, take_part=put_scales, is_per_column=False
+            )
+            layer.register_parameter("weight_scale", scale)
+        if self._scheme.has_input_scale:
+            fixed = torch.zeros(1, dtype=torch.float32)
+
+            def put_largest(rows: slice, part: Tensor) -> None:
+                fixed.copy_(torch.maximum(fixed, part.to(fixed)))  # of those that share rows
+
+            scale = StreamedParameter(
+                data=fixed, loader=loader, take_part=put_largest, is_per_column=False
+            )
+            layer.register_parameter("input_scale", scale)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Upstream's way to multiply, which no stage goes."""
+        raise NotImplementedError("fp8 weights are multiplied by their projections")
+
+
+class Fp8Projection(Projection):
+    """An fp8 matrix; see the module."""
+
+    can_slice = True
+    quantises = True
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        super().__init__(layer)
+        self._weight: Tensor = layer.weight.data
+        self._scales: Tensor = layer.weight_scale.data
+        fixed: Tensor | None = getattr(layer, "input_scale", None)
+        self._fixed_scale = None if fixed is None else fixed.data
+        self._dtype: torch.dtype = layer.params_dtype
+        self._uses_cublas = self._weight.is_cuda
+        self._one = torch.ones((), device=self._weight.device)
+
+    @classmethod
+    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+        row_bytes = {"quantised rows": matrix.depth, "scales of rows": torch.float32.itemsize}
+        if use is Use.GATED:
+            row_bytes["gate and up"] = matrix.row_bytes
+        elif use is Use.ADD_TO:
+            row_bytes |= {"projected": matrix.row_bytes} | summed(matrix)
+        return Workspace(row_bytes)
+
+    def rows(
+        self, name: str, shape: tuple[int, int], dtype: torch.dtype, scratch: Buffers
+    ) -> QuantisedRows:
+        values = scratch.take(name, shape, FP8)
+        scales = scratch.take(f"scales of {name}", shape[:1], torch.float32)
+        return QuantisedRows(values, scales, self._fixed_scale)
+
+    def project(
+        self, x: Tensor | QuantisedRows, out: Tensor, scratch: Buffers, columns: slice = ALL
+    ) -> None:
+        x = self._quantised(x, scratch)
+        weight, scales = self._weight[columns], self._scales[columns]
+        bias = None if self._bias is None else self._bias[columns]
+        tiling = self._tiling_of(weight, len(out))
+        if tiling is not None or not self._uses_cublas:
+            fused_linear_fp8(x, weight, scales, out, tiling=tiling, bias=bias, early=_AT_REST)
+            return
+        torch._scaled_mm(
+            x.values,
+            weight.t(),
+            x.scales[:, None],
+            scales[None],
+            bias,
+            out_dtype=out.dtype,
+            use_fast_accum=True,
+            out=out,
+        )
+
+    def gated(
+        self, x: Tensor | QuantisedRows, out: Tensor | QuantisedRows, scratch: Buffers
+    ) -> None:
+        """Few rows in one kernel, and one more to make them fp8; else the product is stored."""
+        x = self._quantised(x, scratch)
+        num_rows, num_columns = len(x.values), len(self._weight)
+        tiling = None if self._bias is not None else self._tiling(num_rows, is_gated=True)
+        if tiling is not None:
+            plain = out
+            if isinstance(plain, QuantisedRows):
+                plain = scratch.take("gate and up", (num_rows, num_columns // 2), self._dtype)
+            self._fused(x, plain, tiling, Epilogue.SILU_MUL)
+            if isinstance(out, QuantisedRows):
+                quantise_rows(plain, out)
+            return
+        gate_up = scratch.take("gate and up", (num_rows, num_columns), self._dtype)
+        scales: tuple[Tensor, ...] = ()
+        if self._uses_cublas and self._bias is None:
+            self._multiply(x, self._weight, gate_up)
+            scales = (x.scales, self._scales)
+        else:
+            self.project(x, gate_up, scratch)
+        if isinstance(out, QuantisedRows):
+            silu_mul_quantised(gate_up, out, *scales)
+            return
+        if scales:
+            rescale(gate_up, x.scales, self._scales, gate_up)
+        silu_mul(gate_up, out=out)
+
+    def product(self, h: Tensor | QuantisedRows, scratch: Buffers, features: slice = ALL) -> Tensor:
+        h = self._quantised(h, scratch)
+        out = scratch.take("projected", (len(h.values), len(self._weight)), self._dtype)
+        weight, bias = self._part(features)
+        if self._uses_cublas:
+            self._multiply(h, weight, out)
+            rescale(out, h.scales, self._scales, out, bias=bias)
+        else:
+            fused_linear_fp8(h, weight, self._scales, out, bias=bias)
+        return out
+
+    def add_to(
+        self, x: Tensor, h: Tensor | QuantisedRows, scratch: Buffers, features: slice = ALL
+    ) -> None:
+        if self._is_summed:
+            super().add_to(x, h, scratch, features)
+            return
+        h = self._quantised(h, scratch)
+        weight, bias = self._part(features)
+        tiling = self._tiling(len(x)) if features == ALL else None
+        if tiling is not None:
+            self._fused(h, x, tiling, Epilogue.RESIDUAL)
+        elif self._uses_cublas:
+            out = scratch.take("projected", tuple(x.shape), x.dtype)
+            self._multiply(h, weight, out)
+            rescale(out, h.scales, self._scales, x, bias=bias, adds=True)
+        else:
+            epilogue = Epilogue.RESIDUAL
+            fused_linear_fp8(h, weight, self._scales, x, bias=bias, epilogue=epilogue)
+
+    def _part(self, features: slice) -> tuple[Tensor, Tensor | None]:
+        """Columns of the weight, and the bias if these are its first."""
+        return self._weight[:, features], None if features.start else self._bias
+
+    def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
+        if isinstance(x, QuantisedRows):
+            return x
+        out = self.rows("quantised rows", (len(x), x.shape[1]), x.dtype, scratch)
+        quantise_rows(x, out)
+        return out
+
+    def _tiling(self, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
+        return self._tiling_of(self._weight, num_rows, is_gated=is_gated)
+
+    @staticmethod
+    def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
+        """How our kernel multiplies so many rows; None where PyTorch's product is to be used."""
+        multiprocessors = dispatch.multiprocessors(weight.device)
+        return dispatch.fp8_tiling(
+            num_rows, *weight.shape, gated=is_gated, multiprocessors=multiprocessors
+        )
+
+    def _fused(self, x: QuantisedRows, out: Tensor, tiling: Tiling, epilogue: Epilogue) -> None:
+        bias = None if epilogue is Epilogue.SILU_MUL else self._bias
+        fused_linear_fp8(
+            x,
+            self._weight,
+            self._scales,
+            out,
+            tiling=tiling,
+            bias=bias,
+            epilogue=epilogue,
+            early=_AT_REST,
+        )
+
+    def _multiply(self, x: QuantisedRows, weight: Tensor, out: Tensor) -> None:
+        """The numbers' product, without scales: bf16 holds its range."""
+        torch._scaled_mm(
+            x.values,
+            weight.t(),
+            self._one,
+            self._one,
+            out_dtype=out.dtype,
+            use_fast_accum=True,
+            out=out,
+        )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which projection multiplies by a layer's weight, and what upstream is told of our schemes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.ops.fp8 import Fp8Method, Fp8Projection
+from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
+from vllm.diffusion.quantisation import scheme_of
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+    from vllm.diffusion.ops.projection import ParallelLayer
+    from vllm.diffusion.quantisation import Scheme
+
+# How upstream's method says that a weight is stored; any other is upstream's to multiply by.
+_KIND_OF_METHOD: dict[type, type[Projection]] = {
+    UnquantizedLinearMethod: PlainProjection,
+    UnquantizedEmbeddingMethod: PlainProjection,
+    Fp8Method: Fp8Projection,
+}
+_FP8_CAPABILITY = (9, 0)
+
+
+class SchemeConfig(QuantizationConfig):
+    """A scheme as upstream's layers ask for it: all linear layers follow it but those ignored."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self._name_of: Callable[[str], str] = str
+
+    def get_name(self) -> str:
+        return self.scheme.name
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SchemeConfig:
+        scheme = scheme_of(None, config)
+        if scheme is None:
+            raise ServerConfigError(f"quantization_config: given {config}; wanted one of ours")
+        return cls(scheme)
+
+    def use_names(self, name_of: Callable[[str], str]) -> None:
+        """Say what the checkpoint, by whose names modules are ignored, calls a module."""
+        self._name_of = name_of
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """What a linear layer follows; None for an embedding or a head, which stay as they are."""
+        if not isinstance(layer, LinearBase):
+            return None
+        return UnquantizedLinearMethod() if self.ignores(prefix) else Fp8Method(self.scheme)
+
+    def ignores(self, path: str) -> bool:
+        """Whether a module of the model stays as it is; of a fused one, whether all parts do.
+
+        Raises:
+            ServerConfigError: some parts do, and others do not.
+        """
+        if self._lists(path):
+            return True
+        parent, _, name = path.rpartition(".")
+        parts = self.packed_modules_mapping.get(name, [name])
+        found = {self._lists(f"{parent}.{part}") for part in parts}
+        if len(found) > 1:
+            raise ServerConfigError(
+                f"quantization_config: given some of {parts} as ignored; wanted all or none, "
+                "for they are one matrix here"
+            )
+        return found.pop()
+
+    def _lists(self, path: str) -> bool:
+        return any(_is_meant(entry, self._name_of(path)) for entry in self.scheme.ignored)
+
+
+def _is_meant(entry: str, path: str) -> bool:
+    """Whether an entry of such a list is of a module: its path or end, a pattern of either."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), path) is not None
+    pattern = re.escape(entry).replace(re.escape("*"), ".*")
+    return re.search(rf"(^|\.){pattern}$", path) is not None
+
+
+def adopt_scheme(vllm_config: VllmConfig) -> None:
+    """Let our methods run a quantisation that is one of ours, before upstream's are asked.
+
+    Raises:
+        ServerConfigError: the device, or the dtype, cannot run it.
+    """
+    model = vllm_config.model_config
+    scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
+    if scheme is None:
+        return
+    capability = current_platform.get_device_capability()
+    if vllm_config.device_config.device_type == "cuda":
+        if capability is None or (capability.major, capability.minor) < _FP8_CAPABILITY:
+            raise ServerConfigError(
+                f"quantization: given {scheme.name}; wanted a GPU of compute capability 9.0 or "
+                "later, or none of it"
+            )
+        if model.dtype != torch.bfloat16:
+            raise ServerConfigError(
+                f"dtype: given {model.dtype} with quantization {scheme.name}; wanted bfloat16"
+            )
+    vllm_config.quant_config = SchemeConfig(scheme)
+
+
+def projection_of(layer: ParallelLayer) -> Projection:
+    """The projection over a layer's weight, once that is loaded and processed."""
+    return kind_of(layer)(layer)
+
+
+def kind_of(layer: ParallelLayer) -> type[Projection]:
+    """How a layer stores its weight, known before that is loaded."""
+    methods = type(layer.quant_method).__mro__
+    return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
+
+
+def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
+    """All kinds that a model may have, by upstream's configuration of its quantisation."""
+    if quantisation is None:
+        return (PlainProjection,)
+    if not isinstance(quantisation, SchemeConfig):
+        return (QuantisedProjection, PlainProjection)
+    return (Fp8Projection, PlainProjection) if quantisation.scheme.ignored else (Fp8Projection,)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters whose parts are worked on as they come from a checkpoint.
+
+Upstream's layers say which part of a parameter a tensor of the checkpoint is; here that part, cut
+to this rank, is handed to a function. So a weight can be quantised tensor by tensor, and the whole
+of it exists nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.model_executor.parameter import BasevLLMParameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TakePart(Protocol):
+    """What takes a part."""
+
+    def __call__(self, rows: slice, part: Tensor) -> None:
+        """Take the part of these rows of the parameter; of one number it is for all of them."""
+
+
+class StreamedParameter(BasevLLMParameter):
+    """A parameter [rows, ...] of a linear layer, whose parts go to `take_part`.
+
+    Args:
+        data: the parameter.
+        loader: upstream's, of the layer.
+        take_part: takes the parts.
+        unit: rows of the layer's weight for each row of the parameter.
+        is_per_column: the second dimension goes with the layer's features, which may be sharded.
+    """
+
+    output_dim = 0
+    input_dim = 1
+
+    def __init__(
+        self,
+        data: Tensor,
+        loader: Any,
+        take_part: TakePart,
+        *,
+        unit: int = 1,
+        is_per_column: bool = True,
+    ) -> None:
+        super().__init__(data=data, weight_loader=self._loader(loader))
+        self.take_part = take_part
+        self.unit = unit
+        self.is_per_column = is_per_column
+
+    def _loader(self, loader: Any) -> Any:
+        def load(parameter: StreamedParameter, tensor: Tensor, *shard: Any) -> None:
+            if tensor.numel() == 1 and not shard:  # of the whole matrix
+                self.take_part(slice(0, len(self.data)), tensor.reshape(1))
+            else:
+                loader(parameter, tensor, *shard)
+
+        return load
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """All rows of this rank."""
+        self._put_rows(0, len(self.data), self.tp_rank, loaded_weight)
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, **place: Any) -> None:
+        """One of several matrices side by side."""
+        self._put_rows(*self._rows(place), self.tp_rank, loaded_weight)
+
+    def load_qkv_weight(self, loaded_weight: Tensor, **place: Any) -> None:
+        """Queries, keys or values, of which ranks may share heads."""
+        rank = self.tp_rank if place["shard_id"] == "q" else self.tp_rank // place["num_heads"]
+        self._put_rows(*self._rows(place), rank, loaded_weight)
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """All rows, and of the columns those of this rank."""
+        part = loaded_weight
+        if self.is_per_column and part.dim() > 1 and part.shape[1] >= self.tp_size:
+            width = part.shape[1] // self.tp_size
+            part = part.narrow(1, self.tp_rank * width, width)
+        self.take_part(slice(0, len(self.data)), part)
+
+    def _rows(self, place: dict[str, Any]) -> tuple[int, int]:
+        return place["shard_offset"] // self.unit, place["shard_size"] // self.unit
+
+    def _put_rows(self, first: int, count: int, rank: int, tensor: Tensor) -> None:
+        part = tensor.reshape(1) if tensor.numel() == 1 else tensor.narrow(0, rank * count, count)
+        self.take_part(slice(first, first + count), part)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the weights of a model are stored, as --quantization or its config.json says (no torch).
+
+A scheme is what a layer's method follows. What no scheme describes is left to upstream's methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.errors import ModelConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ONLINE = ("fp8",)  # names of --quantization for a checkpoint that is not quantised
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """fp8 (e4m3) weights with scales, and rows that become fp8 before they are multiplied.
+
+    Attributes:
+        is_online: weights of a checkpoint become fp8 as they are loaded, one scale a channel.
+        has_input_scale: rows have the scale that the checkpoint gives; else each has its own.
+        ignored: modules that stay as they are: names of the checkpoint, ends of them, or patterns
+            behind "re:".
+    """
+
+    is_online: bool = False
+    has_input_scale: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As --quantization has it."""
+        return "fp8"
+
+
+Scheme = Fp8Scheme
+
+
+def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Scheme | None:
+    """The scheme of a model; None where it is not quantised, or upstream's methods run it.
+
+    Args:
+        quantization: --quantization.
+        config: `quantization_config` of config.json.
+
+    Raises:
+        ModelConfigError: the checkpoint has one of our formats in a form that is not supported.
+    """
+    if config is None:
+        return Fp8Scheme(is_online=True) if quantization == "fp8" else None
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_tensors(config)
+    if method == "modelopt":
+        return _modelopt(config)
+    return None
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
+    """Of one group that takes all linear layers; fp8, by tensor or by channel."""
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or list(groups[0].get("targets") or []) != ["Linear"]:
+        raise _refused("config_groups", groups, "one group whose targets are Linear")
+    weights, rows = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    if weights.get("type") != "float" or weights.get("num_bits") != 8:
+        raise _refused("weights", dict(weights), "type float, num_bits 8 and symmetric")
+    if weights.get("strategy") not in ("tensor", "channel") or not weights.get("symmetric", True):
+        raise _refused("weights.strategy", weights.get("strategy"), "tensor or channel, symmetric")
+    if rows is None:
+        raise _refused("input_activations", None, "fp8, static or dynamic")
+    scheme = Fp8Scheme(ignored=tuple(config.get("ignore") or ()))
+    if rows.get("dynamic"):
+        return scheme
+    if rows.get("strategy") != "tensor":
+        raise _refused("input_activations.strategy", rows.get("strategy"), "tensor where static")
+    return replace(scheme, has_input_scale=True)
+
+
+def _modelopt(config: Mapping[str, Any]) -> Scheme | None:
+    """ModelOpt's fp8: one scale a tensor, and one for the rows."""
+    settings = config.get("quantization") or config
+    if settings.get("quant_algo") != "FP8":
+        return None
+    excluded = settings.get("exclude_modules") or config.get("ignore") or ()
+    return Fp8Scheme(has_input_scale=True, ignored=tuple(excluded))
+
+
+def _refused(key: str, given: Any, wanted: str) -> ModelConfigError:
+    return ModelConfigError(f"quantization_config.{key}", given, f"wanted {wanted}")

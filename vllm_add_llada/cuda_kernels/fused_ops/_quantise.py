@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 rows with a scale each, made in one pass with what comes before, and their products.
+
+e4m3, as `torch.float8_e4m3fn` has it; the scale of a row is its largest magnitude over 448.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import quantise_reference as reference
+from . import reference as plain_reference
+from ._linear import Epilogue, Tiling, gated
+from ._support import check_rows, check_vector, hopper_multiprocessors, launch, native, rows_of
+
+FP8 = reference.FP8
+_ALIGNMENT = 16  # elements of a row's width
+
+
+class QuantisedRows(NamedTuple):
+    """Numbers [R, D] and what each row of them is to be multiplied by.
+
+    Attributes:
+        values: fp8, contiguous.
+        scales: [R] fp32.
+        fixed_scale: [1] fp32, the scale of all rows where it does not follow from them.
+    """
+
+    values: Tensor
+    scales: Tensor
+    fixed_scale: Tensor | None = None
+
+
+def has_quantise(x: Tensor) -> bool:
+    """Whether the kernels take rows like these: bf16 on a card of compute capability 9.0.
+
+    Their width must be a multiple of 16, and rows must start on 16 bytes.
+    """
+    if native is None or not x.is_cuda or hopper_multiprocessors(x.device.index) == 0:
+        return False
+    return (
+        x.dtype == torch.bfloat16
+        and x.stride(-1) == 1
+        and x.shape[-1] % _ALIGNMENT == 0
+        and x.shape[-1] <= int(native.MAX_QUANTISED_COLUMNS)
+        and x.stride(0) % (_ALIGNMENT // 2) == 0
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
+
+
+def quantise_rows(x: Tensor, out: QuantisedRows) -> None:
+    """Write x as fp8.
+
+    Args:
+        x: [R, D] bf16, fp16 or fp32; rows may be strided.
+        out: of these rows, written; with its `fixed_scale`, numbers beyond it become the largest.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    _check("quantise_rows", x, out, x.shape[-1])
+    if has_quantise(x):
+        _quantise(x, out)
+    else:
+        reference.quantise_rows(x, out.values, out.scales, out.fixed_scale)
+
+
+def rms_norm_quantised(x: Tensor, weight: Tensor, eps: float, out: QuantisedRows) -> None:
+    """`rms_norm` of rows [R, D], rounded to their dtype, then `quantise_rows`; in one pass.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as for either.
+    """
+    _check("rms_norm_quantised", x, out, x.shape[-1])
+    check_vector("rms_norm_quantised", "weight", weight, (x.dtype,), x.shape[1:], x.device)
+    if has_quantise(x) and weight.data_ptr() % _ALIGNMENT == 0:
+        _quantise(x, out, weight=weight, eps=eps)
+        return
+    normed = plain_reference.rms_norm(x, weight, eps)
+    reference.quantise_rows(normed, out.values, out.scales, out.fixed_scale)
+
+
+def silu_mul_quantised(
+    gate_up: Tensor,
+    out: QuantisedRows,
+    row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
+) -> None:
+    """silu(gate) * up, each rounded to the dtype of the rows, then `quantise_rows`; in one pass.
+
+    Args:
+        gate_up: [R, 2M], the gate's columns first; rows may be strided.
+        out: of rows [R, M], written.
+        row_scales, column_scales: [R] and [2M] fp32, of a product of fp8 numbers that has not been
+            multiplied by them; both or neither.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    op = "silu_mul_quantised"
+    _check(op, gate_up, out, gate_up.shape[-1] // 2)
+    if row_scales is not None and column_scales is not None:
+        _check_scales(op, gate_up, row_scales, column_scales)
+    if has_quantise(gate_up[:, : gate_up.shape[1] // 2]):
+        _quantise(gate_up, out, row_scales=row_scales, column_scales=column_scales, is_gated=True)
+        return
+    meant = gate_up
+    if row_scales is not None and column_scales is not None:
+        meant = reference.rescaled(gate_up, row_scales, column_scales).to(gate_up.dtype)
+    activated = plain_reference.silu_mul(meant)
+    reference.quantise_rows(activated, out.values, out.scales, out.fixed_scale)
+
+
+def rescale(
+    product: Tensor,
+    row_scales: Tensor,
+    column_scales: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    adds: bool = False,
+) -> None:
+    """Multiply a product of fp8 numbers by its scales, and add the bias; in fp32, rounded once.
+
+    Args:
+        product: [R, N] bf16, fp16 or fp32; rows may be strided.
+        row_scales, column_scales: [R] and [N] fp32.
+        out: like `product`, may be it; written.
+        bias: [N], of the dtype of the product.
+        adds: the result is added to `out`.
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    op = "rescale"
+    check_rows(op, "product", product, (2,))
+    _check_scales(op, product, row_scales, column_scales)
+    if out.shape != product.shape or out.dtype != product.dtype:
+        raise ValueError(f"{op}: out must be like product, got {out.dtype} {list(out.shape)}")
+    if not (has_quantise(product) and has_quantise(out)):
+        result = reference.rescaled(product, row_scales, column_scales)
+        result = result if bias is None else result + bias
+        out.copy_(result + out.float() if adds else result)
+        return
+    assert native is not None
+    launch(
+        native.scale,
+        product,
+        product=rows_of(product),
+        row_scales=row_scales.data_ptr(),
+        column_scales=column_scales.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        out=rows_of(out),
+        adds=adds,
+        num_rows=len(product),
+        num_columns=product.shape[1],
+    )
+
+
+def fused_linear_fp8(
+    x: QuantisedRows,
+    weight: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    *,
+    tiling: Tiling | None = None,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = Epilogue.STORE,
+    early: bool = False,
+) -> None:
+    """`fused_linear` of few fp8 rows and an fp8 weight, whose sums are multiplied by their scales.
+
+    Args:
+        x: rows [R, D].
+        weight: [N, D] fp8; rows may be strided.
+        scales: [N] fp32, of its rows.
+        out: [R, N], or [R, N / 2] for SILU_MUL; the model dtype, written.
+        tiling: of few rows. Its columns must divide N, and its split times 128 the depth. None, and
+            wherever there is no kernel for these, computes the same in PyTorch.
+        bias: [N], of the dtype of `out`; not with SILU_MUL.
+        epilogue, early: as for `fused_linear`.
+
+    Raises:
+        ValueError: A shape or dtype is not as above.
+        RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
+    """
+    num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
+    fits = weight.dtype == FP8 and weight.shape == (num_columns, x.values.shape[1])
+    if not fits or scales.shape != (num_columns,) or len(out) != len(x.values):
+        raise ValueError(
+            f"fused_linear_fp8: wanted rows [R, D], a weight [{num_columns}, D] and {num_columns} "
+            f"scales for out {list(out.shape)}, got {list(x.values.shape)}, {weight.dtype} "
+            f"{list(weight.shape)} and {list(scales.shape)}"
+        )
+    if tiling is None or not _has_linear(x, weight, out):
+        _linear(x, weight, scales, out, bias, epilogue)
+        return
+    assert native is not None
+    launch(
+        native.linear,
+        out,
+        x=x.values.data_ptr(),
+        weight=weight.data_ptr(),
+        x_scales=x.scales.data_ptr(),
+        weight_scales=scales.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        x_stride=x.values.stride(0),
+        weight_stride=weight.stride(0),
+        out_stride=out.stride(0),
+        num_rows=len(out),
+        num_columns=num_columns,
+        depth=weight.shape[1],
+        epilogue=getattr(native, epilogue.name),
+        rows=0,
+        columns=tiling.columns,
+        split=tiling.split,
+        early=early,
+    )
+
+
+def _linear(
+    x: QuantisedRows,
+    weight: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+) -> None:
+    """The same in PyTorch."""
+    product = reference.rescaled(reference.fp8_linear(x.values, weight), x.scales, scales)
+    if epilogue is Epilogue.SILU_MUL:
+        out.copy_(gated(product.to(out.dtype)))
+        return
+    product = product if bias is None else product + bias
+    out.copy_(out.float() + product if epilogue is Epilogue.RESIDUAL else product)
+
+
+def _has_linear(x: QuantisedRows, weight: Tensor, out: Tensor) -> bool:
+    """Whether the kernel reads these, and writes rows that lie as those of `out`."""
+    if len(out) == 0 or native is None or not out.is_cuda or out.dtype != torch.bfloat16:
+        return False
+    matrices = (x.values, weight)
+    return (
+        hopper_multiprocessors(out.device.index) > 0
+        and all(m.stride(1) == 1 and m.stride(0) % _ALIGNMENT == 0 for m in matrices)
+        and all(m.data_ptr() % _ALIGNMENT == 0 for m in matrices)
+        and out.stride(1) == 1
+        and out.stride(0) % 2 == 0
+        and out.data_ptr() % 4 == 0
+    )
+
+
+def _quantise(
+    x: Tensor,
+    out: QuantisedRows,
+    *,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    assert native is not None
+
+    def address(tensor: Tensor | None) -> int:
+        return 0 if tensor is None else tensor.data_ptr()
+
+    launch(
+        native.quantise,
+        x,
+        x=rows_of(x),
+        weight=address(weight),
+        eps=eps,
+        row_scales=address(row_scales),
+        column_scales=address(column_scales),
+        fixed_scale=address(out.fixed_scale),
+        out=out.values.data_ptr(),
+        scales=out.scales.data_ptr(),
+        is_gated=is_gated,
+        num_rows=len(x),
+        num_columns=out.values.shape[1],
+    )
+
+
+def _check(op: str, x: Tensor, out: QuantisedRows, width: int) -> None:
+    check_rows(op, "x", x, (2,))
+    check_vector(op, "out.values", out.values, (FP8,), (len(x), width), x.device)
+    check_vector(op, "out.scales", out.scales, (torch.float32,), (len(x),), x.device)
+    if out.fixed_scale is not None:
+        check_vector(op, "out.fixed_scale", out.fixed_scale, (torch.float32,), (1,), x.device)
+
+
+def _check_scales(op: str, product: Tensor, row_scales: Tensor, column_scales: Tensor) -> None:
+    for name, scales, size in (
+        ("row_scales", row_scales, product.shape[0]),
+        ("column_scales", column_scales, product.shape[1]),
+    ):
+        check_vector(op, name, scales, (torch.float32,), (size,), product.device)
