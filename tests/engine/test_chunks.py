@@ -42,6 +42,7 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (33, {**SHORT, "cache": "dual"}),
     (3, {**SHORT, "cache": "prefix"}),
     (9, {**SHORT, "temperature": 0.7, "seed": 3}),
+    (71, {**SHORT, "cache": "frozen", "cfg_scale": 1.0}),
 ]
 # Sizes that divide nothing, so that chunks cross sequences and requests.
 CUT = Plan(

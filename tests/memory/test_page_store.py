@@ -17,10 +17,10 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
 PAGE_BYTES = PAGE_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
 
 
-def store_of(num_pages: int = 1000) -> PageStore:
+def store_of(num_pages: int = 1000, num_layers: int = NUM_LAYERS) -> PageStore:
     """A store that may take so many pages, an old and a new buffer together."""
     pool = ActivationPool(num_pages * PAGE_BYTES, TorchBacking(CPU))
-    return PageStore(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
+    return PageStore(num_layers, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
 
 
 def rows_of(kept: KeptSequence) -> torch.Tensor:
@@ -114,7 +114,54 @@ def test_pages_may_come_and_move_in_inference_mode_and_outside_of_it(within: boo
         store.trim()
     with torch.inference_mode(not within):
         store.allocate("c", 1)
-        assert store.table.rows.tolist() == [0, 2 * NUM_LAYERS * PAGE_SIZE]
+        assert store.table.rows.tolist() == [0, 2 * PAGE_SIZE]
+
+
+def test_layers_in_host_memory_take_turns_on_the_device() -> None:
+    """A forward finds every layer in its place, and what it writes is there in the next one."""
+    store = store_of(num_layers=5)
+    kept = store.allocate("a", 2 * PAGE_SIZE + 5, host_layers=4)
+    assert store.reserved_bytes == 3 * PAGE_BYTES  # of three pages in 1 + 2 layers
+    assert store.host_bytes == 3 * PAGE_BYTES * 4 // 3
+    slots = rows_of(kept)
+
+    def forward(first: int, value: int, *, reads: bool) -> list[list[float]]:
+        """Write the positions from `first` on; what each layer's keys and values are then."""
+        seen = []
+        store.begin_step(kept.slots[first:], reads=reads)
+        for layer in range(5):
+            store.turn_to(layer)
+            store.keys(layer)[slots[first:]] = value + layer
+            store.values(layer)[slots[first:]] = -value - layer
+            keys, values = store.keys(layer)[slots], store.values(layer)[slots]
+            assert (keys == -values).all()
+            seen.append(keys[:, 1, 2].tolist())
+        store.end_step()
+        return seen
+
+    forward(0, 10, reads=False)
+    for first, value in ((100, 20), (60, 30)):
+        wanted = forward(first, value, reads=True)
+        before = 10 if value == 20 else 20
+        for layer, numbers in enumerate(wanted):
+            assert numbers[:60] == [10 + layer] * 60
+            assert numbers[first:] == [value + layer] * (133 - first)
+            assert numbers[100] == max(before, value) + layer
+    with pytest.raises(RuntimeError, match="host_layers: wanted 4"):
+        store.allocate("b", 1)
+    store.release("a")
+    assert (store.reserved_bytes, store.host_bytes, store.host_layers) == (0, 0, 0)
+    store.allocate("b", 1)
+
+
+def test_what_one_request_alone_kept_is_given_back_with_it() -> None:
+    store = store_of(num_pages=10)
+    store.allocate("small", 1)
+    store.release("small")
+    assert store.reserved_bytes == PAGE_BYTES
+    store.allocate("large", 9 * PAGE_SIZE)  # where there is no room for it and the page before
+    store.release("large")
+    assert store.reserved_bytes == 0
 
 
 actions = st.lists(
@@ -162,7 +209,7 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     a, b = store.kept("a"), store.kept("b")
     assert a is not None and b is not None
     assert (a.length, b.length, a.start, b.start) == (192, 192, 0, 192)
-    page_rows = 2 * NUM_LAYERS * PAGE_SIZE
+    page_rows = 2 * PAGE_SIZE
     assert (store.table.rows // page_rows).tolist() == [4, 2, 3, 4, 5, 1]
     mark(store, a, 1)
     assert_marked(store, a, 1)

@@ -13,10 +13,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion import decision, fields
 from vllm.diffusion.engine.turns import take_turns
-from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
-from vllm.diffusion.families import LLADA
+from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import (
     Demand,
     Experts,
@@ -36,7 +34,7 @@ from vllm.diffusion.memory.footprint import (
     temporary,
     total,
 )
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.pages import PAGE_SIZE
 
 CPU = torch.device("cpu")
 
@@ -498,7 +496,7 @@ def test_every_step_of_admitted_requests_has_a_plan(
         if planner.admits(running, new):
             running.append(new)
     assume(running)
-    kept = sum(d.cached_positions for d in running) * TINY.cache_bytes
+    kept = planner.kept_bytes(running)
     next_rows = {
         str(i): d.num_sequences * data.draw(st.sampled_from([d.window or d.length, d.length]))
         for i, d in enumerate(running)
@@ -513,15 +511,24 @@ def test_every_step_of_admitted_requests_has_a_plan(
     assert planner.plan(step, kept).predicted_peak_bytes <= pool
 
 
-def test_kept_keys_and_values_have_half_of_the_budget() -> None:
-    """In whole pages of 64 positions: a request's last page is its own."""
+def test_kept_keys_and_values_of_several_have_half_of_the_budget() -> None:
+    """In whole pages of 64 positions: a request's last page is its own. One alone has all."""
     planner = Planner(TINY, 2 * 250 * TINY.cache_bytes, row_budget=1000)
     assert planner.cached_positions == 192  # not 250
     running = [demand(100, keeps_cache=True)]
     assert planner.admits(running, demand(64, keeps_cache=True))
     assert not planner.admits(running, demand(65, keeps_cache=True))
     assert planner.admits([demand(64, keeps_cache=True)], demand(65, keeps_cache=True))
-    assert not planner.admits([], demand(193, keeps_cache=True))
+    planner.check(demand(193, keeps_cache=True))
+    assert planner.admits([demand(10)], demand(193, keeps_cache=True))
+    assert not planner.admits([demand(1, keeps_cache=True)], demand(193, keeps_cache=True))
+    with pytest.raises(ActivationBudgetError) as refused:
+        planner.check(demand(1000, keeps_cache=True))
+    longest = refused.value.longest_tokens
+    assert 193 < longest < 500
+    planner.check(demand(longest, keeps_cache=True))
+    with pytest.raises(ActivationBudgetError):
+        planner.check(demand(longest + PAGE_SIZE, keeps_cache=True))
 
 
 def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:
@@ -553,16 +560,6 @@ def test_a_refusal_names_the_longest_request_that_fits(guided: int) -> None:
         planner.check(demand(error.longest_tokens + 10, num_sequences=guided))
     assert f"the pool has {GIB}; wanted at most {error.longest_tokens} tokens" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-def test_a_cache_that_never_fits_is_refused_with_the_numbers() -> None:
-    ids = SpecialIds(mask=15, eos=14, eot=13, stop=frozenset({13, 14}))
-    model = ServedModel(LLADA, ids, max_model_len=512, vocab_size=16, cached_positions=100)
-    asked = {"gen_length": 96, "cache": "dual"}
-    assert decision.decide(fields.canonical(asked), model, [1] * 4).cache == "dual"
-    with pytest.raises(InvalidParameterError, match=r"cache: given 'dual'; .* 101 .* holds 100"):
-        decision.decide(fields.canonical(asked), model, [1] * 5)
-    assert decision.decide(fields.canonical({"gen_length": 96}), model, [1] * 5).cache == "none"
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 100)])

@@ -206,11 +206,6 @@ def test_an_answer_may_take_all_the_room_that_is_left() -> None:
     assert refusal(served(max_model_len=len(PROMPT))).wanted
 
 
-def test_an_exact_cache_need_not_hold_the_whole_canvas() -> None:
-    assert resolve(served(cached_positions=100), gen_length=500).cache == "exact"
-    assert refusal(served(LLADA, cached_positions=100), cache="dual").field == "cache"
-
-
 def test_upstreams_limit_stands_for_the_room() -> None:
     def decided(**limits: Any) -> int:
         asked = decision.asked_by(SamplingParams(**limits))

@@ -370,7 +370,7 @@ BLOCKWISE = {
 @pytest.mark.parametrize("cache", fields.CACHES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_caches_of_an_algorithm(algorithm: str, cache: str) -> None:
-    allowed = {"none"}
+    allowed = {"none", "frozen"}
     if algorithm in BLOCKWISE:
         allowed |= {"prefix", "dual"}
     if algorithm == "multi_block":

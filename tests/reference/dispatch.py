@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.reference import adablock, d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
+from tests.reference.frozen import FrozenPrompt
 from tests.reference.philox import uniform_matrix
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # Purposes of the random numbers of a request.
 TOKEN_NOISE, REMASKING_SCORE, DREAM_TOKEN, DREAM_COMMIT, DREAM_CHOICE = range(5)
 
-BLOCK_CACHES = ("none", "prefix", "dual")
+BLOCK_CACHES = ("none", "prefix", "dual", "frozen")
 CACHES: dict[str, tuple[str, ...]] = {
     "semi_ar": BLOCK_CACHES,
     "threshold": BLOCK_CACHES,
@@ -26,9 +27,9 @@ CACHES: dict[str, tuple[str, ...]] = {
     "entropy_threshold": BLOCK_CACHES,
     "hierarchy": BLOCK_CACHES,
     "credit": BLOCK_CACHES,
-    "full_attn_multi_block": ("none",),
-    "multi_block": ("none", "delayed"),
-    "dream": ("none",),
+    "full_attn_multi_block": ("none", "frozen"),
+    "multi_block": ("none", "delayed", "frozen"),
+    "dream": ("none", "frozen"),
     "adablock": BLOCK_CACHES,
 }
 LOOPS: dict[str, Callable[..., decode.Decoded]] = {
@@ -67,6 +68,9 @@ def run(
     """
     if cache not in CACHES[algorithm]:
         raise ValueError(f"cache: {algorithm} wants one of {CACHES[algorithm]}, got {cache!r}")
+    prompt_ids = list(prompt_ids)
+    if cache == "frozen":
+        model, cache = FrozenPrompt(cast("fast_dllm.WindowModel", model), len(prompt_ids)), "none"
     options: dict[str, Any] = {"ids": ids, **asked}
     if algorithm == "dream":
         options.setdefault("skip_idle_steps", True)
@@ -87,7 +91,7 @@ def run(
         options.setdefault("variant", "dream")
     if algorithm == "full_attn_multi_block":
         options.setdefault("threshold", 0.4 if is_shifted else 0.5)
-    if len(CACHES[algorithm]) > 1:
+    if cache != "none":
         options["cache"] = cache
     return LOOPS[algorithm](model, prompt_ids, **options)
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 NEVER = 10_000  # iterations: longer than any answer takes
 MAX_STEPS = 1_000_000  # dream's schedule has a number for every step
-CACHES_IN_TURN = ("none", "prefix", "dual")
+CACHES_IN_TURN = ("none", "prefix", "dual", "frozen")
+GUIDED_CACHES = ("none", "frozen")  # those that guidance may stand beside
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ ALGORITHMS: dict[str, Algorithm] = {
                 "decoded_token_threshold": 0.95,
             },
             shifted_defaults={"threshold": 0.4},
-            caches=("none",),
+            caches=("none", "frozen"),
             draws=False,
             ends_short=True,
         ),
@@ -166,7 +167,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             parameters=(*_SEVERAL_BLOCKS, "early_stop"),
             defaults={"threshold": 0.5},
             shifted_defaults={"threshold": 0.9},
-            caches=("none", "delayed"),
+            caches=("none", "delayed", "frozen"),
             random_scores="unshifted",
         ),
         Algorithm(
@@ -195,7 +196,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             score="alg",
             pace="steps",
             parameters=("alg", "alg_temp", "eps", "top_p", "top_k"),
-            caches=("none",),
+            caches=("none", "frozen"),
         ),
         Algorithm(
             "adablock",

@@ -10,9 +10,7 @@ from vllm.diffusion import envs, families, startup_log
 from vllm.diffusion.decision import PENALTIES
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.fields import server_defaults
-from vllm.diffusion.pages import PAGE_SIZE
 from vllm.diffusion.params import ServedModel, SpecialIds
-from vllm.platforms import current_platform
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
@@ -88,27 +86,10 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         vocab_size=config.architecture.num_embeddings,
         default_max_tokens=generation.get("max_new_tokens"),
         defaults=server_defaults(server_settings(vllm_config.additional_config), family),
-        cached_positions=_cached_positions(vllm_config),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
     )
-
-
-def _cached_positions(vllm_config: VllmConfig) -> int:
-    """Positions of the pages of keys and values that fit into the memory for them, on each rank.
-
-    That memory is half of the activation pool, whose size is VLLM_ACTIVATION_POOL_SIZE_BYTES, else
-    at most what the engine may use.
-    """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    budget = envs.activation_pool_size_bytes()
-    if budget is None:
-        total = current_platform.get_device_total_memory()
-        budget = int(total * vllm_config.cache_config.gpu_memory_utilization)
-    per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
-    position = per_layer * model.get_num_layers(parallel) * model.dtype.itemsize
-    return int(budget // 2 // (PAGE_SIZE * position) * PAGE_SIZE)
 
 
 def row_budget(vllm_config: VllmConfig) -> int:

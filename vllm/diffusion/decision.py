@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.diffusion.algorithms import NEVER, algorithms_for
+from vllm.diffusion.algorithms import GUIDED_CACHES, NEVER, algorithms_for
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, canonical, named_algorithm
 from vllm.diffusion.lengths import decide_lengths
@@ -201,9 +201,8 @@ def decide(
         request, algorithm, model, len(prompt_token_ids), upstream_max_tokens=upstream_max_tokens
     )
     cache = _cache(request, algorithm, model)
-    _check_cached_length(cache, len(prompt_token_ids) + lengths.canvas, model)
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
-    if cache != "none":
+    if cache not in GUIDED_CACHES:
         values["cfg_scale"] = 0.0  # a server-wide one gives way
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
     values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
@@ -344,9 +343,12 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
     usual = "exact" if model.family.is_block_causal else "none"
     cache = str(chosen) if chosen in algorithm.caches else usual
     is_explicit = asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
-    if cache != "none" and request.get("cfg_scale", 0) > 0 and is_explicit:
-        raise InvalidParameterError("cache", cache, "wanted none beside cfg_scale, or cfg_scale: 0")
-    if not is_explicit and _value("cfg_scale", request, algorithm, model) > 0:
+    is_alone = cache not in GUIDED_CACHES
+    if is_alone and request.get("cfg_scale", 0) > 0 and is_explicit:
+        raise InvalidParameterError(
+            "cache", cache, f"wanted {in_words(GUIDED_CACHES)} beside cfg_scale, or cfg_scale: 0"
+        )
+    if is_alone and not is_explicit and _value("cfg_scale", request, algorithm, model) > 0:
         cache = "none"
     if "delayed" in algorithm.caches and cache != "delayed":
         for name in ("cache_delay_iter", "refresh_interval"):
@@ -355,17 +357,6 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
                     name, request[name], f"wanted {NEVER}, or cache: delayed"
                 )
     return cache
-
-
-def _check_cached_length(cache: str, length: int, model: ServedModel) -> None:
-    """Exact caches hold what has been decoded, not the canvas; the engine sees to their pages."""
-    if cache not in ("none", "exact") and length > model.cached_positions:
-        raise InvalidParameterError(
-            "cache",
-            cache,
-            f"prompt and canvas have {length} positions and the memory for caches holds "
-            f"{model.cached_positions}; wanted none, or a shorter request",
-        )
 
 
 def _sub_block_length(

@@ -58,8 +58,14 @@ def use_vmm() -> bool:
 
 
 def use_host_residual() -> bool:
-    """VLLM_USE_HOST_RESIDUAL=0: plan no step whose residual stream lies in host memory."""
+    """VLLM_USE_HOST_RESIDUAL=0: plan nothing that needs host memory."""
     return _flag("VLLM_USE_HOST_RESIDUAL", "1")
+
+
+def host_cache_size_bytes() -> int | None:
+    """VLLM_HOST_CACHE_SIZE_BYTES: host memory of each rank for keys and values that requests keep
+    (default: its share of half of the machine's)."""
+    return _positive_int("VLLM_HOST_CACHE_SIZE_BYTES")
 
 
 def fuses_commits() -> bool:
@@ -93,6 +99,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
     "VLLM_USE_VMM": use_vmm,
     "VLLM_USE_HOST_RESIDUAL": use_host_residual,
+    "VLLM_HOST_CACHE_SIZE_BYTES": host_cache_size_bytes,
     "VLLM_DLLM_COMMIT_FUSION": fuses_commits,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,

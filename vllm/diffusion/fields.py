@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.algorithms import (
     ALGORITHMS,
     BLOCK_ALGORITHMS,
+    GUIDED_CACHES,
     MAX_STEPS,
     PARAMETERS,
     algorithms_for,
@@ -66,8 +67,8 @@ FIELDS: tuple[Field, ...] = (
         "cache",
         str,
         "reuse of keys and values between steps: exact for block-causal families; an "
-        "approximation for others: prefix and dual for algorithms that fill one block after the "
-        "other, delayed for multi_block",
+        "approximation for others: frozen (the prompt's) for every algorithm, prefix and dual for "
+        "those that fill one block after the other, delayed for multi_block",
         default_text="none; exact for block-causal families",
         choices=CACHES,
         server_wide=True,
@@ -335,5 +336,5 @@ def _check_together(defaults: Mapping[str, Any], algorithms: Mapping[str, Algori
             f"dllm settings: cache: given {cache!r}; {whose} wants {in_words(allowed)}"
         )
     guided = defaults.get("cfg_scale", 0) > 0
-    if cache not in (None, "none") and guided:
+    if cache is not None and cache not in GUIDED_CACHES and guided:
         raise ServerConfigError(f"dllm settings: cache {cache} works with cfg_scale 0 only")

@@ -51,7 +51,6 @@ class ServedModel:
         vocab_size: rows of the embedding; prompt ids are below it.
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults under canonical names.
-        cached_positions: positions whose keys and values fit into the memory for caches.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: of a block-causal checkpoint's config.
         penalties: of generation_config.json, which upstream gives to requests that have none.
@@ -63,7 +62,6 @@ class ServedModel:
     vocab_size: int
     default_max_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    cached_positions: int = 2**63 - 1
     default_steps: int | None = None
     block_length: int | None = None
     penalties: Mapping[str, float] = field(default_factory=dict)
@@ -122,6 +120,11 @@ class DiffusionParams(AlgorithmParams):
         if self.logprobs is None and self.stream_canvas:
             return 0
         return self.logprobs
+
+    @property
+    def computes_blocks(self) -> bool:
+        """Whether forwards of a block, but for its first, compute nothing that stands before it."""
+        return self.cache in ("prefix", "dual")
 
     @property
     def num_blocks(self) -> int:

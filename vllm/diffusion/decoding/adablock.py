@@ -41,7 +41,7 @@ class AdaBlock(Threshold):
 
     def _work(self, masked: Mask) -> Work:
         start, end, length = self._start, self._end, len(masked)
-        if end is None or self.params.cache == "none":
+        if end is None or not self.params.computes_blocks:
             reach = start + max(self._window, self.params.block_length)
             return Work(torch.from_numpy(masked[: end or reach].nonzero()[0]), (0, length))
         eligible = masked[start:end].nonzero()[0] + start

@@ -199,7 +199,7 @@ class BlockwiseRule(DecodingRule):
 
     def _work_in_block(self, masked: Mask) -> Work:
         start, end, length = self.block_start, self.block_end, len(masked)
-        if self.params.cache == "none" or self._computed_block != self.block:
+        if not self.params.computes_blocks or self._computed_block != self.block:
             self._computed_block = self.block
             return Work(torch.from_numpy(masked[:end].nonzero()[0]), (0, length))
         eligible = masked[start:end].nonzero()[0] + start

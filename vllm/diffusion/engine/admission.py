@@ -88,9 +88,9 @@ class WaitingLine:
 
 
 def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:
-    """Why it would not fit even alone, if it would not."""
+    """Why it would not fit even alone, if it would not; else it is decided what it keeps where."""
     try:
-        planner.check(item.demand)
+        item.demand = planner.check(item.demand)
     except ActivationBudgetError as error:
         return error
     return None

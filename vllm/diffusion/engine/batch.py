@@ -155,6 +155,11 @@ class StepBatch:
         )
 
     @property
+    def reads_kept(self) -> bool:
+        """Whether some rows read keys that this step does not compute."""
+        return any(sequence.is_cached for sequence in self.sequences)
+
+    @property
     def num_sampled(self) -> int:
         return sum(work.eligible.numel() for work in self.works)
 
@@ -303,20 +308,24 @@ class _Packing:
         first_row, own = self._append(window, canvas.tokens.numpy(), rows)
         on_canvas = positions - canvas.prompt_length
         predicting = _Predicting(number, on_canvas, rows + first_row, own)
-        if canvas.cache is not None or canvas.params.cfg_scale == 0:
+        if not canvas.is_guided:
             return predicting
-        first_row, unconditional = self._append(window, canvas.unconditional_tokens().numpy(), rows)
+        hidden = canvas.unconditional_tokens().numpy()
+        first_row, unconditional = self._append(window, hidden, rows, canvas.unconditional_start)
         return predicting._replace(
             unconditional_rows=rows + first_row, unconditional_sequences=unconditional
         )
 
-    def _append(self, window: _Window, tokens: Array, sampled: Array) -> tuple[int, Sequences]:
+    def _append(
+        self, window: _Window, tokens: Array, sampled: Array, kept_start: int = 0
+    ) -> tuple[int, Sequences]:
         """Put a window behind the rows so far.
 
         Args:
             window: what is computed.
             tokens: [T] int64, of its sequence.
             sampled: [R], positions of its sample rows, ascending.
+            kept_start: where position 0 is among the kept positions of the request.
 
         Returns:
             where position 0 would be among the rows, and the sequences of the sample rows.
@@ -328,7 +337,7 @@ class _Packing:
         first_row = self._num_rows - computed.start
         self._num_rows += len(forward.window)
         if canvas.cache is not None:
-            self.slots.append(canvas.cache.slots[computed])
+            self.slots.append(canvas.cache.slots[kept_start:][computed])
 
         block_length, keys = canvas.visibility.block_length, range(forward.num_keys)
         if block_length and computed.start // block_length == (computed.stop - 1) // block_length:
@@ -339,7 +348,7 @@ class _Packing:
             rows, kept = _moved(queries, first_row), None
             first = queries.start if block_length else 0
             if canvas.cache is not None:
-                kept = _moved(keys, canvas.cache.start)
+                kept = _moved(keys, canvas.cache.start + kept_start)
             read = kept if kept is not None and window.is_cached else _moved(keys, first_row)
             return PackedSequence(rows, read, window.is_cached, kept, block_length, first)
 

@@ -13,6 +13,7 @@ from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.turns import Wish
 from vllm.diffusion.engine.windows import ALL_ROWS, num_positions, windows_of
+from vllm.diffusion.pages import in_whole_pages
 from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
@@ -73,9 +74,8 @@ class Canvas:
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
         self._num_reported = 0
-        self._windows = windows_of(
-            self.params, self.visibility, self.length if cache is None else cache.length
-        )
+        length = self.length if cache is None else cache.length
+        self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
         self._is_for_rule = True  # the forward under way
@@ -112,6 +112,16 @@ class Canvas:
             rule.adjust_logits(logits, positions), positions
         )
 
+    @property
+    def unconditional_start(self) -> int:
+        """Where the unconditional sequence begins among the kept positions."""
+        return in_whole_pages(self.length)
+
+    @property
+    def num_kept_positions(self) -> int:
+        """Positions that have a place where all are kept, and the gap between two sequences."""
+        return self.length + (self.unconditional_start if self.is_guided else 0)
+
     def unconditional_tokens(self) -> torch.Tensor:
         """[T] int64: the tokens with everything hidden that was known at the start."""
         return self.tokens.masked_fill(self._known, self.params.mask_id)
@@ -132,19 +142,27 @@ class Canvas:
 
         All rows where the rule fails: its error is met when it is the forward's turn.
         """
+        return self._next_window * (2 if self.is_guided else 1)
+
+    @property
+    def _next_window(self) -> int:
         try:
-            num_rows = len(self._windows.next(self.begin().rows).window)
+            return len(self._windows.next(self.begin().rows).window)
         except Exception:
-            num_rows = self.length
-        return 2 * num_rows if self.params.cfg_scale > 0 and self.cache is None else num_rows
+            return self.length
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether its sequence is computed twice, the second time with what was known hidden."""
+        return self.params.cfg_scale > 0
 
     @property
     def wish(self) -> Wish:
         """What the next forward is, for those who say when it is launched."""
         if self.unit is not None:
             return Wish(self._ready_rows, keeps=True, unit=self.unit)
-        rows = self.next_rows
-        return Wish(rows, keeps=self.cache is not None, is_window=rows < self.length)
+        is_window = self._next_window < self.length
+        return Wish(self.next_rows, keeps=self.cache is not None, is_window=is_window)
 
     @property
     def _ready_rows(self) -> int:
@@ -216,9 +234,18 @@ class Canvas:
         num_unchanged = self._let_rule_choose(candidates) if self._is_for_rule else self.length
         num_settled = self.rule.settled(self.tokens)
         if self._forward is not None:
-            self._windows.computed(self._forward, min(num_settled, num_unchanged))
+            num_final = min(num_settled, num_unchanged, self._first_hole)
+            self._windows.computed(self._forward, num_final)
         self._forward, self._is_for_rule = None, True
         return self._report(num_settled)
+
+    @property
+    def _first_hole(self) -> int:
+        """The first position of the prompt that is still masked; behind all if none is."""
+        if not self._prompt_holes.numel():
+            return self.length
+        masked = self._prompt_holes[self.tokens[self._prompt_holes] == self.params.mask_id]
+        return int(masked[0]) if masked.numel() else self.length
 
     def _let_rule_choose(self, candidates: Candidates) -> int:
         """Write what the rule chooses; positions from 0 that keep the token they had."""

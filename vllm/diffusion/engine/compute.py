@@ -82,6 +82,7 @@ class Compute:
                 samples = upload_samples(parts, caches)
             else:
                 inputs, samples = upload(batch, plan, parts, caches)
+                caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
             if body is None and plan.is_streamed:
                 streamed = StreamedForward(model, plan, inputs, pool, host, caches)
                 yield from streamed.run(samples)
@@ -95,6 +96,8 @@ class Compute:
                     groups = batch.row_groups(part.part, part.positions)
                     found.append(sample(self._head, [(x, groups)], self._noise))
                     yield plan.chunk_seconds.read
+            if batch.slot_mapping.size:
+                caches.end_step()
             return joined(found)
 
     def _make_room(self, batch: StepBatch, plan: Plan) -> None:

@@ -167,6 +167,8 @@ def run_body(
         return model.rotary(inputs.positions[rows], scratch)
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
+        if inputs.slot_mapping.numel():
+            caches.turn_to(index)
         for rows in writing:
             with scratch.scope("keys-values"):
                 model.layers[index].keys_values(x[rows], tables(rows), product[rows], scratch)

@@ -114,7 +114,9 @@ class GraphRunner:
         if not plan.is_whole(batch.num_rows):
             return None
         bucket = self.buckets.find(batch)
-        if bucket is None or (bucket.is_cached and not self._reads_pages):
+        if bucket is None or (batch.slot_mapping.size and self._caches.host_layers):
+            return None
+        if bucket.is_cached and not self._reads_pages:
             return None
         if bucket.is_cached:
             self._copy_table()

@@ -21,12 +21,14 @@ class NewCanvas:
     """A request that starts with this step; `params.seed` is drawn.
 
     `selector` is its say in what is committed, where it has one; every rank gets a copy.
+    `host_layers` is of how many layers its kept keys and values lie in host memory.
     """
 
     req_id: str
     prompt_token_ids: list[int]
     params: DiffusionParams
     selector: Selector | None = None
+    host_layers: int = 0
 
 
 @dataclass(frozen=True)

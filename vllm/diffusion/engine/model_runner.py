@@ -242,11 +242,13 @@ class DiffusionModelRunner:
 
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
-        cache = None
+        canvas = Canvas(new, visibility=self.model.family.visibility)
         if new.params.cache not in ("none", "exact"):  # exact ones get pages by `_assign`
-            length = len(new.prompt_token_ids) + new.params.gen_length
-            cache = self.caches.allocate(new.req_id, length)
-        self.canvases[new.req_id] = Canvas(new, cache, self.model.family.visibility)
+            length, layers = canvas.num_kept_positions, new.host_layers
+            canvas.cache = self.caches.allocate(new.req_id, length, layers)
+            if layers:
+                self._log.host_layers(new.req_id, self.caches)
+        self.canvases[new.req_id] = canvas
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in what pages requests get, where the scheduler hands them out."""

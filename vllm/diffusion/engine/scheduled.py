@@ -74,7 +74,7 @@ class Scheduled:
         self.started = time.monotonic()
         self.request.status = RequestStatus.RUNNING
         prompt = list(self.request.prompt_token_ids or [])
-        return NewCanvas(self.req_id, prompt, self.params)
+        return NewCanvas(self.req_id, prompt, self.params, host_layers=self.demand.host_layers)
 
     def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
         """It took part in a step that used so much memory."""

@@ -12,6 +12,7 @@ import torch
 
 from vllm.diffusion import envs, ops
 from vllm.diffusion.config import row_budget
+from vllm.diffusion.engine.budget import host_cache_budget
 from vllm.diffusion.engine.windows import num_positions
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
@@ -40,6 +41,7 @@ def make_planner(
         budget_bytes,
         row_budget(vllm_config),
         uses_host=envs.use_host_residual(),
+        host_bytes=host_cache_budget(vllm_config.parallel_config.tensor_parallel_size),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
     )
 
@@ -81,9 +83,13 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
 def _window(params: DiffusionParams, length: int) -> int | None:
     """Positions of a forward that uses kept keys and values, at most; see `BlockwiseRule`.
 
-    A delayed cache saves rows only while no block settles, so all its forwards may be whole.
+    A delayed cache saves rows only while no block settles, and a frozen one none while masks of the
+    prompt are left, so all their forwards may be whole.
     """
-    positions = {"dual": params.block_length, "prefix": params.gen_length}.get(params.cache)
+    windows = {"dual": params.block_length, "prefix": params.gen_length}
+    if not params.allow_infill:
+        windows["frozen"] = params.gen_length
+    positions = windows.get(params.cache)
     return None if positions is None else min(positions + params.logit_shift, length)
 
 

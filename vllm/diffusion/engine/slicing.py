@@ -70,8 +70,8 @@ class Slicing:
         if self._paused is None or planner is None or not rows:
             return True
         demands = [running[req_id].demand for req_id in rows]
-        kept = sum(item.demand.cached_positions for item in running.values())
-        kept_bytes = self._paused.held_bytes + kept * planner.shape.cache_bytes
+        kept_bytes = planner.kept_bytes(item.demand for item in running.values())
+        kept_bytes += self._paused.held_bytes
         try:
             planner.plan_of(demands, kept_bytes)
         except ActivationBudgetError:

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.messages import StepUsage
-    from vllm.diffusion.memory import Plan
+    from vllm.diffusion.memory import PageStore, Plan
 
 logger = init_logger(__name__)
 
@@ -43,6 +43,17 @@ class StepLog:
         self._last_plan = told
         level = logging.DEBUG if is_known or plan.is_whole(num_rows) else logging.INFO
         logger.log(level, "plan for T = %d with %s: %s", num_rows, readable(free_bytes), plan)
+
+    def host_layers(self, req_id: str, caches: PageStore) -> None:
+        """A request keeps more keys and values than the device has room for."""
+        if self._is_on:
+            logger.info(
+                "request %s: keys and values of %d layers in host memory: %s; on the device: %s",
+                req_id,
+                caches.host_layers,
+                readable(caches.host_bytes),
+                readable(caches.reserved_bytes),
+            )
 
     def step(self, started: float, batch: StepBatch, usage: StepUsage) -> None:
         """A step that is over and began at `started`, of time.perf_counter()."""

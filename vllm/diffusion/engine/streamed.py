@@ -98,6 +98,8 @@ class StreamedForward:
         rows = np.concatenate([np.empty(0, np.int64), *(s.part.rows for s in samples)])
         for index in range(last + 1):
             work = self._chunks if index < last else self._chunks.only(rows)
+            if self._inputs.slot_mapping.numel():
+                self._caches.turn_to(index)
             for group in self._groups:
                 yield from self._keys_values(index, group)
                 yield from self._attend(index, group, work)

@@ -50,7 +50,8 @@ def warm_up(
         shows_progress: draw a progress bar.
     """
     buckets = buckets_of(runner.model.config)
-    steps = list(_steps(model, buckets, row_budget, max_requests))
+    longest_kept = runner.planner.cached_positions // 2
+    steps = list(_steps(model, buckets, row_budget, max_requests, longest_kept))
     if model.family.is_block_causal:
         steps = [step for step in steps if _num_pages(step) <= runner.caches.reserved_pages]
     with _garbage_frozen():
@@ -71,7 +72,11 @@ def _garbage_frozen() -> Iterator[None]:
 
 
 def _steps(
-    model: ServedModel, buckets: Buckets, row_budget: int, max_requests: int
+    model: ServedModel,
+    buckets: Buckets,
+    row_budget: int,
+    max_requests: int,
+    longest_kept: int,
 ) -> Iterator[list[NewCanvas]]:
     """The requests of each step; large steps first, so that buffers are allocated once."""
     model = replace(model, defaults={})  # a server's defaults need not fit such canvases
@@ -80,7 +85,7 @@ def _steps(
         for cache in ("none", kept) if rows in buckets.whole else (kept,):
             longest = model.max_model_len
             if cache != "none":
-                longest = min(longest, model.cached_positions // 2)
+                longest = min(longest, longest_kept)
             if rows <= longest:
                 yield [_request(model, "warm-up", rows, cache)]
             if max_requests > 1 and rows <= row_budget and rows // 2 <= longest:

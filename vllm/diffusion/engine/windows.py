@@ -86,6 +86,32 @@ class Approximate(Windows):
         return Forward(range(max(rows[0] - self._shift, 0), rows[1]), self.kept)
 
 
+class Frozen(Windows):
+    """Keys and values of the prompt are kept as the first forward that saw all of it had them.
+
+    That is the first one, but for a prompt with masks to fill. From then on a forward computes the
+    canvas, and the row before it where that predicts its first token.
+
+    Args:
+        prompt_length: positions before the canvas.
+        length: of both.
+        logit_shift: rows before a position that predict its token.
+    """
+
+    def __init__(self, prompt_length: int, length: int, logit_shift: int) -> None:
+        self.kept = length
+        self._prompt_length = prompt_length
+        self._canvas_start = max(prompt_length - logit_shift, 0)
+        self._start = 0  # of the next forward
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        return Forward(range(self._start, self.kept), self.kept)
+
+    def computed(self, forward: Forward, committed: int) -> None:
+        if committed >= self._prompt_length:
+            self._start = self._canvas_start
+
+
 class Exact(Windows):
     """Keys and values of whole blocks are kept once they are final.
 
@@ -122,14 +148,18 @@ def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -
     return visibility.in_whole_blocks(length) if gen_length else length
 
 
-def windows_of(params: DiffusionParams, visibility: Visibility, length: int) -> Windows:
-    """The forwards of a request of `length` positions.
+def windows_of(
+    params: DiffusionParams, visibility: Visibility, prompt_length: int, length: int
+) -> Windows:
+    """The forwards of a request of `length` positions, the first of which are its prompt.
 
     Raises:
         ValueError: exact keys and values of a family whose keys are never final.
     """
     if params.cache == "none":
         return Whole(visibility, length)
+    if params.cache == "frozen":
+        return Frozen(prompt_length, length, params.logit_shift)
     if params.cache != "exact":
         return Approximate(length, params.logit_shift)
     if not isinstance(visibility, BlockCausal):

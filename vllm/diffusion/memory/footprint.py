@@ -310,6 +310,14 @@ class Footprint:
         return *(activated | products.gated for products in self.shape.products), terms
 
 
+def device_layers(num_layers: int, host_layers: int) -> int:
+    """Layers of kept keys and values that the device has room for.
+
+    Layers in host memory visit it in turn, so many at a time.
+    """
+    return num_layers - host_layers + (NUM_STREAM_BUFFERS if host_layers else 0)
+
+
 def is_streamed(layout: Layout) -> bool:
     """Whether layers run group by group or chunk by chunk from the host, see `Layout`."""
     return layout.head_groups > 1 or layout.host_residual

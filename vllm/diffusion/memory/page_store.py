@@ -11,6 +11,8 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.memory.activation_pool import PoolExhaustedError
+from vllm.diffusion.memory.footprint import NUM_STREAM_BUFFERS, device_layers
+from vllm.diffusion.memory.host_layers import HostLayers
 from vllm.diffusion.pages import PAGE_SIZE, num_pages
 from vllm.diffusion.spans import PageTable
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
+
+
+_PAGE_ROWS = 2 * PAGE_SIZE  # of one layer: keys, then values
 
 
 @dataclass
@@ -47,10 +52,13 @@ class KeptSequence:
 class PageStore:
     """The keys and values of all requests that keep them, in one buffer of equal pages.
 
-    A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. Within a page the
-    keys of a layer lie side by side, then its values, then the next layer's: a row of the buffer
-    is one position's keys or values of one layer. A sequence's pages lie anywhere; a table on the
+    A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. The pages of one
+    layer lie side by side, in each of them the keys, then the values: a row of the buffer is one
+    position's keys or values of one layer. A sequence's pages lie anywhere; a table on the
     device names them, so that one launch can attend to the keys of many requests.
+
+    The keys and values of the last layers may lie in host memory (`HostLayers`). Then a forward
+    says when it turns to a layer.
 
     The store itself gives pages to requests that keep all their positions (`allocate`), and grows
     when too few are free. Or it has a fixed number of pages (`fix`), and somebody else says who has
@@ -62,6 +70,7 @@ class PageStore:
         pool: where the memory comes from.
 
     Attributes:
+        host_layers: layers whose keys and values lie in host memory.
         generation: counts how often the pages have moved; addresses and slots of an older one are
             stale.
         table: the row of the first key of every page in use, sequence after sequence; never written
@@ -76,7 +85,8 @@ class PageStore:
         dtype: torch.dtype,
         pool: ActivationPool,
     ) -> None:
-        self._page_rows = 2 * num_layers * PAGE_SIZE
+        self._num_layers, self.host_layers = num_layers, 0
+        self._host: HostLayers | None = None
         self._row_shape = (num_kv_heads, head_dim)
         self._dtype, self._pool = dtype, pool
         self._sequences: dict[str, KeptSequence] = {}
@@ -92,23 +102,33 @@ class PageStore:
 
         Only rows that slots or the table name are the layer's.
         """
-        return self._rows_from(2 * layer * PAGE_SIZE)
+        return self._rows_of(layer)[: max(self._layer_rows - PAGE_SIZE, 0)]
 
     def values(self, layer: int) -> torch.Tensor:
         """[N, KV, hd]: the rows of a layer's values; else as `keys`."""
-        return self._rows_from((2 * layer + 1) * PAGE_SIZE)
+        return self._rows_of(layer)[PAGE_SIZE:]
 
-    def allocate(self, req_id: str, length: int) -> KeptSequence:
+    def allocate(self, req_id: str, length: int, host_layers: int = 0) -> KeptSequence:
         """Pages for a request of `length` positions, in place of what it had, not initialised.
+
+        Args:
+            req_id: the request.
+            length: positions.
+            host_layers: of so many layers they lie in host memory; the same for all requests.
 
         Raises:
             PoolExhaustedError: the pool has no room for them.
+            torch.OutOfMemoryError: the host has none.
         """
         self.release(req_id)
+        if host_layers != self.host_layers:
+            self._begin_anew(host_layers)
         wanted = num_pages(length)
         missing = wanted - len(self._free)
         if missing > 0:
             self._grow(missing)
+        if host_layers and self._host is None:
+            self._host = HostLayers(host_layers, self._places())
         pages = np.array([self._free.pop() for _ in range(wanted)], dtype=np.int64)
         kept = KeptSequence(length, pages, self._slots(pages, length), 0)
         self._sequences[req_id] = kept
@@ -161,14 +181,66 @@ class PageStore:
             kept.start = start
             start += len(kept.pages) * PAGE_SIZE
             pages.append(kept.pages)
-        rows = (np.concatenate(pages) * self._page_rows).astype(np.int32)
+        rows = (np.concatenate(pages) * _PAGE_ROWS).astype(np.int32)
         self.table = PageTable(ops.to_device(rows, self.device), PAGE_SIZE)
 
     def release(self, req_id: str) -> None:
         """Give back the pages of a request, if it has some."""
         kept = self._sequences.pop(req_id, None)
-        if kept is not None and not self.is_fixed:
-            self._free += kept.pages[::-1].tolist()
+        if kept is None or self.is_fixed:
+            return
+        self._free += kept.pages[::-1].tolist()
+        if not self._sequences and self._is_large:
+            self._begin_anew(host_layers=0)
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether the pages are for one request alone: there is no room to move them."""
+        return self.host_layers > 0 or 2 * self.reserved_bytes > self._pool.budget_bytes
+
+    def _begin_anew(self, host_layers: int) -> None:
+        """Without a page; nobody has any."""
+        if self._sequences:
+            raise RuntimeError(
+                f"page store: host_layers: wanted {self.host_layers}, as other requests have, "
+                f"given {host_layers}"
+            )
+        if self._host is not None:
+            self._host.close()
+        self._move_to(0)
+        self._host, self.host_layers = None, host_layers
+
+    # ---- layers in host memory ----
+
+    def begin_step(self, slots: Array, *, reads: bool) -> None:
+        """A forward begins that visits the layers in order.
+
+        Args:
+            slots: [W] int64, rows that it writes; negative ones are none.
+            reads: it reads rows that it does not write.
+        """
+        if self._host is None or not slots.size:
+            return
+        pages = np.unique(slots[slots >= 0] // _PAGE_ROWS)
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1)
+        written = [slice(int(p[0]) * _PAGE_ROWS, (int(p[-1]) + 1) * _PAGE_ROWS) for p in runs]
+        self._host.begin(reads=reads, written=written)
+
+    def turn_to(self, layer: int) -> None:
+        """From here on the forward uses `keys` and `values` of a layer, and no longer of others."""
+        first = self._num_layers - self.host_layers
+        if self._host is not None and layer >= first:
+            self._host.turn_to(layer - first)
+
+    def end_step(self) -> None:
+        """The forward uses no layer any more."""
+        if self._host is not None:
+            self._host.leave()
+
+    def _places(self) -> list[torch.Tensor]:
+        """Where layers visit the device that lie in host memory."""
+        first = self._num_layers - self.host_layers
+        return [self._rows_of(first + index) for index in range(NUM_STREAM_BUFFERS)]
 
     def trim(self) -> None:
         """Give back the memory of pages that nobody uses; the others move together."""
@@ -220,44 +292,67 @@ class PageStore:
         return self.reserved_bytes if self.is_fixed else 0
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return 0 if self._host is None else self._host.num_bytes
+
+    @property
     def _page_bytes(self) -> int:
         row = torch.Size(self._row_shape).numel() * self._dtype.itemsize
-        return int(self._page_rows * row)
+        return int(self._device_layers * _PAGE_ROWS * row)
 
-    def _rows_from(self, first: int) -> torch.Tensor:
-        """The buffer's rows from `first` on, as many for every layer's keys and values."""
-        return self._rows[first : first + max(len(self._rows) - self._page_rows + PAGE_SIZE, 0)]
+    @property
+    def _device_layers(self) -> int:
+        return device_layers(self._num_layers, self.host_layers)
+
+    @property
+    def _layer_rows(self) -> int:
+        return self._num_pages * _PAGE_ROWS
+
+    def _rows_of(self, layer: int) -> torch.Tensor:
+        """The buffer's rows of a layer, or of the place where it visits the device."""
+        beyond = layer - (self._num_layers - self.host_layers)
+        if beyond >= 0:
+            layer -= beyond - beyond % NUM_STREAM_BUFFERS
+        return self._rows[layer * self._layer_rows : (layer + 1) * self._layer_rows]
 
     def _slots(self, pages: Array, length: int) -> Array:
-        rows: Array = pages[:, None] * self._page_rows + np.arange(PAGE_SIZE)
+        rows: Array = pages[:, None] * _PAGE_ROWS + np.arange(PAGE_SIZE)
         return rows.reshape(-1)[:length]
 
     def _grow(self, missing: int) -> None:
         """Free so many more pages; the buffer at least doubles, so that it moves rarely."""
-        wanted = self._num_pages + missing
-        try:
-            self._move_to(max(wanted, 2 * self._num_pages))
-        except (PoolExhaustedError, torch.OutOfMemoryError):
-            self._move_to(wanted)
+        wanted, doubled = self._num_pages + missing, 2 * self._num_pages
+        if self._num_pages and not self._sequences:
+            self._move_to(0)  # nothing to move: what there was goes first
+        if doubled > wanted and 2 * doubled * self._page_bytes <= self._pool.budget_bytes:
+            try:
+                self._move_to(doubled)
+                return
+            except (PoolExhaustedError, torch.OutOfMemoryError):
+                pass
+        self._move_to(wanted)
 
     def _move_to(self, count: int) -> None:
         """Let a new buffer of `count` pages replace the old one, those in use first."""
         rows = self._new_rows(count)
+        targets, sources = self._by_page(rows, count), self._by_page(self._rows, self._num_pages)
         number = 0
         for kept in self._sequences.values():
             moved = np.arange(number, number + len(kept.pages), dtype=np.int64)
             number += len(moved)
             for source, target in zip(kept.pages.tolist(), moved.tolist(), strict=True):
-                self._page(rows, target).copy_(self._page(self._rows, source))
+                targets[:, target].copy_(sources[:, source])
             kept.pages, kept.slots = moved, self._slots(moved, kept.length)
         self._free = list(range(number, count))[::-1]
         self._num_pages, self._rows = count, rows
         self.generation += 1
 
-    def _page(self, rows: torch.Tensor, number: int) -> torch.Tensor:
-        return rows[number * self._page_rows : (number + 1) * self._page_rows]
+    def _by_page(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """[layers, pages, rows of a page, KV, hd]: a buffer of so many pages."""
+        return rows.view(self._device_layers, count, _PAGE_ROWS, *self._row_shape)
 
     def _new_rows(self, count: int) -> torch.Tensor:
         """The rows of so many pages."""
-        shape = (count * self._page_rows, *self._row_shape)
+        shape = (self._device_layers * count * _PAGE_ROWS, *self._row_shape)
         return self._pool.keep("kept keys and values", shape, self._dtype)

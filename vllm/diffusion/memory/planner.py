@@ -21,6 +21,7 @@ from vllm.diffusion.memory.footprint import (
     Layout,
     StepShape,
     buffered,
+    device_layers,
     is_streamed,
     temporary,
     total,
@@ -28,7 +29,7 @@ from vllm.diffusion.memory.footprint import (
 from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vllm.diffusion.memory.footprint import ModelShape, Phases
 
@@ -39,6 +40,7 @@ LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 # chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
+ENOUGH_SPEED = 1.1  # of the fastest way: how long a step may take
 ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 MAX_KNOWN_PLANS = 4_096
 
@@ -147,10 +149,11 @@ class Demand:
         length: positions of its sequence.
         sample_positions: of these, positions that are sampled in one step, at most.
         num_sequences: 2 with guidance, which runs the sequence twice.
-        keeps_cache: it keeps the keys and values of all its positions.
+        keeps_cache: it keeps the keys and values of all its positions, in every sequence.
         window: positions that most of its forwards compute, at most, because those of the others
             are kept; None where every forward may compute all.
         first: positions of its first forward; None where these are all.
+        host_layers: of so many layers its kept keys and values lie in host memory.
         unit: its forwards may be computed in parts that are multiples of so many positions, and
             its pages are not counted here; None where neither is so.
     """
@@ -162,6 +165,7 @@ class Demand:
     window: int | None = None
     first: int | None = None
     unit: int | None = None
+    host_layers: int = 0
 
     @property
     def first_rows(self) -> int:
@@ -185,7 +189,9 @@ class Demand:
     @property
     def cached_positions(self) -> int:
         """Positions of the pages that it takes of what is shared here."""
-        return in_whole_pages(self.length) if self.keeps_cache and self.unit is None else 0
+        if not self.keeps_cache or self.unit is not None:
+            return 0
+        return in_whole_pages(self.length) * self.num_sequences
 
 
 class Planner:
@@ -196,6 +202,7 @@ class Planner:
         budget_bytes: of the activation pool: buffers of a step, kept keys and values, graphs.
         row_budget: rows that several requests may share in one step.
         uses_host: the residual stream may lie in host memory where nothing else fits as well.
+        host_bytes: of host memory, for keys and values that the device has no room for.
         is_split: memory that PyTorch's temporaries have had in one stage does not serve the buffers
             of another before the step ends, as it is in a pool on virtual memory.
     """
@@ -207,9 +214,11 @@ class Planner:
         row_budget: int,
         *,
         uses_host: bool = True,
+        host_bytes: int = 0,
         is_split: bool = False,
     ) -> None:
         self.shape = shape
+        self.host_bytes = host_bytes
         self.budget_bytes = budget_bytes
         self.row_budget = row_budget
         self._is_split = is_split
@@ -228,7 +237,9 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions whose keys and values may be kept: of the whole pages in half of the budget."""
+        """Positions whose keys and values several requests may keep: of the whole pages in half of
+        the budget, as pages may have to move to where there is room for more of them.
+        """
         page_bytes = PAGE_SIZE * self.shape.cache_bytes
         return self.budget_bytes // 2 // page_bytes * PAGE_SIZE
 
@@ -239,34 +250,88 @@ class Planner:
 
         In most steps all of them fit together. When the larger forwards of several meet, they are
         spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. Alone, a
-        request may have any number of rows.
+        request may have any number of rows, and the only one that keeps keys and values any number
+        of them.
         """
         together = [*running, new]
         if running and sum(d.steady_rows for d in together) > self.row_budget:
             return False
-        positions = sum(d.cached_positions for d in together)
-        if positions > self.cached_positions:
+        keeping = [d.cached_positions for d in together if d.cached_positions]
+        if len(keeping) > 1 and sum(keeping) > self.cached_positions:
             return False
+        kept_bytes += self.kept_bytes(together)
         try:
             for step in self._largest_steps(together):
-                self.plan(step, kept_bytes + positions * self.shape.cache_bytes)
+                self.plan(step, kept_bytes)
         except ActivationBudgetError:
             return False
         return True
 
-    def check(self, new: Demand, kept_bytes: int = 0) -> None:
-        """Refuse a request that would not fit alone, nor its kept keys and values.
+    def kept_bytes(self, demands: Iterable[Demand]) -> int:
+        """Of the device, what requests keep between steps."""
+        return sum(
+            d.cached_positions
+            * self.shape.key_value_bytes
+            * device_layers(self.shape.num_layers, d.host_layers)
+            for d in demands
+        )
+
+    def check(self, new: Demand, kept_bytes: int = 0) -> Demand:
+        """Refuse a request that would not fit alone with what it keeps.
+
+        Returns:
+            the request, with as few layers of its kept keys and values in host memory as leave its
+            largest step its speed, for they are copied in every step.
 
         Raises:
             ActivationBudgetError: with the bytes it would take, those there are, and the longest
                 request of its kind that fits.
         """
-        cached_bytes = new.cached_positions * self.shape.cache_bytes
-        if new.cached_positions > self.cached_positions:
-            raise ActivationBudgetError(
-                new.length, 2 * cached_bytes, self.budget_bytes, self.cached_positions
-            )
-        self.plan_of([new], kept_bytes + cached_bytes)
+        places = [d for d in self._placements(new) if self._fits(d, kept_bytes)]
+        if not places:
+            raise self._refusal_of(new, kept_bytes)
+        slowest = ENOUGH_SPEED * self._seconds_alone(places[-1], kept_bytes)
+        return next(d for d in places if self._seconds_alone(d, kept_bytes) <= slowest)
+
+    def _placements(self, demand: Demand) -> Iterator[Demand]:
+        """The request with more and more of what it keeps in host memory, as far as that goes."""
+        yield demand
+        positions, num_layers = demand.cached_positions, self.shape.num_layers
+        if not positions:
+            return
+        most = min(num_layers, self.host_bytes // (positions * self.shape.key_value_bytes))
+        for host_layers in range(1, most + 1):
+            if device_layers(num_layers, host_layers) < num_layers:
+                yield replace(demand, host_layers=host_layers)
+
+    def _fits(self, demand: Demand, kept_bytes: int) -> bool:
+        return self._smallest_alone(demand) + kept_bytes <= self.budget_bytes
+
+    def _smallest_alone(self, demand: Demand) -> int:
+        """Bytes that it takes with the smallest chunks, with what it keeps."""
+        return self._smallest_bytes(self._step_of([demand])) + self.kept_bytes([demand])
+
+    def _seconds_alone(self, demand: Demand, kept_bytes: int) -> float:
+        kept_bytes += self.kept_bytes([demand])
+        return self.plan_of([demand], kept_bytes).predicted_seconds
+
+    def _refusal_of(self, demand: Demand, kept_bytes: int) -> ActivationBudgetError:
+        """With the numbers of the way to place what it keeps that takes least."""
+
+        def smallest(length: int) -> int:
+            sampled = -(-demand.sample_positions * length // demand.length)
+            shorter = replace(demand, length=length, sample_positions=sampled)
+            return kept_bytes + min(map(self._smallest_alone, self._placements(shorter)))
+
+        fits, too_many = 0, demand.length
+        while fits + 1 < too_many:
+            length = (fits + too_many) // 2
+            if smallest(length) <= self.budget_bytes:
+                fits = length
+            else:
+                too_many = length
+        required = smallest(demand.length)
+        return ActivationBudgetError(demand.length, required, self.budget_bytes, fits)
 
     def plan_of(self, demands: Sequence[Demand], kept_bytes: int = 0) -> Plan:
         """The plan of a step in which all of them take part. Raises as `plan` does."""

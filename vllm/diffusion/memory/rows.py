@@ -192,6 +192,12 @@ class CopyStreams:
             torch.cuda.current_stream().wait_stream(self._inward)
             torch.cuda.current_stream().wait_stream(self._outward)
 
+    def finish(self) -> None:
+        """Wait, on the host, until nothing is on its way."""
+        if self._is_async:
+            self._inward.synchronize()
+            self._outward.synchronize()
+
     def finish_stores(self) -> None:
         """Wait, on the host, until all rows that were stored are there."""
         if self._is_async:

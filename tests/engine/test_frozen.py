@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cache: frozen`: the prompt is computed once, in a whole forward, and then only read.
+
+The reference is the published loop of each algorithm over a model that does just that
+(`tests/reference/frozen.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.harness import as_request, assert_parity, clear_case, running, shrink
+from tests.engine.test_algorithms import ADABLOCK, BLOCKS, DREAM, FULL, LOADERS, MULTI, SHORT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+FROZEN: dict[str, Any] = {"cache": "frozen"}
+ASKED: list[dict[str, Any]] = [
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 16},
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 8, "cfg_scale": 1.0},
+    {**SHORT, "algorithm": "semi_ar", "steps": 4, "temperature": 0.6, "cfg_scale": 0.5},
+    {**BLOCKS, "algorithm": "threshold", "threshold": 0.6},
+    {**BLOCKS, "algorithm": "factor"},
+    {**BLOCKS, "algorithm": "local_leap"},
+    {**BLOCKS, "algorithm": "entropy_threshold", "threshold": 2.0},
+    {**BLOCKS, "algorithm": "hierarchy"},
+    {**BLOCKS, "algorithm": "credit"},
+    {**ADABLOCK, "gen_length": 30, "block_length": 8, "delimiter_threshold": 0.01},
+    {**FULL, "threshold": 1.0},
+    {**MULTI, "threshold": 1.5},
+    {**DREAM, "steps": 12},
+    {**DREAM, "steps": 8, "alg": "maskgit_plus", "alg_temp": 0.5, "seed": 4},
+]
+
+
+@pytest.fixture(scope="module", params=["gqa", "dream", "moe"])
+def pair(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]
+) -> Iterator[tuple[Engine, Any]]:
+    folder = checkpoint(request.param)
+    with running(folder) as engine:
+        yield engine, LOADERS[request.param](folder)
+
+
+def test_every_algorithm_in_one_batch(pair: tuple[Engine, Any]) -> None:
+    engine, model = pair
+    asks, wanted = [], []
+    for number, asked in enumerate(ASKED):
+        prompt, decoded = clear_case(model, 5 + 7 * number, **asked, **FROZEN)
+        asks.append(as_request(prompt, **asked, **FROZEN))
+        wanted.append((decoded.ids, decoded.num_forwards))
+    answers = engine.ask(*asks)
+    assert [(a.token_ids, a.num_forwards) for a in answers] == wanted
+    plain = as_request(asks[0].prompt, **ASKED[0])
+    assert engine.ask(plain)[0].token_ids != wanted[0][0]
+    assert engine.is_idle()
+    assert engine.runner.caches.num_bytes == 0
+
+
+@pytest.mark.parametrize("prompt_length", [1, 70])
+def test_a_request_alone(pair: tuple[Engine, Any], prompt_length: int) -> None:
+    engine, model = pair
+    assert_parity(engine, model, prompt_length, {**ASKED[1], **FROZEN})
+
+
+# What keeps keys and values, each in a way of its own.
+KEEPING: list[dict[str, Any]] = [
+    {**ASKED[1], **FROZEN},
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "prefix"},
+    {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "dual"},
+    {**MULTI, "cache": "delayed", "threshold": 1.5, "cache_delay_iter": 1, "block_length": 4},
+]
+
+
+def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
+    pair: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first forward that sees all of the prompt is the last whole one."""
+    engine, _ = pair
+    rows = []
+    launch = engine.runner._planned
+    monkeypatch.setattr(
+        engine.runner,
+        "_planned",
+        lambda *a: (found := launch(*a), rows.append(found[0].num_rows))[0],
+    )
+    prompt = random_prompt(20)
+    prompt[3] = prompt[15] = MASK_ID
+    asked = {**BLOCKS, "algorithm": "semi_ar", "steps": 32, "allow_infill": True}
+    (answer,) = engine.ask(as_request(prompt, **asked, **FROZEN))
+    filled = len(answer.report["infilled"])
+    num_whole = rows.count(52)
+    assert filled == 2
+    assert 2 <= num_whole <= 11  # ten positions of the prompt and the first block compete
+    assert rows == [52] * num_whole + rows[num_whole:]
+    assert set(rows[num_whole:]) <= {32, 33}
+    assert len(rows) > num_whole
+
+
+def test_layers_in_host_memory_change_no_token(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device has no room for all that a request keeps, and only there."""
+    with running(checkpoint("grouped")) as engine:
+        runner, planner = engine.runner, engine.runner.planner
+        asks = [as_request(random_prompt(200), **asked) for asked in KEEPING]
+        wanted = [engine.ask(ask)[0] for ask in asks]
+        layers = []
+        allocate = runner.caches.allocate
+        monkeypatch.setattr(
+            runner.caches, "allocate", lambda *a: (layers.append(a[2]), allocate(*a))[1]
+        )
+        for ask, answer in zip(asks, wanted, strict=True):
+            sequences = 2 if "cfg_scale" in ask.extra else 1
+            kept = sequences * 256 * planner.shape.cache_bytes
+            shrink(runner, kept)
+            engine.ask(as_request([1], gen_length=8, steps=8))  # the scheduler hears of it
+            assert engine.ask(ask)[0].token_ids == answer.token_ids
+        assert layers == [4, 4, 4, 4]
+        assert engine.is_idle()
+        assert (runner.caches.reserved_bytes, runner.caches.host_bytes) == (0, 0)
+        monkeypatch.setenv("VLLM_USE_HOST_RESIDUAL", "0")
+        shrink(runner, kept + 1)
+        engine.ask(as_request([1], gen_length=8, steps=8))
+        assert engine.ask(asks[0])[0].finish_reason == "error"

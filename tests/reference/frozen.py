@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose prompt is computed once: what `cache: frozen` means, for any loop without a cache.
+
+The first forward is a whole one. Its keys and values of the prompt stay; later forwards compute the
+canvas, which attends to them and to itself. With guidance a forward has two sequences, and both
+keep their own. Where logits are shifted the row before the canvas is computed with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tests.reference.fast_dllm import WindowModel
+    from tests.reference.layers import KeyValues
+
+
+class FrozenPrompt:
+    """The model of one run of a loop.
+
+    Args:
+        model: computes windows of sequences.
+        prompt_length: positions before the canvas.
+    """
+
+    def __init__(self, model: WindowModel, prompt_length: int) -> None:
+        self.logit_shift = getattr(model, "logit_shift", 0)
+        self._model = model
+        self._start = max(prompt_length - self.logit_shift, 0)
+        self._prompt: KeyValues | None = None
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """[B, T, V]; those of rows that are not computed are no numbers."""
+        length = ids.shape[1]
+        if self._prompt is None:
+            logits, kept = self._model.forward_with_kv(ids, range(length), None)
+            self._prompt = kept.keep(range(self._start))
+            return logits
+        window = range(self._start, length)
+        computed, _ = self._model.forward_with_kv(ids[:, self._start :], window, self._prompt)
+        logits = torch.full((*ids.shape, computed.shape[-1]), torch.nan, dtype=computed.dtype)
+        logits[:, self._start :] = computed
+        return logits
