@@ -315,8 +315,10 @@ class Published:
         self._known: dict[Any, torch.Tensor] = {}
 
     def check(self) -> None:
+        store = self._store
+        pages = store._by_page(store._rows, store.reserved_pages)
         now = {
-            (block.block_hash, block.block_id): self._store._page(self._store._rows, block.block_id)
+            (block.block_hash, block.block_id): pages[:, block.block_id]
             for block in self._pool.blocks
             if block.block_hash is not None
         }

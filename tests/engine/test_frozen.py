@@ -120,6 +120,7 @@ def test_layers_in_host_memory_change_no_token(
         for ask, answer in zip(asks, wanted, strict=True):
             sequences = 2 if "cfg_scale" in ask.extra else 1
             kept = sequences * 256 * planner.shape.cache_bytes
+            assert engine.is_idle()
             shrink(runner, kept)
             engine.ask(as_request([1], gen_length=8, steps=8))  # the scheduler hears of it
             assert engine.ask(ask)[0].token_ids == answer.token_ids

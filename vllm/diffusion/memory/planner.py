@@ -40,7 +40,7 @@ LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 # chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
-ENOUGH_SPEED = 1.1  # of the fastest way: how long a step may take
+FEW_CHUNKS = 64  # of a stage: a step in so many is hardly slower than in few
 ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 MAX_KNOWN_PLANS = 4_096
 
@@ -281,17 +281,18 @@ class Planner:
 
         Returns:
             the request, with as few layers of its kept keys and values in host memory as leave its
-            largest step its speed, for they are copied in every step.
+            largest step room for chunks of use, for they are copied in every step.
 
         Raises:
             ActivationBudgetError: with the bytes it would take, those there are, and the longest
                 request of its kind that fits.
         """
-        places = [d for d in self._placements(new) if self._fits(d, kept_bytes)]
-        if not places:
-            raise self._refusal_of(new, kept_bytes)
-        slowest = ENOUGH_SPEED * self._seconds_alone(places[-1], kept_bytes)
-        return next(d for d in places if self._seconds_alone(d, kept_bytes) <= slowest)
+        available = self.budget_bytes - kept_bytes
+        for num_chunks in (FEW_CHUNKS, new.length):
+            for placed in self._placements(new):
+                if self._smallest_alone(placed, num_chunks) <= available:
+                    return placed
+        raise self._refusal_of(new, kept_bytes)
 
     def _placements(self, demand: Demand) -> Iterator[Demand]:
         """The request with more and more of what it keeps in host memory, as far as that goes."""
@@ -304,16 +305,11 @@ class Planner:
             if device_layers(num_layers, host_layers) < num_layers:
                 yield replace(demand, host_layers=host_layers)
 
-    def _fits(self, demand: Demand, kept_bytes: int) -> bool:
-        return self._smallest_alone(demand) + kept_bytes <= self.budget_bytes
-
-    def _smallest_alone(self, demand: Demand) -> int:
-        """Bytes that it takes with the smallest chunks, with what it keeps."""
-        return self._smallest_bytes(self._step_of([demand])) + self.kept_bytes([demand])
-
-    def _seconds_alone(self, demand: Demand, kept_bytes: int) -> float:
-        kept_bytes += self.kept_bytes([demand])
-        return self.plan_of([demand], kept_bytes).predicted_seconds
+    def _smallest_alone(self, demand: Demand, num_chunks: int) -> int:
+        """Bytes that it takes with what it keeps, its stages in at most so many chunks."""
+        step = self._step_of([demand])
+        rows = -(-step.rows // num_chunks)
+        return self._smallest_bytes(step, rows) + self.kept_bytes([demand])
 
     def _refusal_of(self, demand: Demand, kept_bytes: int) -> ActivationBudgetError:
         """With the numbers of the way to place what it keeps that takes least."""
@@ -321,7 +317,8 @@ class Planner:
         def smallest(length: int) -> int:
             sampled = -(-demand.sample_positions * length // demand.length)
             shorter = replace(demand, length=length, sample_positions=sampled)
-            return kept_bytes + min(map(self._smallest_alone, self._placements(shorter)))
+            places = self._placements(shorter)
+            return kept_bytes + min(self._smallest_alone(placed, length) for placed in places)
 
         fits, too_many = 0, demand.length
         while fits + 1 < too_many:
@@ -521,8 +518,9 @@ class Planner:
             step.longest, required + kept_bytes, self.budget_bytes, longest
         )
 
-    def _smallest_bytes(self, step: StepShape) -> int:
-        return min(self._draft(layout, step).smallest_bytes for layout in self._layouts)
+    def _smallest_bytes(self, step: StepShape, chunk_rows: int = MIN_CHUNK_ROWS) -> int:
+        """Of all layouts, with chunks of so many rows at least."""
+        return min(self._draft(layout, step).bytes_with(chunk_rows) for layout in self._layouts)
 
 
 class _Sizes(NamedTuple):
@@ -631,7 +629,11 @@ class _Draft:
 
     @property
     def smallest_bytes(self) -> int:
-        return max(self.peaks(self._at_most(MIN_CHUNK_ROWS)))
+        return self.bytes_with(MIN_CHUNK_ROWS)
+
+    def bytes_with(self, chunk_rows: int) -> int:
+        """Bytes with chunks of at most so many rows, or the smallest that there are."""
+        return max(self.peaks(self._at_most(max(chunk_rows, MIN_CHUNK_ROWS))))
 
     @property
     def whole_bytes(self) -> int:
