@@ -8,6 +8,7 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm.diffusion import decision, fields
@@ -17,6 +18,8 @@ from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from vllm.diffusion.decoding.base import Array
 
 MASK, EOS, EOT = 15, 14, 13
 MODEL = ServedModel(
@@ -36,12 +39,12 @@ def candidates(
     positions: list[int],
     scores: list[float],
     tokens: list[int] | None = None,
-    **more: torch.Tensor,
+    **more: Array,
 ) -> Candidates:
     return Candidates(
-        torch.tensor(positions, dtype=torch.int64),
-        torch.tensor(tokens or [1] * len(positions), dtype=torch.int64),
-        torch.tensor(scores, dtype=torch.float64),
+        np.array(positions, dtype=np.int64),
+        np.array(tokens or [1] * len(positions), dtype=np.int64),
+        np.array(scores, dtype=np.float64),
         **more,
     )
 
@@ -51,7 +54,7 @@ class Row:
 
     def __init__(self, asked: DiffusionParams, prompt: list[int]) -> None:
         self.rule = make_rule(asked, len(prompt))
-        self.tokens = torch.tensor([*prompt, *[MASK] * asked.gen_length])
+        self.tokens = np.array([*prompt, *[MASK] * asked.gen_length])
         self.works: list[Work] = []
         self.committed: list[list[int]] = []
         self.chance = random.Random(1)
@@ -63,9 +66,9 @@ class Row:
 
     def eligible(self) -> list[int] | None:
         """Positions of the next forward; None at the end. Fills what the rule wants filled."""
-        before = self.tokens.clone()
+        before = self.tokens.copy()
         work = self.rule.prepare(self.tokens)
-        assert torch.equal(self.tokens, before), "a rule does not write tokens"
+        assert np.array_equal(self.tokens, before), "a rule does not write tokens"
         if work is None:
             return None
         self.works.append(work)
@@ -82,21 +85,19 @@ class Row:
 
     def commit(self, found: Candidates) -> None:
         chosen = self.rule.select(found)
-        assert chosen.dtype == torch.int64
-        assert len(set(chosen.tolist())) == chosen.numel()
+        assert chosen.dtype == np.int64
+        assert len(set(chosen.tolist())) == chosen.size
         self.tokens[found.positions[chosen]] = self.rule.replacement(found)[chosen]
         self.committed.append(sorted(found.positions[chosen].tolist()))
 
     def see(self, positions: list[int], scores: list[float], tokens: list[int] | None) -> None:
         """One forward with these proposals."""
-        greedy = torch.tensor(tokens or [1] * len(positions), dtype=torch.int64)
+        greedy = np.array(tokens or [1] * len(positions), dtype=np.int64)
         draws = [self.chance.random() for _ in positions]
-        found = candidates(
-            positions, scores, tokens, greedy=greedy, draws=torch.tensor(draws, dtype=torch.float64)
-        )
+        found = candidates(positions, scores, tokens, greedy=greedy, draws=np.array(draws))
         if self.rule.adjusts_logits:
-            on_canvas = found.positions - self.rule.prompt_length
-            logits = torch.nn.functional.one_hot(found.tokens, 16).float()
+            on_canvas = torch.from_numpy(found.positions - self.rule.prompt_length)
+            logits = torch.eye(16)[found.tokens]
             assert self.rule.adjust_logits(logits, on_canvas).shape == logits.shape
         self.commit(found)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -153,7 +154,7 @@ def test_hierarchy_takes_the_best_of_each_run() -> None:
 def test_credits_by_hand() -> None:
     """Two forwards of one position, in plain numbers."""
     rule = Credit(decided(gen_length=2, block_length=2, algorithm="credit"), 1)
-    tokens = torch.tensor([1, MASK, MASK])
+    tokens = np.array([1, MASK, MASK])
     assert rule.prepare(tokens) is not None
     logits = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
     first = rule.adjust_logits(logits.clone(), torch.tensor([0, 1]))
@@ -174,7 +175,7 @@ def test_credits_do_not_depend_on_chunks_and_end_with_their_block() -> None:
     asked = decided(gen_length=6, block_length=3, algorithm="credit")
     logits = [torch.randn(3, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     whole, parts = Credit(asked, 2), Credit(asked, 2)
-    tokens = torch.tensor([1, 1] + [MASK] * 6)
+    tokens = np.array([1, 1] + [MASK] * 6)
     for step in range(2):
         found = []
         for rule, chunks in ((whole, [[0, 1, 2]]), (parts, [[0], [1, 2]])):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
 from vllm.diffusion.decoding import make_rule
@@ -137,7 +137,7 @@ def test_a_forced_token_of_llada_is_free_of_noise(model: Any, token: int) -> Non
         positions,
         [-9.0 if p < 5 else -0.01 for p in positions],
         [2] * 8,
-        greedy=torch.full((8,), 7),
+        greedy=np.full(8, 7),
     )
     row.commit(found)
     assert row.tokens[1:].tolist() == [token, MASK, MASK, MASK, 2, 2, 2, 2] + [MASK] * 4

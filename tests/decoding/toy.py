@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm.diffusion.decoding import Candidates, make_rule
@@ -80,7 +81,7 @@ class Decoding:
         if params.is_block_causal:
             total = -(-self.end // params.block_length) * params.block_length
         masks = [params.mask_id] * (total - self.first)
-        self.tokens = torch.tensor([*prompt, *masks])
+        self.tokens = np.array([*prompt, *masks])
         self.rule = make_rule(params, self.first)
         self.works: list[Work] = []
         self.history: list[list[int]] = []
@@ -91,9 +92,9 @@ class Decoding:
         """Forwards until the answer is complete; the answer."""
         while (answer := self._take_settled()) is None:
             assert len(self.works) < limit, "the rule does not come to an end"
-            before = self.tokens.clone()
+            before = self.tokens.copy()
             work = self.rule.prepare(self.tokens)
-            assert torch.equal(self.tokens, before), "a rule does not write tokens"
+            assert np.array_equal(self.tokens, before), "a rule does not write tokens"
             assert work is not None, "nothing left to do, and no answer"
             self._forward(work)
         return answer
@@ -119,8 +120,8 @@ class Decoding:
         assert positions.tolist() == sorted(set(positions.tolist()))
         assert 0 <= work.rows[0] < work.rows[1] <= len(self.tokens)
         end = work.rows[1] if self.params.is_block_causal else len(self.tokens)
-        rows = (positions - shift).clamp(min=0)
-        assert int(rows.max()) < end, "candidates are read from rows of the window"
+        rows = np.maximum(positions - shift, 0)
+        assert rows.max() < end, "candidates are read from rows of the window"
         logits = self.toy(self.tokens[:end])[rows]
         group = RowGroup(
             params=self.params if self.params.seed is not None else self.params.with_seed(0),
@@ -129,13 +130,14 @@ class Decoding:
             forbid_mask=self.rule.forbid_mask,
             rows=slice(0, len(rows)),
             unconditional_rows=None,
-            positions=positions - self.first,
+            positions=torch.from_numpy(positions - self.first),
             adjust=self.rule.adjust_logits if self.rule.adjusts_logits else None,
         )
         model: Any = self.toy
         found = sample_group(logits, group, model, PhiloxNoise())
-        candidates = Candidates(positions, found.token, found.score.double(), found.greedy)
+        sampled = (x.numpy() for x in (found.token, found.score.double(), found.greedy))
+        candidates = Candidates(positions, *sampled)
         commit = self.rule.decide(candidates)
-        assert bool(torch.isin(commit.positions, positions).all())
+        assert np.isin(commit.positions, positions).all()
         self.tokens[commit.positions] = commit.tokens
         self.history.append(self.tokens[self.first : self.end].tolist())

@@ -163,8 +163,7 @@ def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
     """Kept keys are read by windows of some positions; these come last."""
     part, whole = map(canvas, (100, 100), kept(100, 100), "pw")
     eligible = part.begin().eligible
-    scores = torch.zeros(len(eligible), dtype=torch.float64)
-    part.commit(Candidates(eligible, torch.full_like(eligible, 5), scores))
+    part.commit(Candidates(eligible, np.full_like(eligible, 5), np.zeros(eligible.size)))
     batch = batch_of(part, whole, canvas(30))
     assert [c.req_id for c in batch.canvases] == ["a", "w", "p"]
     groups = batch.span_groups(slice(0, batch.num_rows))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,10 +57,10 @@ class Rising(Selector):
             low, high = self.bounds(found, position)
             if token != MASK_ID and low <= token <= high:
                 found[position] = kept[position] = token
-        if not kept and chosen.positions.numel():
+        if not kept and chosen.positions.size:
             position = int(chosen.positions[0])
             kept[position] = self.bounds(found, position)[0]
-        return Commit(torch.tensor(list(kept), dtype=torch.int64), torch.tensor([*kept.values()]))
+        return Commit(np.array(list(kept), dtype=np.int64), np.array([*kept.values()]))
 
     @staticmethod
     def bounds(found: dict[int, int], position: int) -> tuple[int, int]:
@@ -84,8 +85,8 @@ class Sevens(Selector):
     """Another token and another order than the model's: the last position is the surest."""
 
     def select(self, tokens: Any, candidates: Any, choose: Any) -> Commit:
-        sevens = torch.full_like(candidates.tokens, 7)
-        scores = candidates.positions.double() / 1000
+        sevens = np.full_like(candidates.tokens, 7)
+        scores = candidates.positions / 1000
         return choose(candidates._replace(tokens=sevens, greedy=sevens, scores=scores))
 
 
@@ -94,7 +95,7 @@ class Foreign(Selector):
 
     def select(self, tokens: Any, candidates: Any, choose: Any) -> Commit:
         choose(candidates)
-        return Commit(torch.tensor([0]), torch.tensor([1]))
+        return Commit(np.array([0]), np.array([1]))
 
 
 class Nothing(Selector):

@@ -84,7 +84,7 @@ class Window:
     """A rule that asks for the candidates of some positions and computes a range of rows."""
 
     def __init__(self, rows: tuple[int, int], sampled: Iterable[int]) -> None:
-        self.work = Work(torch.tensor(list(sampled), dtype=torch.int64), rows)
+        self.work = Work(np.array(list(sampled), dtype=np.int64), rows)
 
     def prepare(self, tokens: torch.Tensor) -> Work:
         return self.work

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, Work, most_certain_first
 from vllm.diffusion.decoding.threshold import Threshold
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding.base import Mask
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 WINDOW = 0.25  # of the canvas: how far a block that ends after a delimiter may reach
@@ -26,33 +26,33 @@ class AdaBlock(Threshold):
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
-        self._delimiters = torch.tensor(params.delimiter_ids, dtype=torch.int64)
+        self._delimiters = np.array(params.delimiter_ids, dtype=np.int64)
         self._window = int(WINDOW * params.gen_length)
         self._start = prompt_length
         self._end: int | None = None  # of the block, once it is sized
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
-        masked = tokens.numpy() == self.params.mask_id
+    def prepare(self, tokens: Array) -> Work | None:
+        masked = tokens == self.params.mask_id
         if self._end is not None and not masked[self._start : self._end].any():
             self._start, self._end = self._end, None
         if self._start >= len(masked):
-            return self.take_what_is_left(torch.from_numpy(masked))
+            return self.take_what_is_left(masked)
         return self._work(masked)
 
     def _work(self, masked: Mask) -> Work:
         start, end, length = self._start, self._end, len(masked)
         if end is None or not self.params.computes_blocks:
             reach = start + max(self._window, self.params.block_length)
-            return Work(torch.from_numpy(masked[: end or reach].nonzero()[0]), (0, length))
+            return Work(masked[: end or reach].nonzero()[0], (0, length))
         eligible = masked[start:end].nonzero()[0] + start
         window_end = length if self.params.cache == "prefix" else end
-        return Work(torch.from_numpy(eligible), (start, window_end))
+        return Work(eligible, (start, window_end))
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
+    def accept(self, candidates: Candidates) -> Mask:
         if self._end is None:
             self._end = self._sized(candidates)
         inside = candidates.positions < self._end
-        accepted = torch.zeros_like(inside)
+        accepted = np.zeros_like(inside)
         accepted[inside] = super().accept(Candidates(*(x[inside] for x in candidates[:3])))
         return accepted
 
@@ -61,8 +61,8 @@ class AdaBlock(Threshold):
         positions, scores = candidates.positions, candidates.scores
         canvas_end = self.prompt_length + self.params.gen_length
         in_window = (positions >= self._start) & (positions < self._start + self._window)
-        found = (torch.isin(candidates.tokens, self._delimiters) & in_window).nonzero().flatten()
-        if found.numel():
+        found = (np.isin(candidates.tokens, self._delimiters) & in_window).nonzero()[0]
+        if found.size:
             best = found[most_certain_first(scores[found])[0]]
             if float(scores[best]) >= self.params.delimiter_threshold:
                 return int(positions[best]) + 1

@@ -7,16 +7,17 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.scoring import TokenScores
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which tokens of a sequence are masked
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which of several have a property
 
 
 class Work(NamedTuple):
@@ -35,7 +36,7 @@ class Work(NamedTuple):
             forward. Candidates of `eligible` positions there are delivered all the same.
     """
 
-    eligible: torch.Tensor
+    eligible: Array
     rows: tuple[int, int]
     fill: tuple[int, int] | None = None
 
@@ -52,12 +53,12 @@ class Candidates(NamedTuple):
         logprobs: [rows, R] float64, where the request wants log probabilities.
     """
 
-    positions: torch.Tensor
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    greedy: torch.Tensor | None = None
-    draws: torch.Tensor | None = None
-    logprobs: torch.Tensor | None = None
+    positions: Array
+    tokens: Array
+    scores: Array
+    greedy: Array | None = None
+    draws: Array | None = None
+    logprobs: Array | None = None
 
 
 class Commit(NamedTuple):
@@ -68,13 +69,13 @@ class Commit(NamedTuple):
         tokens: [K] int64; the mask token leaves its position open, or opens it again.
     """
 
-    positions: torch.Tensor
-    tokens: torch.Tensor
+    positions: Array
+    tokens: Array
 
 
-def most_certain_first(scores: torch.Tensor) -> torch.Tensor:
+def most_certain_first(scores: Array) -> Array:
     """Order of `scores` [R], descending, ties by ascending index; NaN counts as the least."""
-    return torch.from_numpy((-scores.numpy()).argsort(kind="stable"))  # puts NaN last
+    return (-scores).argsort(kind="stable")  # puts NaN last
 
 
 class DecodingRule(ABC):
@@ -102,7 +103,7 @@ class DecodingRule(ABC):
         self._takes_all = False
 
     @abstractmethod
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         """What the next forward is for; None when nothing is left to do.
 
         Args:
@@ -110,7 +111,7 @@ class DecodingRule(ABC):
                 a block, so behind the answer there may be further masked positions.
         """
 
-    def settled(self, tokens: torch.Tensor) -> int:
+    def settled(self, tokens: Array) -> int:
         """Positions from 0 whose tokens never change again, after a commit or before any.
 
         Nothing behind them is given to the client, searched for stop tokens, or kept as final.
@@ -118,26 +119,25 @@ class DecodingRule(ABC):
         Args:
             tokens: [T] int64, the sequence; not to be written.
         """
-        masked = tokens.numpy()[self.prompt_length :] == self.params.mask_id
+        masked = tokens[self.prompt_length :] == self.params.mask_id
         return self.prompt_length + int(masked.argmax() if masked.any() else len(masked))
 
     def decide(self, candidates: Candidates) -> Commit:
         """What is committed after the forward, in the order of the rule's choice."""
-        chosen = self.select(candidates).numpy()
-        positions, tokens = candidates.positions.numpy(), self.replacement(candidates).numpy()
-        return Commit(torch.from_numpy(positions[chosen]), torch.from_numpy(tokens[chosen]))
+        chosen = self.select(candidates)
+        return Commit(candidates.positions[chosen], self.replacement(candidates)[chosen])
 
-    def select(self, candidates: Candidates) -> torch.Tensor:
+    def select(self, candidates: Candidates) -> Array:
         """Indices [K] int64 into `candidates` that are committed after the forward."""
-        if self._takes_all or candidates.positions.numel() == 0:
-            return torch.arange(candidates.positions.numel())
+        if self._takes_all or candidates.positions.size == 0:
+            return np.arange(candidates.positions.size)
         return self.choose(candidates)
 
     @abstractmethod
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         """`select` by the algorithm; there is at least one candidate."""
 
-    def replacement(self, candidates: Candidates) -> torch.Tensor:
+    def replacement(self, candidates: Candidates) -> Array:
         """Tokens [R] int64 to commit; those proposed, unless a rule knows better."""
         return candidates.tokens
 
@@ -152,17 +152,17 @@ class DecodingRule(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
 
-    def take_what_is_left(self, masked: torch.Tensor) -> Work | None:
+    def take_what_is_left(self, masked: Mask) -> Work | None:
         """A last forward that fills every masked position ([T] bool), the mask token forbidden."""
-        if not bool(masked.any()):
+        if not masked.any():
             return None
         self._takes_all = self.forbid_mask = True
-        return Work(masked.nonzero().flatten(), (0, masked.numel()))
+        return Work(masked.nonzero()[0], (0, len(masked)))
 
-    def forbid_mask_unless_changed(self, candidates: Candidates, chosen: torch.Tensor) -> None:
+    def forbid_mask_unless_changed(self, candidates: Candidates, chosen: Array) -> None:
         """After a forward that changes nothing, the next one must not propose the mask token."""
-        tokens = self.replacement(candidates).numpy()[chosen.numpy()]
-        self.forbid_mask = not bool((tokens != self.params.mask_id).any())
+        tokens = self.replacement(candidates)[chosen]
+        self.forbid_mask = not (tokens != self.params.mask_id).any()
 
 
 class BlockwiseRule(DecodingRule):
@@ -189,22 +189,22 @@ class BlockwiseRule(DecodingRule):
     def block_end(self) -> int:
         return self.block_start + self.params.block_length
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
-        masked = tokens.numpy() == self.params.mask_id
+    def prepare(self, tokens: Array) -> Work | None:
+        masked = tokens == self.params.mask_id
         while self.block < self.params.num_blocks:
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
                 return self._work_in_block(masked)
             self.block += 1
-        return self.take_what_is_left(torch.from_numpy(masked))
+        return self.take_what_is_left(masked)
 
     def _work_in_block(self, masked: Mask) -> Work:
         start, end, length = self.block_start, self.block_end, len(masked)
         if not self.params.computes_blocks or self._computed_block != self.block:
             self._computed_block = self.block
-            return Work(torch.from_numpy(masked[:end].nonzero()[0]), (0, length))
+            return Work(masked[:end].nonzero()[0], (0, length))
         eligible = masked[start:end].nonzero()[0] + start
         window_end = length if self.params.cache == "prefix" else end
-        return Work(torch.from_numpy(eligible), (start, window_end))
+        return Work(eligible, (start, window_end))
 
     @abstractmethod
     def block_wants_forward(self, masked: Mask) -> bool:
@@ -226,12 +226,12 @@ class UntilFilledRule(BlockwiseRule):
     def block_wants_forward(self, masked: Mask) -> bool:
         return bool(masked.any())
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         self._forwards += 1
         if self._must_finish_block():
-            chosen = torch.arange(candidates.positions.numel())
+            chosen = np.arange(candidates.positions.size)
         else:
-            chosen = self.accept(candidates).nonzero().flatten()
+            chosen = self.accept(candidates).nonzero()[0]
         self.forbid_mask_unless_changed(candidates, chosen)
         return chosen
 
@@ -242,12 +242,12 @@ class UntilFilledRule(BlockwiseRule):
         return self.params.steps - self._forwards <= blocks_after
 
     @abstractmethod
-    def accept(self, candidates: Candidates) -> torch.Tensor:
+    def accept(self, candidates: Candidates) -> Mask:
         """[R] bool: the candidates to commit."""
 
 
-def and_the_best(accepted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def and_the_best(accepted: Mask, scores: Array) -> Mask:
     """`accepted` [R] bool, and in any case the most certain of all."""
-    accepted = accepted.clone()
+    accepted = accepted.copy()
     accepted[most_certain_first(scores)[0]] = True
     return accepted

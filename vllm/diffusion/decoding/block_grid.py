@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from vllm.diffusion.decoding.base import Array, DecodingRule, Mask, Work
 from vllm.diffusion.scoring import Scoring
 
@@ -35,29 +33,24 @@ class GridRule(DecodingRule):
         self.step = 0  # forwards of the active block so far
         self._num_filled = 0  # positions from 0 that are known not to be masked
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
-        array = tokens.numpy()
-        first = self._first_masked(array)
-        if self._is_over(array, first):
+    def prepare(self, tokens: Array) -> Work | None:
+        first = self._first_masked(tokens)
+        if self._is_over(tokens, first):
             return None
         start = self._block_start(first)
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
-        block = array[start : start + self.params.block_length]
+        block = tokens[start : start + self.params.block_length]
         return self.work(block == self.params.mask_id, start)
 
     def work(self, masked: Mask, start: int) -> Work:
         """What a forward of the block at `start` is for; which of it is `masked` [block_length]."""
         eligible = masked.nonzero()[0] + start
-        return Work(torch.from_numpy(eligible), (start, start + len(masked)))
+        return Work(eligible, (start, start + len(masked)))
 
-    def settled(self, tokens: torch.Tensor) -> int:
-        array = tokens.numpy()
-        first = self._first_masked(array)
-        return first if self._is_over(array, first) else self._block_start(first)
-
-    # A GPU waits while the requests of a step commit, and there may be hundreds. On blocks,
-    # operations on arrays cost a fraction of those on tensors.
+    def settled(self, tokens: Array) -> int:
+        first = self._first_masked(tokens)
+        return first if self._is_over(tokens, first) else self._block_start(first)
 
     def _first_masked(self, tokens: Array) -> int:
         """The first masked position, or the length of the sequence; most often it is near."""

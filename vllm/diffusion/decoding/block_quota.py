@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.diffusion.decoding.base import Candidates, most_certain_first
@@ -17,7 +18,7 @@ from vllm.diffusion.decoding.semi_ar import transfer_quota
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding.base import Work
+    from vllm.diffusion.decoding.base import Array, Work
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -35,12 +36,12 @@ class Quota(GridRule):
             raise ValueError("steps_per_block: must be resolved, got None")
         self._num_steps = params.steps_per_block
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         work = super().prepare(tokens)
         self.forbid_mask |= self.step >= self._num_steps
         return work
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         chosen = self.pick(candidates, self._quota())
         self.step += 1
         self.forbid_mask_unless_changed(candidates, chosen)
@@ -53,7 +54,7 @@ class Quota(GridRule):
         quota = transfer_quota(length, self._num_steps, self.step)
         return max(quota, int(self.forbid_mask))  # a forward without the mask token gets on
 
-    def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
+    def pick(self, candidates: Candidates, quota: int) -> Array:
         """Indices [K] int64 of the candidates to commit; `quota` may be more than there are."""
         return most_certain_first(candidates.scores)[:quota]
 
@@ -61,16 +62,16 @@ class Quota(GridRule):
 class ConfidenceOrQuota(Quota):
     """Commit what exceeds the threshold if that is the quota at least, else the best ones."""
 
-    def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
-        sure = (candidates.scores.numpy() > self.params.threshold).nonzero()[0]
-        return torch.from_numpy(sure) if len(sure) >= quota else super().pick(candidates, quota)
+    def pick(self, candidates: Candidates, quota: int) -> Array:
+        sure = (candidates.scores > self.params.threshold).nonzero()[0]
+        return sure if len(sure) >= quota else super().pick(candidates, quota)
 
 
 class FirstMasked(Quota):
     """Commit the first masked positions, however confident."""
 
-    def pick(self, candidates: Candidates, quota: int) -> torch.Tensor:
-        return torch.arange(min(quota, candidates.positions.numel()))
+    def pick(self, candidates: Candidates, quota: int) -> Array:
+        return np.arange(min(quota, candidates.positions.size))
 
 
 class EntropyBounded(GridRule):
@@ -81,9 +82,10 @@ class EntropyBounded(GridRule):
 
     drawn = Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         order = most_certain_first(candidates.scores)
-        sums = (-candidates.scores[order]).float().cumsum(dim=0)
+        # Sums as the reference's cumsum rounds them.
+        sums = torch.from_numpy(-candidates.scores[order]).float().cumsum(dim=0)
         chosen = order[: max(int((sums < self.params.threshold).sum()), 1)]
         self.forbid_mask_unless_changed(candidates, chosen)
         return chosen

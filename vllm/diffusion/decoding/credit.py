@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 ALPHA = 0.7  # weight of the credits
@@ -39,12 +41,13 @@ class Credit(UntilFilledRule):
         self._credits: torch.Tensor | None = None  # [credited positions, V] fp32
         self._credited_block = -1
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         work = super().prepare(tokens)
         if work is None or self._takes_all:
             self._credits = None
         elif self._credited_block != self.block:
-            self._credited_block, self._credited, self._credits = self.block, work.eligible, None
+            self._credited_block, self._credits = self.block, None
+            self._credited = torch.from_numpy(work.eligible)
         return work
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -61,10 +64,11 @@ class Credit(UntilFilledRule):
         self._credits[rows] = credits
         return logits + ALPHA * torch.log(credits + 1)
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
-        eligible = candidates.tokens != self.params.mask_id
-        if not bool(eligible.any()):
+    def accept(self, candidates: Candidates) -> Mask:
+        eligible: Mask = candidates.tokens != self.params.mask_id
+        if not eligible.any():
             return eligible
-        scores = torch.nan_to_num(candidates.scores, nan=LOWEST, neginf=LOWEST)
+        scores = np.nan_to_num(candidates.scores, nan=LOWEST, neginf=LOWEST)
         nearly_best = max(float(scores[eligible].max()) - SLACK, LOWEST)
-        return eligible & (scores >= min(nearly_best, self.params.threshold))
+        eligible &= scores >= min(nearly_best, self.params.threshold)
+        return eligible

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
 from vllm.diffusion.scoring import CHOICE, COMMIT, Scoring
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array
     from vllm.diffusion.params import DiffusionParams
 
 SCORINGS = {
@@ -25,22 +27,22 @@ SCORINGS = {
 }
 
 
-def commit_shares(steps: int, eps: float, alg: str = "entropy") -> torch.Tensor:
+def commit_shares(steps: int, eps: float, alg: str = "entropy") -> Array:
     """[steps] fp32: share of the masked positions that each step commits.
 
     In fp32 as the reference, because counts are cut off after the point.
     """
     if eps == 0 and alg == "origin":  # DiffuLLaMA: the same in exact numbers
-        return 1 / torch.arange(steps, 0, -1, dtype=torch.float32)
+        return (1 / torch.arange(steps, 0, -1, dtype=torch.float32)).numpy()
     times = torch.linspace(1, eps, steps + 1, dtype=torch.float32)
     shares = 1 - times[1:] / times[:-1]
     shares[-1] = 1
-    return shares
+    return shares.numpy()
 
 
-def _commits(num_masked: int, shares: torch.Tensor) -> torch.Tensor:
+def _commits(num_masked: int, shares: Array) -> Array:
     """How many of the masked positions each share is, rounded down."""
-    return (torch.tensor(num_masked, dtype=torch.float32) * shares).long()
+    return (np.float32(num_masked) * shares).astype(np.int64)
 
 
 class Dream(DecodingRule):
@@ -66,26 +68,27 @@ class Dream(DecodingRule):
         self._shares = commit_shares(params.steps, params.eps, params.alg)
         self._step = 0
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         masked = tokens == self.params.mask_id
-        eligible = masked.nonzero().flatten()
-        if self._step == self.params.steps or eligible.numel() == 0:
+        eligible = masked.nonzero()[0]
+        if self._step == self.params.steps or eligible.size == 0:
             return self.take_what_is_left(masked)
         if self.params.alg != "origin":
-            counts = _commits(eligible.numel(), self._shares[self._step :])
-            self._step += int(counts.nonzero()[0])  # the last step commits all
-        return Work(eligible, (0, masked.numel()))
+            counts = _commits(eligible.size, self._shares[self._step :])
+            self._step += int(counts.nonzero()[0][0])  # the last step commits all
+        return Work(eligible, (0, len(masked)))
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         share = self._shares[self._step]
         self._step += 1
         draws = candidates.draws
         if self.draw_purpose is not None and draws is None:
             raise ValueError(f"draws: alg {self.params.alg} needs them, got None")
         if self.params.alg == "origin" and draws is not None:
-            return (draws < float(share)).nonzero().flatten()
-        count = int(_commits(candidates.positions.numel(), share))
+            return (draws < float(share)).nonzero()[0]
+        count = int(_commits(candidates.positions.size, share))
         scores = candidates.scores
         if draws is not None:
-            scores = scores / self.params.alg_temp - torch.log(-torch.log(draws))
+            noise = torch.log(-torch.log(torch.from_numpy(draws)))
+            scores = (torch.from_numpy(scores) / self.params.alg_temp - noise).numpy()
         return most_certain_first(scores)[:count]

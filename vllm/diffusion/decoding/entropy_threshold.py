@@ -12,7 +12,7 @@ from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, and_the_be
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    import torch
+    from vllm.diffusion.decoding.base import Mask
 
 
 class EntropyThreshold(UntilFilledRule):
@@ -20,6 +20,6 @@ class EntropyThreshold(UntilFilledRule):
 
     scoring = Scoring(score="negative_entropy", epsilon=1e-8)
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
+    def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores
         return and_the_best(-scores < self.params.threshold, scores)

@@ -6,12 +6,17 @@ The more candidates are committed together, the more certain each must be.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, most_certain_first
 
+if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array, Mask
 
-def num_accepted(scores: torch.Tensor, factor: float) -> int:
+
+def num_accepted(scores: Array, factor: float) -> int:
     """How many of `scores` [R] float64, descending, are certain enough to go together.
 
     The n-th best fails below 1 - factor / (n + 1), from n = 2. As many are taken as come before
@@ -19,21 +24,20 @@ def num_accepted(scores: torch.Tensor, factor: float) -> int:
     would be none, or all but the last: so a failure of the last alone does not count, as in the
     reference.
     """
-    ranks = torch.arange(scores.numel(), dtype=torch.float64)
-    limits = 1 - factor / (ranks + 2)
-    limits[0] = -torch.inf
-    failures = (scores < limits).nonzero()
-    last = scores.numel() - 1
-    first_failure = int(failures[0]) if failures.numel() else last
+    limits = 1 - factor * (1 / np.arange(2.0, scores.size + 2))
+    limits[0] = -np.inf
+    failures = (scores < limits).nonzero()[0]
+    last = scores.size - 1
+    first_failure = int(failures[0]) if failures.size else last
     return first_failure + (first_failure in (0, last))
 
 
 class Factor(UntilFilledRule):
     """Commit the longest run of the most certain candidates that the factor allows."""
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
+    def accept(self, candidates: Candidates) -> Mask:
         order = most_certain_first(candidates.scores)
-        ordered = torch.nan_to_num(candidates.scores, nan=-torch.inf)[order]
-        accepted = torch.zeros_like(order, dtype=torch.bool)
+        ordered = np.nan_to_num(candidates.scores, nan=-np.inf)[order]
+        accepted = np.zeros(order.size, dtype=np.bool_)
         accepted[order[: num_accepted(ordered, self.params.factor)]] = True
         return accepted

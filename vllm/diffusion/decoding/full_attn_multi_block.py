@@ -9,8 +9,7 @@ from vllm.diffusion.decoding.base import Work
 from vllm.diffusion.decoding.pipelined import PipelinedRule
 
 if TYPE_CHECKING:
-    import torch
-
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -25,12 +24,12 @@ class FullAttnMultiBlock(PipelinedRule):
         super().__init__(params, prompt_length)
         self.start_block().is_full = True
 
-    def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
+    def plan(self, tokens: Array, masked: Mask) -> Work:
         self.count_masked(masked)
         self.promote_blocks()
         while self.start_block_if_due(masked):
             pass
-        return Work(masked[: self.active_end].nonzero().flatten(), (0, masked.numel()))
+        return Work(masked[: self.active_end].nonzero()[0], (0, len(masked)))
 
-    def accept(self, scores: torch.Tensor) -> torch.Tensor:
+    def accept(self, scores: Array) -> Mask:
         return -scores < self.params.threshold

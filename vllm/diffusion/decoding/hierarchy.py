@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, and_the_best
+
+if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Mask
 
 
 class Hierarchy(UntilFilledRule):
@@ -16,12 +21,10 @@ class Hierarchy(UntilFilledRule):
     and the best of all in any case.
     """
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
-        scores = torch.nan_to_num(candidates.scores, nan=-torch.inf)
-        starts_run = torch.ones_like(scores, dtype=torch.bool)
-        starts_run[1:] = candidates.positions.diff() > 1
-        run = starts_run.cumsum(dim=0) - 1
-        best = torch.full((int(run[-1]) + 1,), -torch.inf, dtype=scores.dtype)
-        best = best.scatter_reduce(0, run, scores, "amax")[run]
+    def accept(self, candidates: Candidates) -> Mask:
+        scores = np.nan_to_num(candidates.scores, nan=-np.inf)
+        starts_run = np.diff(candidates.positions, prepend=-1) > 1
+        starts_run[0] = True
+        best = np.maximum.reduceat(scores, starts_run.nonzero()[0])[starts_run.cumsum() - 1]
         is_best_of_run = (scores == best) & (scores > self.params.low_threshold)
         return and_the_best(is_best_of_run | (scores > self.params.threshold), scores)

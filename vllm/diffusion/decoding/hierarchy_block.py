@@ -5,9 +5,9 @@ predicts, and is filled part by part.
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, Mask, Work, and_the_best
+from vllm.diffusion.decoding.base import Array, Candidates, Mask, Work, and_the_best
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.scoring import Scoring
 
@@ -28,19 +28,19 @@ class HierarchyBlock(GridRule):
         self._is_seed = start > 0 and bool(masked[0])
         if self._is_seed:
             self.forbid_mask = True
-            return Work(torch.tensor([start]), (start - len(masked), start))
+            return Work(np.array([start]), (start - len(masked), start))
         part_length = self.params.sub_block_length
         part_end = (int(masked.argmax()) // part_length + 1) * part_length
         eligible = masked[:part_end].nonzero()[0] + start
-        return Work(torch.from_numpy(eligible), (start, start + len(masked)))
+        return Work(eligible, (start, start + len(masked)))
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         scores = candidates.scores
-        chosen = and_the_best(scores > self.params.threshold, scores).nonzero().flatten()
+        chosen = and_the_best(scores > self.params.threshold, scores).nonzero()[0]
         self.forbid_mask_unless_changed(candidates, chosen)
         return chosen
 
-    def replacement(self, candidates: Candidates) -> torch.Tensor:
+    def replacement(self, candidates: Candidates) -> Array:
         if self._is_seed and candidates.greedy is not None:
             return candidates.greedy
         return candidates.tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.diffusion.decoding.base import Candidates, Work, most_certain_first
@@ -12,6 +13,7 @@ from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -32,13 +34,13 @@ class JointThreshold(GridRule):
         if params.temperature == 0:
             self.scoring = Scoring()  # the argmax of the logits, not of their probabilities
         self.adjusts_logits = params.penalty_lambda > 0
-        self._before = torch.empty(0, dtype=torch.int64)  # [B], the block that a forward is for
+        self._before = np.empty(0, dtype=np.int64)  # [B], the block that a forward is for
         self._is_active = False  # the block at `start` has begun and not ended
         self._has_decided = False  # what a forward made of it has not been looked at
         self._num_post_steps = 0
         self._most_forwards = (params.block_length + 1) * (params.max_post_steps + 1)
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         start = self.settled(tokens)
         if start >= min(self.prompt_length + self.params.gen_length, len(tokens)):
             return None
@@ -46,49 +48,49 @@ class JointThreshold(GridRule):
             self._is_active, self.start, self.step = True, start, 0
             self.forbid_mask, self._num_post_steps = False, 0
         end = start + self.params.block_length
-        self._before = tokens[start:end].clone()
-        positions = torch.arange(start, end)
+        self._before = tokens[start:end].copy()
+        positions = np.arange(start, end)
         may_change = (self._before == self.params.mask_id) | (positions >= self.prompt_length)
         return Work(positions[may_change], (start, end))
 
-    def settled(self, tokens: torch.Tensor) -> int:
+    def settled(self, tokens: Array) -> int:
         if self._has_decided:
             self._has_decided = False
             self._is_active = not self._ends_with(tokens[self.start :][: len(self._before)])
         if self._is_active:
             return self.start
-        first = self._first_masked(tokens.numpy())
+        first = self._first_masked(tokens)
         return first if first == len(tokens) else self._block_start(first)
 
-    def _ends_with(self, block: torch.Tensor) -> bool:
+    def _ends_with(self, block: Array) -> bool:
         """Whether no forward follows the one that made `block` [B] of what it was."""
         mask_id = self.params.mask_id
-        if bool((block == mask_id).any()):
+        if (block == mask_id).any():
             return False
         is_of_prompt = self.start + len(block) <= self.prompt_length
-        if is_of_prompt or torch.equal(block, self._before):
+        if is_of_prompt or np.array_equal(block, self._before):
             return True
         self._num_post_steps += 1
         return self._num_post_steps > self.params.max_post_steps
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         self.step += 1
         self._has_decided = True
         current = self._before[candidates.positions - self.start]
         is_masked = current == self.params.mask_id
         changes = (candidates.tokens != current) & ~is_masked
         edited = changes & (candidates.scores > self.params.editing_threshold)
-        chosen = (self._filled(candidates.scores, is_masked) | edited).nonzero().flatten()
-        is_stuck = not bool((candidates.tokens != current)[chosen].any())
+        chosen: Array = (self._filled(candidates.scores, is_masked) | edited).nonzero()[0]
+        is_stuck = not (candidates.tokens != current)[chosen].any()
         self.forbid_mask = is_stuck or self.step >= self._most_forwards
         return chosen
 
-    def _filled(self, scores: torch.Tensor, is_masked: torch.Tensor) -> torch.Tensor:
+    def _filled(self, scores: Array, is_masked: Mask) -> Mask:
         """[R] bool: the masked positions that are filled."""
         filled = is_masked & (scores > self.params.threshold)
-        if int(filled.sum()) >= self.params.num_to_transfer:
+        if np.count_nonzero(filled) >= self.params.num_to_transfer:
             return filled
-        masked = is_masked.nonzero().flatten()
+        masked = is_masked.nonzero()[0]
         best = masked[most_certain_first(scores[masked])[: self.params.num_to_transfer]]
         filled[best] = True
         return filled
@@ -96,6 +98,6 @@ class JointThreshold(GridRule):
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A token that stands before a position of the block is less likely to stand there too."""
         offsets = positions + (self.prompt_length - self.start)
-        before = self._before.to(logits.device)[(offsets - 1).clamp(min=0)]
+        before = torch.from_numpy(self._before).to(logits.device)[(offsets - 1).clamp(min=0)]
         penalties = (offsets > 0).to(logits.dtype) * -self.params.penalty_lambda
         return logits.scatter_add_(1, before[:, None], penalties[:, None])

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work, and_the_best
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -25,26 +26,26 @@ class LocalLeap(UntilFilledRule):
         super().__init__(params, prompt_length)
         self._searched_end = prompt_length  # blocks up to here hold no end-of-sequence token
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         work = super().prepare(tokens)
         if not self.params.early_stop or self.params.eos_id is None or self._is_at_end:
             return work
         complete = tokens[self._searched_end : self.block_start]
-        if not bool((complete == self.params.eos_id).any()):
+        if not (complete == self.params.eos_id).any():
             self._searched_end = self.block_start
             return work
-        nothing = torch.empty(0, dtype=torch.int64)
-        return Work(nothing, (0, tokens.numel()), fill=(self.block_start, self.params.eos_id))
+        nothing = np.empty(0, dtype=np.int64)
+        return Work(nothing, (0, len(tokens)), fill=(self.block_start, self.params.eos_id))
 
     @property
     def _is_at_end(self) -> bool:
         return self.block == self.params.num_blocks
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
+    def accept(self, candidates: Candidates) -> Mask:
         positions, scores = candidates.positions, candidates.scores
         anchors = positions[scores >= self.params.threshold]
-        distances = (positions[:, None] - anchors).abs()
-        is_near = (distances <= self.params.radius).any(dim=1)
+        distances = np.abs(positions[:, None] - anchors)
+        is_near = (distances <= self.params.radius).any(axis=1)
         is_sure = scores >= self.params.threshold
         is_nearly_sure = scores >= self.params.relaxed_threshold
-        return and_the_best(torch.where(is_near, is_nearly_sure, is_sure), scores)
+        return and_the_best(np.where(is_near, is_nearly_sure, is_sure), scores)

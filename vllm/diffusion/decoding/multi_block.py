@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, Work, and_the_best
 from vllm.diffusion.decoding.delayed_cache import DelayedCache
 from vllm.diffusion.decoding.pipelined import PipelinedRule
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -40,19 +41,19 @@ class MultiBlock(PipelinedRule):
         self._cache = DelayedCache(params) if params.cache == "delayed" else None
         self.start_block().is_full = params.decoded_token_threshold <= 1
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         self._forced = None
         return super().prepare(tokens)
 
-    def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
-        competing, length = masked, masked.numel()
+    def plan(self, tokens: Array, masked: Mask) -> Work:
+        competing, length = masked, len(masked)
         eos, fill = self._first_eos(tokens), None
         if eos is not None:
             fill = self._fill_after(eos, tokens)
-            masked = masked.clone()
+            masked = masked.copy()
             masked[eos + 1 :] = False
-            if not bool(masked.any()):
-                return Work(torch.empty(0, dtype=torch.int64), (0, length), fill)
+            if not masked.any():
+                return Work(np.empty(0, dtype=np.int64), (0, length), fill)
         self.count_masked(masked)
         if eos is not None:
             self._complete_blocks_after(eos)
@@ -60,19 +61,19 @@ class MultiBlock(PipelinedRule):
         if eos is None:
             self.start_block_if_due(masked)
         first_row = 0 if self._cache is None else self._cache.first_row(self.blocks, self.step)
-        eligible = competing[: self.active_end].nonzero().flatten()
+        eligible = competing[: self.active_end].nonzero()[0]
         return Work(eligible[eligible >= first_row], (first_row, length), fill)
 
-    def _first_eos(self, tokens: torch.Tensor) -> int | None:
+    def _first_eos(self, tokens: Array) -> int | None:
         """Position of the end-of-sequence token after which everything is filled."""
         if not self.params.early_stop or self.params.eos_id is None:
             return None
-        found = (tokens[self.prompt_length :] == self.params.eos_id).nonzero()
-        return self.prompt_length + int(found[0]) if found.numel() else None
+        found = (tokens[self.prompt_length :] == self.params.eos_id).nonzero()[0]
+        return self.prompt_length + int(found[0]) if found.size else None
 
-    def _fill_after(self, eos: int, tokens: torch.Tensor) -> tuple[int, int] | None:
+    def _fill_after(self, eos: int, tokens: Array) -> tuple[int, int] | None:
         token = int(tokens[eos])
-        return (eos + 1, token) if bool((tokens[eos + 1 :] != token).any()) else None
+        return (eos + 1, token) if (tokens[eos + 1 :] != token).any() else None
 
     def _complete_blocks_after(self, eos: int) -> None:
         """Blocks that start after it are complete; the one that holds it is full if complete."""
@@ -82,18 +83,18 @@ class MultiBlock(PipelinedRule):
             if block.start > eos or (block.end > eos and block.num_masked == 0):
                 block.is_full = True
 
-    def accept(self, scores: torch.Tensor) -> torch.Tensor:
+    def accept(self, scores: Array) -> Mask:
         if self._is_dream:
             return -scores < self.params.threshold
         return and_the_best(-scores <= self.params.threshold, scores)
 
-    def index_to_force(self, candidates: Candidates, accepted: torch.Tensor) -> int | None:
+    def index_to_force(self, candidates: Candidates, accepted: Mask) -> int | None:
         self._forced = super().index_to_force(candidates, accepted)
         return self._forced
 
-    def replacement(self, candidates: Candidates) -> torch.Tensor:
+    def replacement(self, candidates: Candidates) -> Array:
         if self._is_dream or self._forced is None or candidates.greedy is None:
             return candidates.tokens
-        tokens = candidates.tokens.clone()
+        tokens = candidates.tokens.copy()
         tokens[self._forced] = candidates.greedy[self._forced]
         return tokens

@@ -12,8 +12,7 @@ from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_ce
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    import torch
-
+    from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -62,38 +61,38 @@ class PipelinedRule(DecodingRule):
         self._length = prompt_length + params.gen_length
         self._first_full: Block | None = None  # with masked positions
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         masked = tokens == self.params.mask_id
-        if not bool(masked.any()):
+        if not masked.any():
             return None
         self.step += 1
         if self.step == self.params.steps:
             return self.take_what_is_left(masked)
         work = self.plan(tokens, masked)
-        if work.eligible.numel() == 0 and work.fill is None:
+        if work.eligible.size == 0 and work.fill is None:
             return self.take_what_is_left(masked)  # mask tokens of the prompt out of reach
         unfinished = (b for b in self.blocks if b.is_full and b.num_masked > 0)
         self._first_full = next(unfinished, None)
         return work
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         accepted = self.accept(candidates.scores)
         forced = self.index_to_force(candidates, accepted)
         if forced is not None:
             accepted[forced] = True
-        elif not bool(accepted.any()):
+        elif not accepted.any():
             accepted[most_certain_first(candidates.scores)[0]] = True
-        chosen = accepted.nonzero().flatten()
+        chosen = accepted.nonzero()[0]
         self.forbid_mask_unless_changed(candidates, chosen)
         return chosen
 
-    def index_to_force(self, candidates: Candidates, accepted: torch.Tensor) -> int | None:
+    def index_to_force(self, candidates: Candidates, accepted: Mask) -> int | None:
         """The candidate that the first full block gets although nothing in it is `accepted`."""
         block, positions = self._first_full, candidates.positions
         if block is None:
             return None
-        inside = ((positions >= block.start) & (positions < block.end)).nonzero().flatten()
-        if inside.numel() == 0 or bool(accepted[inside].any()):
+        inside = ((positions >= block.start) & (positions < block.end)).nonzero()[0]
+        if inside.size == 0 or accepted[inside].any():
             return None
         return int(inside[most_certain_first(candidates.scores[inside])[0]])
 
@@ -112,7 +111,7 @@ class PipelinedRule(DecodingRule):
         self.blocks.append(Block(start, min(start + self.params.block_length, self._length)))
         return self.blocks[-1]
 
-    def count_masked(self, masked: torch.Tensor) -> None:
+    def count_masked(self, masked: Mask) -> None:
         for block in self.blocks[1:]:
             block.num_masked = int(masked[block.start : block.end].sum())
 
@@ -121,7 +120,7 @@ class PipelinedRule(DecodingRule):
             if before.progress >= self.params.decoded_token_threshold:
                 block.is_full = True
 
-    def start_block_if_due(self, masked: torch.Tensor) -> bool:
+    def start_block_if_due(self, masked: Mask) -> bool:
         """Start the next block if there is one and the last one is decoded far enough."""
         last = self.blocks[-1]
         is_due = last.progress >= self.params.block_add_threshold or last.num_masked == 0
@@ -133,9 +132,9 @@ class PipelinedRule(DecodingRule):
         return True
 
     @abstractmethod
-    def plan(self, tokens: torch.Tensor, masked: torch.Tensor) -> Work:
+    def plan(self, tokens: Array, masked: Mask) -> Work:
         """Bring the blocks up to date and say what the forward is for; `masked` is [T] bool."""
 
     @abstractmethod
-    def accept(self, scores: torch.Tensor) -> torch.Tensor:
+    def accept(self, scores: Array) -> Mask:
         """[R] bool: the candidates that are certain enough; scores are negative entropies."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work
 from vllm.diffusion.scoring import TokenScores
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding.base import Array
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -27,19 +27,19 @@ class ScoreTokens(DecodingRule):
         padded = [ids + ids[:1] * (width - len(ids)) for ids in self._asked.token_ids]
         self.token_ids = np.array(padded, dtype=np.int64)
 
-    def prepare(self, tokens: torch.Tensor) -> Work | None:
+    def prepare(self, tokens: Array) -> Work | None:
         if self.scores is not None:
             return None
-        return Work(torch.tensor(self._asked.positions), (0, tokens.numel()))
+        return Work(np.array(self._asked.positions, dtype=np.int64), (0, len(tokens)))
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:
             raise ValueError("logprobs: a scoring request needs them, got None")
-        found = candidates.logprobs.T.float().tolist()
+        found = candidates.logprobs.T.astype(np.float32).tolist()
         self.scores = TokenScores(
             logprobs=[
                 values[: len(ids)] for values, ids in zip(found, self._asked.token_ids, strict=True)
             ],
             likeliest=candidates.tokens.tolist(),
         )
-        return torch.empty(0, dtype=torch.int64)
+        return np.empty(0, dtype=np.int64)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.decoding.base import Candidates, Commit, DecodingRule
+    import torch
+
+    from vllm.diffusion.decoding.base import Array, Candidates, Commit, DecodingRule
 
 
 class Selector:
@@ -41,7 +43,7 @@ class Selector:
 
     def select(
         self,
-        tokens: torch.Tensor,
+        tokens: Array,
         candidates: Candidates,
         choose: Callable[[Candidates], Commit],
     ) -> Commit:
@@ -64,9 +66,7 @@ class SelectionError(RuntimeError):
     """A selector did what no rule can stand."""
 
 
-def select(
-    selector: Selector, rule: DecodingRule, tokens: torch.Tensor, candidates: Candidates
-) -> Commit:
+def select(selector: Selector, rule: DecodingRule, tokens: Array, candidates: Candidates) -> Commit:
     """What `selector` commits of what `rule` chooses; arguments as for `Selector.select`.
 
     Raises:
@@ -81,7 +81,7 @@ def select(
     commit = selector.select(tokens, candidates, choose)
     if len(chosen) != 1:
         raise SelectionError(f"selector: asked the rule {len(chosen)} times; wanted once")
-    if not bool(torch.isin(commit.positions, candidates.positions).all()):
+    if not np.isin(commit.positions, candidates.positions).all():
         raise SelectionError(
             f"selector: committed positions {commit.positions.tolist()}; wanted some of "
             f"{candidates.positions.tolist()}"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.decoding.base import BlockwiseRule, Candidates, Mask, most_certain_first
 
 if TYPE_CHECKING:
-    import torch
-
+    from vllm.diffusion.decoding.base import Array
     from vllm.diffusion.params import DiffusionParams
 
 
@@ -45,7 +44,7 @@ class SemiAutoregressive(BlockwiseRule):
             self._step = 0
         return self._step < self.steps_per_block and self._quota() > 0
 
-    def choose(self, candidates: Candidates) -> torch.Tensor:
+    def choose(self, candidates: Candidates) -> Array:
         quota = self._quota()
         self._step += 1
         return most_certain_first(candidates.scores)[:quota]

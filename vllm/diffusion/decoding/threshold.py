@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, and_the_best
 
 if TYPE_CHECKING:
-    import torch
+    from vllm.diffusion.decoding.base import Mask
 
 
 class Threshold(UntilFilledRule):
     """Commit every candidate whose confidence reaches the threshold, and always the best one."""
 
-    def accept(self, candidates: Candidates) -> torch.Tensor:
+    def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores
         return and_the_best(scores >= self.params.threshold, scores)

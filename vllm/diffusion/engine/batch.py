@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from vllm.diffusion.decoding import Candidates, Work
 from vllm.diffusion.memory import StepShape
@@ -24,6 +23,8 @@ from vllm.diffusion.visibility import Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.ops import Array
@@ -161,7 +162,7 @@ class StepBatch:
 
     @property
     def num_sampled(self) -> int:
-        return sum(work.eligible.numel() for work in self.works)
+        return sum(work.eligible.size for work in self.works)
 
     def span_groups(self, chunk: slice) -> tuple[SpanGroup, ...]:
         """What a chunk of consecutive rows attends to; rows count from the chunk's first."""
@@ -225,23 +226,23 @@ class StepBatch:
             sampled: [3 or more, R] float64 on the host, as `sample` returns it.
             noise: source of the numbers that some rules want for each candidate.
         """
-        tokens, scores, greedy = sampled[:3].numpy()
-        tokens, greedy = tokens.astype(np.int64), greedy.astype(np.int64)
-        found, start = [], 0
+        found = sampled.numpy()
+        tokens, scores, greedy = found[0].astype(np.int64), found[1], found[2].astype(np.int64)
+        candidates, start = [], 0
         for canvas, work in zip(self.canvases, self.works, strict=True):
-            own = slice(start, start + work.eligible.numel())
-            found.append(
+            own = slice(start, start + work.eligible.size)
+            candidates.append(
                 Candidates(
                     work.eligible,
-                    torch.from_numpy(tokens[own]),
-                    torch.from_numpy(scores[own]),
-                    torch.from_numpy(greedy[own]),
+                    tokens[own],
+                    scores[own],
+                    greedy[own],
                     canvas.draws(work.eligible, noise),
-                    sampled[3:, own] if canvas.wants_logprobs else None,
+                    found[3:, own] if canvas.wants_logprobs else None,
                 )
             )
             start = own.stop
-        return found
+        return candidates
 
 
 def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
@@ -303,14 +304,14 @@ class _Packing:
 
     def add(self, number: int, window: _Window, logit_shift: int) -> _Predicting:
         canvas = window.canvas
-        positions = window.work.eligible.numpy()
+        positions = window.work.eligible
         rows = np.maximum(positions - logit_shift, 0) if logit_shift else positions
-        first_row, own = self._append(window, canvas.tokens.numpy(), rows)
+        first_row, own = self._append(window, canvas.tokens, rows)
         on_canvas = positions - canvas.prompt_length
         predicting = _Predicting(number, on_canvas, rows + first_row, own)
         if not canvas.is_guided:
             return predicting
-        hidden = canvas.unconditional_tokens().numpy()
+        hidden = canvas.unconditional_tokens()
         first_row, unconditional = self._append(window, hidden, rows, canvas.unconditional_start)
         return predicting._replace(
             unconditional_rows=rows + first_row, unconditional_sequences=unconditional

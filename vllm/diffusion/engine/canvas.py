@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Forward, Visibility
 
-_NO_POSITIONS = torch.empty(0, dtype=torch.int64)
+_NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
 class Canvas:
@@ -40,7 +40,7 @@ class Canvas:
         req_id: the request.
         params: its parameters.
         tokens: [T] int64, in whole blocks.
-        positions: [T] int64, from 0; an array.
+        positions: [T] int64, from 0.
         rule: its decoding, at its present state.
         adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
         cache: keys and values that are kept between forwards, if any; where the scheduler hands
@@ -61,13 +61,11 @@ class Canvas:
         self.room = ALL_ROWS
         self.prompt_length = len(new.prompt_token_ids)
         self.tokens = self._masked_row(new.prompt_token_ids)
-        self.positions = np.arange(self.tokens.numel())
+        self.positions = np.arange(self.tokens.size)
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
-        self._prompt_holes = (~self._known[: self.prompt_length]).nonzero().flatten()
+        self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
         self.rule = make_rule(self.params, self.prompt_length)
-        # The same memory as arrays, whose operations cost a fraction of a tensor's.
-        self._tokens = self.tokens.numpy()
-        self._canvas = self._tokens[self.prompt_length :][: self.params.gen_length]
+        self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._selector = new.selector
         self.adjust_logits = self._logits_hook()
         self._proposals: Proposals | None = None
@@ -82,14 +80,15 @@ class Canvas:
         self.num_forwards = 0
         self.is_complete = False
 
-    def _masked_row(self, prompt_token_ids: list[int]) -> torch.Tensor:
-        prompt = torch.tensor(prompt_token_ids, dtype=torch.int64)
+    def _masked_row(self, prompt: list[int]) -> Array:
         length = num_positions(self.visibility, len(prompt), self.params.gen_length)
-        return torch.nn.functional.pad(prompt, (0, length - len(prompt)), value=self.params.mask_id)
+        row = np.full(length, self.params.mask_id, dtype=np.int64)
+        row[: len(prompt)] = prompt
+        return row
 
     @property
     def length(self) -> int:
-        return self.tokens.numel()
+        return self.tokens.size
 
     @property
     def wants_logprobs(self) -> bool:
@@ -99,7 +98,7 @@ class Canvas:
         """Tokens [R, k] whose log probabilities are wanted at canvas positions [R]."""
         if self.rule.token_ids is None or self._work is None:
             return None
-        eligible = self._work.eligible.numpy() - self.prompt_length
+        eligible = self._work.eligible - self.prompt_length
         return self.rule.token_ids[np.searchsorted(eligible, positions)]
 
     def _logits_hook(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -122,9 +121,9 @@ class Canvas:
         """Positions that have a place where all are kept, and the gap between two sequences."""
         return self.length + (self.unconditional_start if self.is_guided else 0)
 
-    def unconditional_tokens(self) -> torch.Tensor:
+    def unconditional_tokens(self) -> Array:
         """[T] int64: the tokens with everything hidden that was known at the start."""
-        return self.tokens.masked_fill(self._known, self.params.mask_id)
+        return np.where(self._known, self.params.mask_id, self.tokens)
 
     @property
     def num_kept(self) -> int:
@@ -220,14 +219,14 @@ class Canvas:
                 self._proposals.fill(start - self.prompt_length, token)
         return work
 
-    def draws(self, positions: torch.Tensor, noise: NoiseSource) -> torch.Tensor | None:
+    def draws(self, positions: Array, noise: NoiseSource) -> Array | None:
         """A uniform number per position [R] of the next commit, where the rule wants them."""
         purpose = self.rule.draw_purpose
         if purpose is None or self.params.seed is None:
             return None
-        on_canvas = positions - self.prompt_length
+        on_canvas = torch.from_numpy(positions - self.prompt_length)
         seed, step = self.params.seed, self.num_forwards
-        return noise.uniform(seed, purpose, step, on_canvas, range(1))[:, 0]
+        return noise.uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
 
     def commit(self, candidates: Candidates) -> StepResult:
         """Let the rule choose, write the chosen tokens, and report what became final."""
@@ -242,18 +241,18 @@ class Canvas:
     @property
     def _first_hole(self) -> int:
         """The first position of the prompt that is still masked; behind all if none is."""
-        if not self._prompt_holes.numel():
+        if not self._prompt_holes.size:
             return self.length
         masked = self._prompt_holes[self.tokens[self._prompt_holes] == self.params.mask_id]
-        return int(masked[0]) if masked.numel() else self.length
+        return int(masked[0]) if masked.size else self.length
 
     def _let_rule_choose(self, candidates: Candidates) -> int:
         """Write what the rule chooses; positions from 0 that keep the token they had."""
         self._work = None
         commit = self._select(candidates)
-        positions, tokens = commit.positions.numpy(), commit.tokens.numpy()
-        changed = positions[self._tokens[positions] != tokens]
-        self._tokens[positions] = tokens
+        positions, tokens = commit
+        changed = positions[self.tokens[positions] != tokens]
+        self.tokens[positions] = tokens
         if self._proposals is not None:
             self._proposals.note(candidates, commit)
         self.num_forwards += 1
@@ -280,7 +279,7 @@ class Canvas:
             new_token_ids=final,
             num_forwards=self.num_forwards,
             num_committed=len(canvas) - num_masked,
-            infilled=self._infilled() if self._prompt_holes.numel() else {},
+            infilled=self._infilled() if self._prompt_holes.size else {},
             logprobs=logprobs,
             canvas=view,
             scores=self.rule.scores,

@@ -45,27 +45,27 @@ class Proposals:
         Of a committed token that was neither proposed nor the greedy one nothing is known: a
         selector chose it.
         """
-        if candidates.logprobs is None or candidates.positions.numel() == 0:
+        if candidates.logprobs is None or candidates.positions.size == 0:
             return
-        found = Logprobs.unpack(candidates.logprobs, self._num_top)
-        tokens = candidates.tokens.clone()
-        tokens[torch.searchsorted(candidates.positions, commit.positions)] = commit.tokens
-        value, rank = torch.full_like(found.token, torch.nan), torch.ones_like(found.token_rank)
+        found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
+        tokens = candidates.tokens.copy()
+        tokens[np.searchsorted(candidates.positions, commit.positions)] = commit.tokens
+        value, rank = np.full(tokens.size, np.nan), np.ones(tokens.size)
         for known, own_value, own_rank in (
             (candidates.greedy, found.greedy, found.greedy_rank),
             (candidates.tokens, found.token, found.token_rank),
         ):
             if known is not None:
-                value = torch.where(tokens == known, own_value, value)
-                rank = torch.where(tokens == known, own_rank, rank)
+                value = np.where(tokens == known, own_value, value)
+                rank = np.where(tokens == known, own_rank, rank)
         positions = candidates.positions - self._prompt_length
         on_canvas = (positions >= 0) & (positions < len(self._ranks))
-        at = positions[on_canvas].numpy()
-        self._tokens[at, 0] = tokens[on_canvas].numpy()
-        self._logprobs[at, 0] = value[on_canvas].numpy()
-        self._ranks[at] = rank[on_canvas].numpy()
-        self._tokens[at, 1:] = found.top_tokens[:, on_canvas].T.numpy()
-        self._logprobs[at, 1:] = found.top[:, on_canvas].T.numpy()
+        at = positions[on_canvas]
+        self._tokens[at, 0] = tokens[on_canvas]
+        self._logprobs[at, 0] = value[on_canvas]
+        self._ranks[at] = rank[on_canvas]
+        self._tokens[at, 1:] = found.top_tokens.numpy()[:, on_canvas].T
+        self._logprobs[at, 1:] = found.top.numpy()[:, on_canvas].T
 
     def fill(self, start: int, token: int) -> None:
         """Positions from `start` on are `token` by the rule's decision: it is certain."""
