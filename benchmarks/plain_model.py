@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 1.0
+DRAWN_AT_ONCE = 1 << 26  # numbers
 EMBEDDINGS = ("wte", "embed_tokens", "word_embeddings")
 
 # LLaDA's tensor names -> those of the modules below; the other families' need only the prefix off.
@@ -214,8 +215,12 @@ def randomise(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         put = getattr(parameter, "take_part", None)
         if put is not None and parameter.dim() > 1:
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-            put(slice(0, len(parameter)), drawn.normal_(std=WEIGHT_STD))
+            count = max(1, DRAWN_AT_ONCE // parameter[0].numel())
+            for start in range(0, len(parameter), count):
+                rows = slice(start, min(start + count, len(parameter)))
+                shape = (rows.stop - rows.start, *parameter.shape[1:])
+                drawn = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+                put(rows, drawn.normal_(std=WEIGHT_STD))
         elif parameter.dim() > 1:
             is_embedding = any(part in name for part in EMBEDDINGS)
             parameter.normal_(std=EMBEDDING_STD if is_embedding else WEIGHT_STD)

@@ -18,7 +18,14 @@ from ._triton import can_take, guard, load_kernels
 _kernels = load_kernels("grouped_kernel")
 
 
-def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: Tensor) -> Tensor:
+def gated_gemm(
+    x: Tensor,
+    slots: Tensor,
+    num_chosen: int,
+    weight: Tensor,
+    ends: Tensor,
+    weight_scales: Tensor | None = None,
+) -> Tensor:
     """silu(gate) * up of the products of gathered rows with their experts.
 
     The rows are read where they lie, and neither they nor the products are stored. Both halves
@@ -29,8 +36,9 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
         slots: int32 [S]: row * k + any place below k, sorted by expert. Not checked:
             looking at values on a GPU would make the host wait for it.
         num_chosen: k.
-        weight: [E, 2I, D] of the same dtype, the gate's rows first; D is contiguous.
+        weight: [E, 2I, D] of the same dtype, or fp8 (e4m3), the gate's rows first; D is contiguous.
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
+        weight_scales: [E, 2I] fp32, by which the sums with an fp8 weight are multiplied.
 
     Returns:
         [S, I], in the order of `slots`.
@@ -40,7 +48,7 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
     """
     op = "gated_gemm"
     _check(op, "x", x, x, (-1, -1))
-    _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
+    _check_weight(op, weight, weight_scales, x)
     _check_indices(op, "slots", slots, x, len(x) * num_chosen)
     _check_indices(op, "ends", ends, x, len(weight))
     if weight.shape[1] % 2:
@@ -50,9 +58,9 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
         return out
     if _kernels is None or not can_take(x):
         rows = x.index_select(0, slots // num_chosen)
-        return reference.gated(reference.grouped_gemm(rows, weight, ends))
+        return reference.gated(reference.grouped_gemm(rows, weight, ends, weight_scales))
     with guard(x):
-        _kernels.launch_gated(x, slots, num_chosen, weight, ends, out)
+        _kernels.launch_gated(x, slots, num_chosen, weight, ends, out, weight_scales=weight_scales)
     return out
 
 
@@ -65,6 +73,7 @@ def weighted_gemm(
     *,
     is_weighted: bool = True,
     early: bool = False,
+    weight_scales: Tensor | None = None,
 ) -> Tensor:
     """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
 
@@ -73,7 +82,7 @@ def weighted_gemm(
     Args:
         x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; rows may be strided, D is
             contiguous.
-        weight: [E, N, D] of the same dtype, a matrix for each group; D is contiguous.
+        weight: [E, N, D] of the same dtype, or fp8 (e4m3), a matrix a group; D is contiguous.
         ends: int32 [E], as for `gated_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
@@ -81,6 +90,7 @@ def weighted_gemm(
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
             stream ends: only where that kernel is one of `gated_gemm` or of this product, which
             start when `ends` is written.
+        weight_scales: [E, N] fp32, by which the sums with an fp8 weight are multiplied.
 
     Returns:
         [R, k, N]: the products rounded to the dtype, and rounded again after the weight.
@@ -90,7 +100,7 @@ def weighted_gemm(
     """
     op = "weighted_gemm"
     _check(op, "x", x, x, (-1, -1))
-    _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
+    _check_weight(op, weight, weight_scales, x)
     if is_weighted:
         _check(op, "weights", weights, x, (-1, -1))
     _check_indices(op, "ends", ends, x, len(weight))
@@ -104,12 +114,39 @@ def weighted_gemm(
     if out.numel() == 0:
         return out
     if _kernels is None or not can_take(x):
-        products = reference.grouped_gemm(x, weight, ends)
+        products = reference.grouped_gemm(x, weight, ends, weight_scales)
         return reference.weighted_terms(products, slots, weights, is_weighted=is_weighted)
     scales = weights if is_weighted else None
     with guard(x):
-        _kernels.launch_weighted(x, weight, ends, slots, scales, out.view(len(x), -1), early)
+        _kernels.launch_weighted(
+            x,
+            weight,
+            ends,
+            slots,
+            scales,
+            out.view(len(x), -1),
+            early,
+            weight_scales=weight_scales,
+        )
     return out
+
+
+def _check_weight(op: str, weight: Tensor, scales: Tensor | None, x: Tensor) -> None:
+    if scales is None:
+        _check(op, "weight", weight, x, (-1, -1, x.shape[1]))
+        return
+    is_fp8 = weight.dtype == torch.float8_e4m3fn and weight.device == x.device
+    if not is_fp8 or weight.dim() != 3 or weight.shape[2] != x.shape[1] or weight.stride(2) != 1:
+        raise ValueError(
+            f"{op}: a weight with scales must be fp8 [E, any, {x.shape[1]}] on {x.device}, "
+            f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
+        )
+    fits = scales.shape == weight.shape[:2] and scales.device == x.device
+    if not fits or scales.dtype != torch.float32 or not scales.is_contiguous():
+        raise ValueError(
+            f"{op}: weight_scales must be fp32 {list(weight.shape[:2])} contiguous on {x.device}, "
+            f"got {scales.dtype} {list(scales.shape)} on {scales.device}"
+        )
 
 
 def _check_indices(op: str, argument: str, indices: Tensor, like: Tensor, length: int) -> None:

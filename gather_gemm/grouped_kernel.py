@@ -85,11 +85,19 @@ def _load_weight(
 
 
 @triton.jit
+def _load_scales(scales, row, num_rows, ROWS: tl.constexpr):
+    """Of rows of an fp8 weight, as a column."""
+    rows = tl.arange(0, ROWS)
+    return tl.load(scales + row + rows, mask=rows < num_rows, other=0.0)[:, None]
+
+
+@triton.jit
 def gated_kernel(
     x,  # [T, D]
     slots,  # [S] int32
     weight,  # [E * 2 * I, D]
     weight_rows,  # the same, by pointer
+    scales,  # [E * 2 * I] fp32 of an fp8 weight, or None
     ends,  # [E] int32
     out,  # [S, I]
     num_groups,
@@ -144,7 +152,7 @@ def gated_kernel(
             DEPTH,
             USE_TMA,
         )
-        gate = tl.dot(left, right, gate, input_precision="ieee")
+        gate = tl.dot(left.to(right.dtype), right, gate, input_precision="ieee")
         left = _load_weight(
             weight,
             up_row,
@@ -156,7 +164,10 @@ def gated_kernel(
             DEPTH,
             USE_TMA,
         )
-        up = tl.dot(left, right, up, input_precision="ieee")
+        up = tl.dot(left.to(right.dtype), right, up, input_precision="ieee")
+    if scales is not None:
+        gate *= _load_scales(scales, gate_row, width - first_column, COLUMNS)
+        up *= _load_scales(scales, up_row, width - first_column, COLUMNS)
     dtype = out.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -174,6 +185,7 @@ def weighted_kernel(
     x,  # [S, D]
     weight,  # [E * N, D]
     weight_rows,  # the same, by pointer
+    weight_scales,  # [E * N] fp32 of an fp8 weight, or None
     ends,  # [E] int32
     slots,  # [S] int32
     scales,  # [S], or None
@@ -229,7 +241,9 @@ def weighted_kernel(
             DEPTH,
             USE_TMA,
         )
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+    if weight_scales is not None:
+        total *= _load_scales(weight_scales, weight_row, num_columns - first_column, COLUMNS)
     dtype = out.dtype.element_ty
     product = total.to(dtype)
     if IS_WEIGHTED:
@@ -251,6 +265,7 @@ def launch_gated(
     ends: Tensor,
     out: Tensor,
     config: GroupedConfig | None = None,
+    weight_scales: Tensor | None = None,
 ) -> None:
     """Enqueue ``out = silu(gate) * up`` of the gathered rows; the arguments are checked."""
     num_groups, _, depth = weight.shape
@@ -263,6 +278,7 @@ def launch_gated(
         slots,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
         rows,
+        weight_scales,
         ends,
         out,
         num_groups,
@@ -294,6 +310,7 @@ def launch_weighted(
     out: Tensor,
     early: bool = False,
     config: GroupedConfig | None = None,
+    weight_scales: Tensor | None = None,
 ) -> None:
     """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
 
@@ -308,6 +325,7 @@ def launch_weighted(
         x,
         _tiled(rows, config.columns, config.depth) if uses_tma else rows,
         rows,
+        weight_scales,
         ends,
         slots,
         weights,

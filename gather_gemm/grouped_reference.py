@@ -66,13 +66,19 @@ def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_gemm(
+    x: Tensor, weight: Tensor, ends: Tensor, weight_scales: Tensor | None = None
+) -> Tensor:
     """The product [S, N] of each group of rows with its own matrix, transposed."""
     out = x.new_empty(len(x), weight.shape[1])
-    bounds = itertools.pairwise([0, *ends.tolist()])
-    for matrix, (start, end) in zip(weight, bounds, strict=True):
-        if end > start:
-            torch.mm(x[start:end], matrix.t(), out=out[start:end])
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if end == start:
+            continue
+        if weight_scales is None:
+            torch.mm(x[start:end], weight[group].t(), out=out[start:end])
+        else:
+            product = torch.mm(x[start:end].float(), weight[group].float().t())
+            out[start:end] = product * weight_scales[group]
     return out
 
 

@@ -37,7 +37,7 @@ from benchmarks.gpu_timing import (  # noqa: E402
 )
 from gather_gemm import add_terms, gated_gemm, route  # noqa: E402
 from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product  # noqa: E402
-from vllm.diffusion.ops.experts import route_rows, weighted_terms  # noqa: E402
+from vllm.diffusion.ops.experts import Matrices, route_rows, weighted_terms  # noqa: E402
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def make_layer(num_rows: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor
     normed = fused_ops.rms_norm(x, norm, EPS)
     routing = route_rows(normed, gate, NUM_CHOSEN)
     inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, w1, routing.ends)
-    terms = weighted_terms(inner, w2, routing)
+    terms = weighted_terms(inner, Matrices(w2), routing)
     return Layer(norm, gate, w1, w2, x, routing, inner, terms)
 
 
@@ -252,7 +252,7 @@ def gated(layer: Layer) -> Tensor:
 
 
 def weighted(layer: Layer) -> Tensor:
-    return weighted_terms(layer.inner, layer.w2, layer.routing)
+    return weighted_terms(layer.inner, Matrices(layer.w2), layer.routing)
 
 
 def routed(layer: Layer) -> Routing:
@@ -268,7 +268,7 @@ def stage(layer: Layer) -> None:
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     routing = route_rows(normed, layer.gate, NUM_CHOSEN)
     inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, layer.w1, routing.ends)
-    add_terms(layer.x, weighted_terms(inner, layer.w2, routing))
+    add_terms(layer.x, weighted_terms(inner, Matrices(layer.w2), routing))
 
 
 def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,6 @@ from tests.models.conftest import OUR_FAMILY_CASES
 from tests.models.support import (
     assert_same_logits,
     engine_config,
-    load,
     logits,
     some_ids,
     staged_logits,
@@ -185,11 +184,10 @@ def test_one_number_says_which_layers_have_experts(
     assert torch.equal(logits(load_model(path), some_ids(6)), wanted)
 
 
-def test_quantised_experts_are_refused(case_path: PathOf) -> None:
-    config = engine_config(case_path("moe"))
-    config.quant_config = Fp8Config()  # as `--quantization fp8` sets it
-    with pytest.raises(ServerConfigError, match="given fp8; wanted none"):
-        load(config)
+def test_experts_of_upstreams_methods_are_refused(case_path: PathOf) -> None:
+    config = engine_config(case_path("moe")).model_config.hf_config
+    with pytest.raises(ServerConfigError, match="given fp8; wanted fp8, or none"):
+        mixture.MixtureMLP(config, Fp8Config(), "model.layers.0.mlp")
 
 
 def test_expert_widths_must_divide_among_the_ranks() -> None:

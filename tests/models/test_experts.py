@@ -61,7 +61,7 @@ def test_mixture_equals_its_definition(num_rows: int, num_chosen: int) -> None:
     routing = route(torch.randn(num_rows, NUM_EXPERTS, generator=generator), num_chosen)
     kept = normed.clone()
     wanted = x.double() + plain_mixture(normed, routing, *matrices())
-    ops.add_experts(x, normed, routing, *matrices(), SCRATCH)
+    ops.add_experts(x, normed, routing, *map(ops.Matrices, matrices()), SCRATCH)
     torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-4)
     assert torch.equal(normed, kept)
 
@@ -75,7 +75,7 @@ def test_all_rows_with_one_expert(device: str) -> None:
     assert routing.ends.tolist() == [0] * (NUM_EXPERTS - 1) + [5]
     w1, w2 = (matrix.to(device) for matrix in matrices())
     x = torch.zeros_like(normed)
-    ops.add_experts(x, normed, routing, w1, w2, SCRATCH)
+    ops.add_experts(x, normed, routing, ops.Matrices(w1), ops.Matrices(w2), SCRATCH)
     wanted = plain_mixture(normed, routing, w1, w2)
     torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-4)
 
@@ -94,7 +94,7 @@ def test_terms_are_added_in_ascending_order_in_the_model_dtype(device: str) -> N
     routing.weights.fill_(1.0)
     routing = routing._replace(weights=routing.weights.to(torch.bfloat16))
     x = torch.zeros_like(normed)
-    ops.add_experts(x, normed, routing, w1, w2, SCRATCH)
+    ops.add_experts(x, normed, routing, ops.Matrices(w1), ops.Matrices(w2), SCRATCH)
     assert x[0, 0] == 256.0  # 258 in any other way
 
 
@@ -105,7 +105,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
     routing = route(torch.randn(7, NUM_EXPERTS, generator=generator), 2)
     w1, w2 = matrices()
     whole = torch.zeros_like(normed)
-    ops.add_experts(whole, normed, routing, w1, w2, SCRATCH)
+    ops.add_experts(whole, normed, routing, ops.Matrices(w1), ops.Matrices(w2), SCRATCH)
     parts: list[torch.Tensor] = []
 
     def reduce(part: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,8 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
     for rank in range(2):
         mine = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
         sharded = torch.cat((gate[:, mine], up[:, mine]), dim=1)
-        ops.add_experts(torch.zeros_like(normed), normed, routing, sharded, w2[:, :, mine], SCRATCH)
+        first, second = ops.Matrices(sharded), ops.Matrices(w2[:, :, mine])
+        ops.add_experts(torch.zeros_like(normed), normed, routing, first, second, SCRATCH)
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
 

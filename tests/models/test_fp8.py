@@ -224,6 +224,67 @@ def test_weights_become_fp8_as_they_are_loaded(
         torch.testing.assert_close(found[1], given, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["moe", "llada2", "sdar_moe"])
+def test_experts_become_fp8_as_they_are_loaded(
+    family: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    path = make_checkpoint(tmp_path / family, family=family, seed=9)
+    plain, quantised = load_model(path), load_model(path, quantization="fp8")
+    for layer, like in zip(quantised.layers, plain.layers, strict=True):
+        if not hasattr(layer.mlp, "w1"):
+            continue
+        assert layer.mlp.gate.weight.dtype == torch.float32
+        for given, wanted in ((layer.mlp.w1, like.mlp.w1), (layer.mlp.w2, like.mlp.w2)):
+            values, scales = given.matrices
+            assert values.dtype == FP8 and wanted.matrices.scales is None
+            largest = wanted.weight.abs().amax(dim=2)
+            torch.testing.assert_close(scales, largest / LARGEST)
+            room = wanted.weight.abs() / 16 + largest[:, :, None] / LARGEST / 1000
+            assert ((values.float() * scales[:, :, None] - wanted.weight).abs() <= room).all()
+    ids = some_ids(40)
+    given, wanted = logits(quantised, ids), logits(plain, ids)
+    assert not torch.equal(given, wanted) and given.isfinite().all()
+    sizes = [sum(p.nbytes for p in model.layers.parameters()) for model in (quantised, plain)]
+    assert sizes[0] < 0.3 * sizes[1]  # of fp32
+
+
+def test_experts_of_a_checkpoint_are_read_as_they_are(
+    tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    """ModelOpt's: one scale a matrix, and one of rows, which experts do not need."""
+    path = make_checkpoint(tmp_path / "llada2", family="llada2", seed=9, num_shards=1)
+    config = json.loads((path / "config.json").read_text())
+    ignored = ["lm_head", "*mlp.gate", "*.attention.*", "*.shared_experts.*", "*.layers.0.mlp*"]
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "exclude_modules": ignored,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        scale = tensors[name].abs().max() / LARGEST
+        tensors[name] = (tensors[name] / scale).to(FP8)
+        tensors[name.replace("weight", "weight_scale")] = scale
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+    save_file(tensors, file, {"format": "pt"})
+    model = load_model(path)
+    names = {"w1": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+    mixtures = {index: layer.mlp for index, layer in enumerate(model.layers) if index > 0}
+    for index, mixture in mixtures.items():
+        for ours, theirs in names.items():
+            values, scales = getattr(mixture, ours).matrices
+            paths = [f"model.layers.{index}.mlp.experts.3.{name}" for name in theirs]
+            wanted = [
+                tensors[f"{path}.weight"].float() * tensors[f"{path}.weight_scale"]
+                for path in paths
+            ]
+            assert torch.equal(values[3].float() * scales[3][:, None], torch.cat(wanted))
+    assert isinstance(model.layers[1].attention.qkv_proj, ops.PlainProjection)
+    assert logits(model, some_ids(20)).isfinite().all()
+
+
 def test_a_matrix_that_is_missing_is_named(folder: Path, load_model: Callable[..., Any]) -> None:
     model = load_model(folder, quantization="fp8")
     missing = "model.transformer.blocks.1.k_proj.weight"
@@ -316,6 +377,19 @@ def test_a_checkpoint_without_a_scale_is_refused(
     del tensors["model.transformer.blocks.1.up_proj.weight_scale"]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"blocks.1.up_proj.weight_scale"):
+        load_model(tmp_path / "fp8")
+
+
+def test_scales_of_another_shape_are_refused(
+    folder: Path, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    write_fp8(folder, tmp_path / "fp8", "channel", {"dynamic": True})
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.transformer.blocks.1.up_proj.weight_scale"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"blocks.1.up_proj.weight_scale: given .* no part"):
         load_model(tmp_path / "fp8")
 
 

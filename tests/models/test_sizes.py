@@ -52,7 +52,7 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
         assert shape.experts is None
         return
     assert shape.experts is not None
-    count, _, width = mixtures[0].w2.shape
+    count, _, width = mixtures[0].w2.values.shape
     assert (shape.experts.count, shape.experts.width) == (count, width)
     assert shape.experts.chosen == mixtures[0].num_chosen
     shared = mixtures[0].shared

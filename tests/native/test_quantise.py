@@ -78,7 +78,9 @@ def test_a_fixed_scale_holds_for_all_rows_and_cuts_what_is_beyond(generator, dev
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (9, 2048), (33, 8192)])
+@pytest.mark.parametrize(
+    ("num_rows", "width"), [(1, 16), (9, 2048), (33, 8192), (5, 40000), (601, 1280)]
+)
 def test_norm_and_gate_against_float64(generator, device, dtype, num_rows, width):
     x = numbers(generator, num_rows, width, device=device, dtype=dtype)
     gain = numbers(generator, width, device=device, dtype=dtype)
@@ -149,7 +151,7 @@ ERROR = 8e-3  # norm of the error over that of the result: sums of the tensor co
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 7, 16, 33, 64, 65, 128, 150, 192])
+@pytest.mark.parametrize("num_rows", [1, 7, 33, 64, 65, 128, 150, 192, 200, 256])
 @pytest.mark.parametrize(("tiling", "num_columns", "depth"), SKINNY)
 @pytest.mark.parametrize("early", [False, True])
 def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, depth, early):

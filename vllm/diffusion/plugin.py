@@ -24,9 +24,14 @@ def register() -> None:
     from transformers import AutoConfig
 
     import vllm.envs
-    from vllm.diffusion import envs, startup_log, watchdog
+    from vllm.diffusion import envs, ops, startup_log, watchdog
     from vllm.diffusion.models import diffullama, tokenizers
     from vllm.diffusion.models.config import config_classes
+    from vllm.diffusion.quantisation import ONLINE
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        register_quantization_config,
+    )
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
@@ -59,6 +64,8 @@ def register() -> None:
     envs.register(vllm.envs.environment_variables)
     startup_log.shorten_the_configuration()
     tokenizers.register()
+    for name in ONLINE.keys() - set(QUANTIZATION_METHODS):
+        register_quantization_config(name)(ops.SchemeConfig)
     if "vllm.entrypoints.cli.serve" in sys.modules:  # a process of upstream's command line
         from vllm.diffusion.api import cli
 

@@ -7,14 +7,12 @@ A scheme is what a layer's method follows. What no scheme describes is left to u
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.diffusion.errors import ModelConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-ONLINE = ("fp8",)  # names of --quantization for a checkpoint that is not quantised
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,30 @@ class Fp8Scheme:
         return "fp8"
 
 
-Scheme = Fp8Scheme
+@dataclass(frozen=True)
+class PackedScheme:
+    """4-bit weights in groups along the depth; plain checkpoints become such as they are loaded.
+
+    Attributes:
+        name: as --quantization has it: "int4", whole numbers with a scale and a zero point a group,
+            or "nf4", quantiles of a normal distribution with a scale a group.
+        group: numbers of a group, at most.
+        ignored: as of `Fp8Scheme`.
+    """
+
+    name: str
+    group: int
+    ignored: tuple[str, ...] = ()
+
+
+Scheme: TypeAlias = Fp8Scheme | PackedScheme
+
+# By the names of --quantization, for checkpoints that are not quantised.
+ONLINE: dict[str, Scheme] = {
+    "fp8": Fp8Scheme(is_online=True),
+    "int4": PackedScheme("int4", group=128),
+    "nf4": PackedScheme("nf4", group=64),
+}
 
 
 def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Scheme | None:
@@ -52,7 +73,7 @@ def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Sch
         ModelConfigError: the checkpoint has one of our formats in a form that is not supported.
     """
     if config is None:
-        return Fp8Scheme(is_online=True) if quantization == "fp8" else None
+        return ONLINE.get(quantization or "")
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(config)

@@ -18,6 +18,7 @@ from vllm.diffusion.engine.paging import most_positions
 from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
+from vllm.diffusion.models.weights import quantised_sizes
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     get_tensor_model_parallel_world_size,
@@ -83,6 +84,15 @@ class DiffusionWorker(WorkerBase):
         logger.info(
             "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
         )
+        count, quantised, plain = quantised_sizes(model, self.model_config.dtype)
+        if count:
+            logger.info(
+                "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; the rest is plain",
+                count,
+                self.vllm_config.quant_config.get_name(),
+                quantised / 2**30,
+                plain / 2**30,
+            )
         device, budget = self._device(), self._activation_budget()
         pool = activation_pool(
             budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()

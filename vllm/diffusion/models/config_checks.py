@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.quantisation import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,3 +95,11 @@ def plain_rope_theta(values: dict[str, Any]) -> float | None:
 
 def _json(value: bool | str) -> str:
     return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+
+
+def check_quantised_experts(values: Mapping[str, Any]) -> None:
+    """Refuse a quantisation of a model with experts that upstream's methods would run."""
+    config = values.get("quantization_config")
+    if config is not None and scheme_of(None, config) is None:
+        wanted = "null, or fp8 of compressed-tensors or ModelOpt, is supported with experts"
+        refuse(values, "quantization_config", f"only {wanted}")

@@ -13,7 +13,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.models.config import ExpertScoring
-from vllm.diffusion.models.config_checks import check_positive, check_rotary_share, refuse
+from vllm.diffusion.models.config_checks import (
+    check_positive,
+    check_quantised_experts,
+    check_rotary_share,
+    refuse,
+)
 from vllm.diffusion.models.standard_config import StandardConfig
 
 if TYPE_CHECKING:
@@ -91,8 +96,7 @@ class LLaDA2Config(StandardConfig):
                 refuse(values, key, "a whole number of at least 0")
         if values.get("expert_capacity"):
             refuse(values, "expert_capacity", "only null or 0 is supported: rows choose alone")
-        if values.get("quantization_config") is not None:
-            refuse(values, "quantization_config", "only null is supported: experts run unquantised")
+        check_quantised_experts(values)
         _check_groups(values)
 
     @property

@@ -15,6 +15,7 @@ from vllm.diffusion.models.config_checks import (
     check_id,
     check_only,
     check_positive,
+    check_quantised_experts,
     check_rotary_share,
     head_width,
     plain_rope_theta,
@@ -132,8 +133,7 @@ def _check_supported(values: Mapping[str, Any]) -> None:
     for key in ("shared_expert_intermediate_size", "num_shared_experts"):
         if values.get(key):
             refuse(values, key, "only null or 0 is supported: the experts are all routed")
-    if values.get("quantization_config") is not None:
-        refuse(values, "quantization_config", "only null is supported: experts run unquantised")
+    check_quantised_experts(values)
     if values.get("use_sliding_window"):
         refuse(values, "use_sliding_window", "only false is supported")
 

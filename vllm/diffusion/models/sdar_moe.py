@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.models.config import ExpertScoring
-from vllm.diffusion.models.config_checks import refuse
+from vllm.diffusion.models.config_checks import check_quantised_experts, refuse
 from vllm.diffusion.models.sdar import SDARConfig
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class SDARMoeConfig(SDARConfig):
             refuse(values, "norm_topk_prob", "true or false")
         if any(layer not in range(num_layers) for layer in values["mlp_only_layers"] or ()):
             refuse(values, "mlp_only_layers", f"numbers of layers, from 0 to {num_layers - 1}")
-        if values.get("quantization_config") is not None:
-            refuse(values, "quantization_config", "only null is supported: experts run unquantised")
+        check_quantised_experts(values)
 
     @property
     def architecture(self) -> Architecture:

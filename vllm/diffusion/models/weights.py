@@ -16,9 +16,37 @@ from vllm.model_executor.models.utils import WeightsMapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Set
 
+    import torch
     from torch import Tensor, nn
 
     from vllm.diffusion.models.config import Architecture
+
+
+class QuantisedSizes(NamedTuple):
+    """What the quantised matrices of a model take on this rank.
+
+    Attributes:
+        num_matrices: of experts, stacks of them.
+        num_bytes: with their scales.
+        plain_bytes: of the same in the model dtype.
+    """
+
+    num_matrices: int
+    num_bytes: int
+    plain_bytes: int
+
+
+def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> QuantisedSizes:
+    """Of the matrices that our schemes store; see `StreamedParameter`."""
+    count = num_bytes = num_weights = 0
+    for module in model.modules():
+        own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+        found = [number for p in own if (number := getattr(p, "num_weights", 0))]
+        if found:
+            count += len(found)
+            num_weights += sum(found)
+            num_bytes += sum(p.nbytes for p in own if p is not getattr(module, "bias", None))
+    return QuantisedSizes(count, num_bytes, num_weights * dtype.itemsize)
 
 
 class Destination(NamedTuple):
@@ -92,9 +120,9 @@ def load_checkpoint(
             continue
         if not _is_quantised(model.get_submodule(destination.module)):
             shape = destination.shape if kind == "weight" else destination.shape[:1]
-            if kind in ("weight", "bias") or not _is_streamed(parameters[target]):
+            if not kind.endswith("_scale"):  # of a matrix, or of its rows: its layer knows
                 _check_shape(name, tensor, shape)
-        _load(parameters[target], tensor, destination.shard)
+        _load(name, parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
     missing = _missing(model, destinations, seen)
@@ -107,13 +135,16 @@ def load_checkpoint(
 
 
 def _load(
-    parameter: nn.Parameter, tensor: Tensor, shard: str | int | tuple[int, int] | None
+    name: str, parameter: nn.Parameter, tensor: Tensor, shard: str | int | tuple[int, int] | None
 ) -> None:
     loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
-    if shard is None:
-        loader(parameter, tensor)
-    else:
-        loader(parameter, tensor, shard)
+    try:
+        loader(parameter, tensor, *(() if shard is None else (shard,)))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{name}: given {tensor.dtype} {list(tensor.shape)}, which is no part of "
+            f"{parameter.dtype} {list(parameter.shape)}: {error}"
+        ) from error
 
 
 def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
@@ -128,11 +159,6 @@ def _is_quantised(module: nn.Module) -> bool:
     if not isinstance(module, LinearBase | VocabParallelEmbedding):
         return False
     return ops.kind_of(module) is ops.QuantisedProjection
-
-
-def _is_streamed(parameter: nn.Parameter) -> bool:
-    """Whether its layer takes the tensors in several shapes, and checks them itself."""
-    return isinstance(parameter, ops.StreamedParameter)
 
 
 def _missing(

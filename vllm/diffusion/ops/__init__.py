@@ -2,8 +2,8 @@
 """The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
-from vllm.diffusion.ops.experts import SOFTMAX, Routing, Scoring, add_experts, route_rows
-from vllm.diffusion.ops.fp8 import Fp8Projection
+from vllm.diffusion.ops.experts import SOFTMAX, Matrices, Routing, Scoring, add_experts, route_rows
+from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.fused import (
     apply_rotary,
     norm_rotary,
@@ -20,6 +20,7 @@ from vllm.diffusion.ops.kinds import (
     projection_of,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.packed import PackedProjection
 from vllm.diffusion.ops.projection import (
     Matrix,
     PlainProjection,
@@ -46,7 +47,9 @@ __all__ = [
     "Array",
     "Fp8Projection",
     "HostCopy",
+    "Matrices",
     "Matrix",
+    "PackedProjection",
     "PlainProjection",
     "Projection",
     "QuantisedProjection",
@@ -74,6 +77,7 @@ __all__ = [
     "norm_rotary",
     "philox_uniform",
     "projection_of",
+    "quantise_weight",
     "rms_norm",
     "rotary_tables",
     "route_rows",

@@ -32,11 +32,15 @@ _SKINNY = (
     _Skinny(Tiling(32, split=2), max_rows=64),
 )
 _SKINNY_GATED = (_Skinny(Tiling(192), max_rows=128),)
-_SKINNY_FP8 = tuple(
-    _Skinny(tiling, max_rows=64)
-    for tiling in (Tiling(96), Tiling(64, split=2), Tiling(96, split=2), Tiling(32, split=2))
+_SKINNY_FP8 = (
+    _Skinny(Tiling(96), max_rows=64),
+    _Skinny(Tiling(96), min_rows=129, max_rows=256),
+    _Skinny(Tiling(64, split=2), max_rows=256),
+    _Skinny(Tiling(96, split=2), max_rows=64),
+    _Skinny(Tiling(32, split=2), max_rows=64),
 )
-_SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=128),)
+_SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=64),)
+_ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
 _LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
 _LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
@@ -96,6 +100,11 @@ def fp8_tiling(
     """The same of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
     skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
     return _skinny_tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors)
+
+
+def scales_gated_apart(num_rows: int) -> bool:
+    """Whether an fp8 product is faster without its scales, which silu(gate) * up then applies."""
+    return num_rows <= _ONE_SCALE_ROWS
 
 
 def _skinny_tiling(

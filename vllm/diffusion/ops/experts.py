@@ -3,12 +3,13 @@
 
 The rows are sorted by expert and each expert multiplies its rows alone, without padding. A row's
 terms are added in ascending order of the expert. Every product and sum is rounded to the model
-dtype, as in the public code of LLaDA-MoE, or the sum is one in fp32 (`Scoring.in_fp32`).
+dtype, as in the public code of LLaDA-MoE, or the sum is one in fp32 (`Scoring.in_fp32`). Matrices
+of fp8 are widened as they are multiplied, by rows as they are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import gather_gemm
 from gather_gemm import SOFTMAX, Routing, Scoring
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffers
 
-__all__ = ["SOFTMAX", "Routing", "Scoring", "add_experts", "route_rows"]
+__all__ = ["SOFTMAX", "Matrices", "Routing", "Scoring", "add_experts", "route_rows"]
 
 
 def route_rows(
@@ -51,31 +52,55 @@ def route_rows(
     return gather_gemm.route(logits, num_chosen, bias, scoring)
 
 
+class Matrices(NamedTuple):
+    """A matrix of every expert.
+
+    Attributes:
+        values: [E, N, K], model dtype or fp8.
+        scales: [E, N] fp32, what the rows of an fp8 matrix are multiplied by.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
 def weighted_terms(
-    inner: Tensor, w2: Tensor, routing: Routing, *, is_weighted: bool = True
+    inner: Tensor, w2: Matrices, routing: Routing, *, is_weighted: bool = True
 ) -> Tensor:
     """Each row's terms [R, k, D]: the experts' second products, and weighted.
 
     Args:
         inner: [R * k, I], what `gather_gemm.gated_gemm` gave just before: the routing and w2 are
             read while that runs out.
-        w2: [E, D, I], model dtype.
+        w2: [E, D, I].
         routing: the rows' experts.
         is_weighted: else the products are as they are.
     """
-    streams = dispatch.streams_experts(len(inner), len(w2))
-    streams = streams and fused_ops.has_weighted_gemm(inner, w2)
-    weighted_gemm = fused_ops.weighted_gemm if streams else gather_gemm.weighted_gemm
     weights, slots, ends = routing
-    return weighted_gemm(inner, w2, ends, slots, weights, is_weighted=is_weighted, early=True)
+    matrices, scales = w2
+    streams = scales is None and dispatch.streams_experts(len(inner), len(matrices))
+    if streams and fused_ops.has_weighted_gemm(inner, matrices):
+        return fused_ops.weighted_gemm(
+            inner, matrices, ends, slots, weights, is_weighted=is_weighted, early=True
+        )
+    return gather_gemm.weighted_gemm(
+        inner,
+        matrices,
+        ends,
+        slots,
+        weights,
+        is_weighted=is_weighted,
+        early=True,
+        weight_scales=scales,
+    )
 
 
 def add_experts(
     x: Tensor,
     normed: Tensor,
     routing: Routing,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Matrices,
+    w2: Matrices,
     scratch: Buffers,
     *,
     addend: Tensor | None = None,
@@ -90,17 +115,19 @@ def add_experts(
         x: [R, D], model dtype.
         normed: [R, D], model dtype; not x.
         routing: the rows' experts, from `route_rows`.
-        w1: [E, 2I, D], the gate's rows first, model dtype.
-        w2: [E, D, I], model dtype.
+        w1: [E, 2I, D], the gate's rows first.
+        w2: [E, D, I].
         scratch: hears what PyTorch allocates for the while.
         addend: [R, D], model dtype, contiguous: this rank's part of what is added to that sum.
         in_fp32: the terms are weighted, by fp32 weights, and added in fp32, and rounded once.
     """
     weights, slots, ends = routing
     num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
-    scratch.expect("activated of experts", num_terms * w2.shape[2] * x.element_size())
+    scratch.expect("activated of experts", num_terms * w2.values.shape[2] * x.element_size())
     scratch.expect("terms of experts", num_terms * row_bytes)
-    inner = gather_gemm.gated_gemm(normed, slots, weights.shape[1], w1, ends)
+    inner = gather_gemm.gated_gemm(
+        normed, slots, weights.shape[1], w1.values, ends, weight_scales=w1.scales
+    )
     terms = weighted_terms(inner, w2, routing, is_weighted=not in_fp32)
     del inner  # before the sum allocates its own
     late_weights = weights if in_fp32 else None

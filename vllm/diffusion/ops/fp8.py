@@ -98,9 +98,10 @@ class Fp8Method(LinearMethodBase):
         def put_scales(rows: slice, part: Tensor) -> None:
             scales[rows].copy_(part.flatten().expand(rows.stop - rows.start))
 
-        layer.register_parameter(
-            "weight", StreamedParameter(data=values, loader=loader, take_part=put_values)
+        weight = StreamedParameter(
+            data=values, loader=loader, take_part=put_values, num_weights=values.numel()
         )
+        layer.register_parameter("weight", weight)
         if self._scheme.is_online:
             layer.register_buffer("weight_scale", scales, persistent=False)
         else:
@@ -194,7 +195,7 @@ class Fp8Projection(Projection):
             return
         gate_up = scratch.take("gate and up", (num_rows, num_columns), self._dtype)
         scales: tuple[Tensor, ...] = ()
-        if self._uses_cublas and self._bias is None:
+        if self._uses_cublas and self._bias is None and dispatch.scales_gated_apart(num_rows):
             self._multiply(x, self._weight, gate_up)
             scales = (x.scales, self._scales)
         else:

@@ -10,8 +10,9 @@ import torch
 
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops.fp8 import Fp8Method, Fp8Projection
+from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
 from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
-from vllm.diffusion.quantisation import scheme_of
+from vllm.diffusion.quantisation import Fp8Scheme, scheme_of
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -29,6 +30,7 @@ _KIND_OF_METHOD: dict[type, type[Projection]] = {
     UnquantizedLinearMethod: PlainProjection,
     UnquantizedEmbeddingMethod: PlainProjection,
     Fp8Method: Fp8Projection,
+    PackedMethod: PackedProjection,
 }
 _FP8_CAPABILITY = (9, 0)
 
@@ -70,7 +72,10 @@ class SchemeConfig(QuantizationConfig):
         """What a linear layer follows; None for an embedding or a head, which stay as they are."""
         if not isinstance(layer, LinearBase):
             return None
-        return UnquantizedLinearMethod() if self.ignores(prefix) else Fp8Method(self.scheme)
+        if self.ignores(prefix):
+            return UnquantizedLinearMethod()
+        scheme = self.scheme
+        return Fp8Method(scheme) if isinstance(scheme, Fp8Scheme) else PackedMethod(scheme)
 
     def ignores(self, path: str) -> bool:
         """Whether a module of the model stays as it is; of a fused one, whether all parts do.
@@ -112,12 +117,12 @@ def adopt_scheme(vllm_config: VllmConfig) -> None:
     scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
     if scheme is None:
         return
-    capability = current_platform.get_device_capability()
-    if vllm_config.device_config.device_type == "cuda":
+    if isinstance(scheme, Fp8Scheme) and vllm_config.device_config.device_type == "cuda":
+        capability = current_platform.get_device_capability()
         if capability is None or (capability.major, capability.minor) < _FP8_CAPABILITY:
             raise ServerConfigError(
-                f"quantization: given {scheme.name}; wanted a GPU of compute capability 9.0 or "
-                "later, or none of it"
+                f"quantization: given {scheme.name}; wanted int4 or nf4, or a GPU of compute "
+                "capability 9.0 or later"
             )
         if model.dtype != torch.bfloat16:
             raise ServerConfigError(
@@ -143,4 +148,6 @@ def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
         return (PlainProjection,)
     if not isinstance(quantisation, SchemeConfig):
         return (QuantisedProjection, PlainProjection)
-    return (Fp8Projection, PlainProjection) if quantisation.scheme.ignored else (Fp8Projection,)
+    is_fp8 = isinstance(quantisation.scheme, Fp8Scheme)
+    kind: type[Projection] = Fp8Projection if is_fp8 else PackedProjection
+    return (kind, PlainProjection) if quantisation.scheme.ignored else (kind,)

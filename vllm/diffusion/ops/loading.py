@@ -32,6 +32,7 @@ class StreamedParameter(BasevLLMParameter):
         take_part: takes the parts.
         unit: rows of the layer's weight for each row of the parameter.
         is_per_column: the second dimension goes with the layer's features, which may be sharded.
+        num_weights: elements of the matrix that it stores; 0 for what stands beside a matrix.
     """
 
     output_dim = 0
@@ -45,11 +46,13 @@ class StreamedParameter(BasevLLMParameter):
         *,
         unit: int = 1,
         is_per_column: bool = True,
+        num_weights: int = 0,
     ) -> None:
         super().__init__(data=data, weight_loader=self._loader(loader))
         self.take_part = take_part
         self.unit = unit
         self.is_per_column = is_per_column
+        self.num_weights = num_weights
 
     def _loader(self, loader: Any) -> Any:
         def load(parameter: StreamedParameter, tensor: Tensor, *shard: Any) -> None:

@@ -37,10 +37,9 @@ struct LinearParams {
   bool early;  // let the launch overlap the end of the kernel before it
 };
 
-// Enqueue the product: any of few rows, at most kMaxSkinnyRows, and the gated one of any number.
+// Enqueue the product: any of few rows, at most 192 or 256 of fp8, and the gated one of any number.
 // All return cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide
 // the shape; cudaErrorNotSupported without the driver's call that describes a matrix.
-constexpr int kMaxSkinnyRows = 192;
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "epilogue.cuh"
 #include "launch.cuh"
 #include "quantise.h"
 #include "rows.cuh"
@@ -20,6 +21,7 @@ using Element = __nv_bfloat16;
 constexpr int kWidth = kVectorWidth<Element>;
 using Part = Vector<Element, kWidth>;
 constexpr int kMaxThreads = 1024;
+constexpr int kManyRows = 512;       // from which on blocks of more than one keep the card busy
 constexpr float kLargest = 448.0f;   // of e4m3
 constexpr float kSmallest = 1e-30f;  // largest number of a row: its reciprocal must be finite
 
@@ -52,53 +54,80 @@ __device__ float over_block(float value, Combine combine) {
   return value;
 }
 
-__device__ float rounded_to_bf16(float value) {
-  return __bfloat162float(__float2bfloat16_rn(value));
+// What a block multiplies neighbouring gates and ups of its rows by.
+struct GateScales {
+  float gates[kWidth], ups[kWidth];
+};
+
+__device__ GateScales load_scales(const QuantiseParams& params, int column) {
+  GateScales scales;
+  load(params.column_scales + column, scales.gates);
+  load(params.column_scales + params.num_columns + column, scales.ups);
+  return scales;
 }
 
 // Eight of silu(gate) * up, rounded one by one.
-__device__ Part gated_part(const QuantiseParams& params, int64_t row, int column) {
+__device__ Part gated_part(const QuantiseParams& params, int64_t row, int column,
+                           const GateScales& scales) {
   const Element* x = row_address<Element>(params.x, row, 0);
   float gates[kWidth], ups[kWidth];
   load(x + column, gates);
   load(x + params.num_columns + column, ups);
-  const float row_scale = params.row_scales == nullptr ? 1.0f : params.row_scales[row];
+  if (params.column_scales != nullptr) {
+    const float row_scale = params.row_scales[row];
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    if (params.column_scales != nullptr) {
-      gates[i] *= row_scale * params.column_scales[column + i];
-      ups[i] *= row_scale * params.column_scales[params.num_columns + column + i];
+    for (int i = 0; i < kWidth; ++i) {
+      gates[i] *= row_scale * scales.gates[i];
+      ups[i] *= row_scale * scales.ups[i];
     }
-    const float gate = rounded_to_bf16(gates[i]);
-    const float silu = rounded_to_bf16(gate / (1.0f + expf(-gate)));
-    gates[i] = silu * rounded_to_bf16(ups[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; i += 2) {
+    const float2 pair =
+        silu_mul(make_float2(gates[i], gates[i + 1]), make_float2(ups[i], ups[i + 1]));
+    gates[i] = pair.x;
+    gates[i + 1] = pair.y;
   }
   return from_floats<Element>(gates);
 }
 
-template <Source kSource, int kParts>
-__device__ void load_row(const QuantiseParams& params, int64_t row, Part (&parts)[kParts]) {
+// The rows from `first` on, or the norms of them.
+template <Source kSource, int kRows, int kParts>
+__device__ void load_rows(const QuantiseParams& params, int64_t first,
+                          Part (&parts)[kRows][kParts]) {
   const int num_parts = params.num_columns / kWidth;
-  const Element* x = row_address<Element>(params.x, row, 0);
-  float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
     const int index = threadIdx.x + i * blockDim.x;
     if (index >= num_parts) continue;
-    if constexpr (kSource == Source::kGated) {
-      parts[i] = gated_part(params, row, index * kWidth);
-    } else {
-      parts[i] = load_vector<kWidth>(x + index * kWidth);
+    GateScales scales{};
+    if (kSource == Source::kGated && params.column_scales != nullptr) {
+      scales = load_scales(params, index * kWidth);
     }
-    if constexpr (kSource == Source::kNorm) sum += sum_of_squares(parts[i]);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (first + row >= params.num_rows) continue;
+      if constexpr (kSource == Source::kGated) {
+        parts[row][i] = gated_part(params, first + row, index * kWidth, scales);
+      } else {
+        const Element* x = row_address<Element>(params.x, first + row, 0);
+        parts[row][i] = load_vector<kWidth>(x + index * kWidth);
+      }
+    }
   }
   if constexpr (kSource == Source::kNorm) {
+    static_assert(kRows == 1);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      if (threadIdx.x + i * blockDim.x < num_parts) sum += sum_of_squares(parts[0][i]);
+    }
     const float scale = rsqrtf(over_block(sum, Sum()) / params.num_columns + params.eps);
     const Part* weight = static_cast<const Part*>(params.weight);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       const int index = threadIdx.x + i * blockDim.x;
-      if (index < num_parts) parts[i] = product_of(scaled(parts[i], scale), weight[index]);
+      if (index < num_parts) parts[0][i] = product_of(scaled(parts[0][i], scale), weight[index]);
     }
   }
 }
@@ -126,44 +155,51 @@ __device__ uint2 as_fp8(const Part& part, float inverse) {
                     pairs[2] | static_cast<unsigned>(pairs[3]) << 16);
 }
 
-template <Source kSource, int kParts>
-__global__ void __launch_bounds__(kMaxThreads)
+template <Source kSource, int kRows, int kParts>
+__global__ void __launch_bounds__(kMaxThreads / kRows)
     quantise_rows(const __grid_constant__ QuantiseParams params) {
   launch_dependents();
   wait_for_prerequisites();
-  const int64_t row = blockIdx.x;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;
   const int num_parts = params.num_columns / kWidth;
-  Part parts[kParts];
-  load_row<kSource>(params, row, parts);
-  float scale, inverse;
-  if (params.fixed_scale != nullptr) {
-    scale = *params.fixed_scale;
-    inverse = 1.0f / scale;
-  } else {
-    float largest = 0.0f;
+  Part parts[kRows][kParts];
+  load_rows<kSource>(params, first, parts);
+#pragma unroll
+  for (int next = 0; next < kRows; ++next) {
+    const int64_t row = first + next;
+    if (row >= params.num_rows) return;
+    float scale, inverse;
+    if (params.fixed_scale != nullptr) {
+      scale = *params.fixed_scale;
+      inverse = 1.0f / scale;
+    } else {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const bool is_there = threadIdx.x + i * blockDim.x < num_parts;
+        if (is_there) largest = fmaxf(largest, largest_of(parts[next][i]));
+      }
+      largest = fmaxf(over_block(largest, Largest()), kSmallest);
+      scale = largest / kLargest;
+      inverse = kLargest / largest;
+    }
+    uint2* out = reinterpret_cast<uint2*>(params.out + row * params.num_columns);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      if (threadIdx.x + i * blockDim.x < num_parts) largest = fmaxf(largest, largest_of(parts[i]));
+      const int index = threadIdx.x + i * blockDim.x;
+      if (index < num_parts) out[index] = as_fp8(parts[next][i], inverse);
     }
-    largest = fmaxf(over_block(largest, Largest()), kSmallest);
-    scale = largest / kLargest;
-    inverse = kLargest / largest;
+    if (threadIdx.x == 0) params.scales[row] = scale;
   }
-  uint2* out = reinterpret_cast<uint2*>(params.out + row * params.num_columns);
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const int index = threadIdx.x + i * blockDim.x;
-    if (index < num_parts) out[index] = as_fp8(parts[i], inverse);
-  }
-  if (threadIdx.x == 0) params.scales[row] = scale;
 }
 
-template <Source kSource, int kParts>
+// How a row is spread over threads depends on its width alone: so do the bits of a norm.
+template <Source kSource, int kRows, int kParts>
 cudaError_t launch_parts(const QuantiseParams& params, cudaStream_t stream) {
   const int num_parts = params.num_columns / kWidth;
   const int threads = ((num_parts - 1) / kParts + 32) / 32 * 32;
-  return launch_kernel(quantise_rows<kSource, kParts>, static_cast<unsigned>(params.num_rows),
-                       threads, params, stream);
+  const auto blocks = static_cast<unsigned>((params.num_rows - 1) / kRows + 1);
+  return launch_kernel(quantise_rows<kSource, kRows, kParts>, blocks, threads, params, stream);
 }
 
 template <Source kSource>
@@ -175,10 +211,14 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   const int num_parts = params.num_columns / kWidth;
-  if (num_parts <= 512) return launch_parts<kSource, 1>(params, stream);
-  if (num_parts <= 2 * kMaxThreads) return launch_parts<kSource, 2>(params, stream);
-  if (num_parts <= 4 * kMaxThreads) return launch_parts<kSource, 4>(params, stream);
-  return launch_parts<kSource, 8>(params, stream);
+  if (num_parts <= 128) return launch_parts<kSource, 1, 1>(params, stream);
+  if (num_parts <= 256) return launch_parts<kSource, 1, 2>(params, stream);
+  if (num_parts > 4 * kMaxThreads) return launch_parts<kSource, 1, 8>(params, stream);
+  if constexpr (kSource == Source::kGated) {  // several rows share the scales of their columns
+    const bool shares = params.num_rows >= kManyRows && num_parts <= 2 * kMaxThreads;
+    if (shares) return launch_parts<kSource, 2, 4>(params, stream);
+  }
+  return launch_parts<kSource, 1, 4>(params, stream);
 }
 
 constexpr int kScaleThreads = 256;

@@ -15,7 +15,9 @@
 //
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and for each row of the weight,
 // by which the sums are multiplied before anything else is done with them. A stage has as many
-// bytes of either, so fp8 goes twice as deep.
+// bytes of either, so fp8 goes twice as deep. Kernels of fp8 take half of a multiprocessor's shared
+// memory where that is enough for the bytes in flight: the next product finds room beside them, and
+// its weights are on their way before these have ended.
 
 #pragma once
 
@@ -30,6 +32,8 @@ namespace {
 
 constexpr int kMaxStages = 16;
 constexpr int kBarrierBytes = kMaxStages * 16;
+constexpr int kHalfSharedBytes = 113 * 1024;
+constexpr int kLeastStages = 3;
 
 // Elements of a stage's depth.
 template <bool kIsFp8>
@@ -54,6 +58,17 @@ __device__ float2 scaled_pair(const KernelParams& params, int row, int column, c
   const float scale = params.x_scales[row];
   return make_float2(sums[0] * (scale * params.weight_scales[column]),
                      sums[1] * (scale * params.weight_scales[column + 1]));
+}
+
+// The scales of a tile's columns are on their way to the cache while its sums are computed.
+template <bool kTwoParts, int kColumns>
+__device__ void prefetch_scales(const KernelParams& params, int tile) {
+  constexpr int kLine = 32;  // floats
+  constexpr int kWidth = kTwoParts ? kColumns / 2 : kColumns;
+  const int place = threadIdx.x * kLine;
+  if (place >= kColumns) return;
+  const int part = place / kWidth;
+  prefetch(params.weight_scales + part * (params.num_columns / 2) + tile * kWidth + place % kWidth);
 }
 
 // Adds the bias, and for kResidual what is there already.
@@ -165,6 +180,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   if (threadIdx.x == 0) ring.open(&x, &weight, 1, kGroups * kGroupThreads / 32);
   __syncthreads();
   launch_dependents();
+  if constexpr (kIsFp8) prefetch_scales<kTwoParts, kColumns>(params, blockIdx.x / kSplit);
 
   const int rank = kSplit == 1 ? 0 : block_of_cluster();
   const int tile = blockIdx.x / kSplit;
@@ -311,9 +327,11 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
-  kernel_params.num_stages =
-      std::min({kMaxStages, (kSharedBytes - overhead) / kernel_params.stage_bytes,
-                params.depth / kSplit / kElements});
+  int stages = (kSharedBytes - overhead) / kernel_params.stage_bytes;
+  if (kIsFp8 && (kHalfSharedBytes - overhead) / kernel_params.stage_bytes >= kLeastStages) {
+    stages = (kHalfSharedBytes - overhead) / kernel_params.stage_bytes;
+  }
+  kernel_params.num_stages = std::min({kMaxStages, stages, params.depth / kSplit / kElements});
   // The sums of a tile take the place of the stages.
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
   const int shared_bytes =
@@ -341,6 +359,11 @@ cudaError_t launch_groups(const LinearParams& params, cudaStream_t stream) {
         return launch<kIsFp8, kColumns, kParts, kSplit, 3, kEpilogue>(params, stream);
       }
       return cudaErrorInvalidValue;
+    case 4:
+      if constexpr (kIsFp8 && kColumns < 192) {
+        return launch<kIsFp8, kColumns, kParts, kSplit, 4, kEpilogue>(params, stream);
+      }
+      return cudaErrorInvalidValue;
     default:
       return cudaErrorInvalidValue;
   }
@@ -356,7 +379,7 @@ cudaError_t launch_sum(const LinearParams& params, cudaStream_t stream) {
 template <bool kIsFp8>
 cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
   const Tiling tiling = params.tiling;
-  if (params.num_rows < 1 || params.num_rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
+  if (params.num_rows < 1) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
     return tiling.columns == 192 && tiling.split == 1
                ? launch_groups<kIsFp8, 192, 2, 1, Epilogue::kSiluMul>(params, stream)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit weights: what is lost by quantising, and what their projections compute."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gather_gemm import Packed, pack, unpack
+from tests.checkpoints import make_checkpoint
+from tests.models.support import Recorder, engine_config, load, logits, some_ids, staged_logits
+from vllm.diffusion import ops
+from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.models.weights import quantised_sizes
+from vllm.diffusion.ops.packed import NF4, group_of, quantise_packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+def empty(num_rows: int, depth: int, group: int, kind: str, device: str = "cpu") -> Packed:
+    size = (num_rows, depth // group)
+    return Packed(
+        torch.zeros(num_rows, depth // 2, dtype=torch.uint8, device=device),
+        torch.zeros(size, device=device),
+        torch.zeros(size, dtype=torch.uint8, device=device) if kind == "int4" else None,
+        torch.tensor(NF4, device=device) if kind == "nf4" else None,
+    )
+
+
+def meant(packed: Packed) -> Tensor:
+    out = torch.empty(packed.shape)
+    unpack(packed, out)
+    return out
+
+
+@pytest.mark.parametrize("group", [8, 64, 128])
+def test_numbers_lie_in_two_runs_a_group(group: int) -> None:
+    numbers = torch.randint(0, 16, (3, 2 * group), generator=torch.Generator().manual_seed(1))
+    packed = empty(3, 2 * group, group, "int4")
+    packed.values.copy_(pack(numbers, group))
+    packed.scales.copy_(torch.tensor([0.5, 2.0]))
+    assert packed.zeros is not None
+    packed.zeros.copy_(torch.tensor([8, 3]))
+    first, second = numbers[:, :group] - 8, numbers[:, group:] - 3
+    assert torch.equal(meant(packed), torch.cat((first * 0.5, second * 2.0), dim=1))
+    assert (packed.values[:, 0] & 15).equal(numbers[:, 0].to(torch.uint8))
+    assert (packed.values[:, 0] >> 4).equal(numbers[:, group // 2].to(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_each_number_is_the_nearest_there_is(kind: str) -> None:
+    """Extreme scales, groups of one sign, zeros."""
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(2))
+    weight[:10] *= torch.logspace(-12, 12, 10)[:, None]
+    weight[10:20] = weight[10:20].abs()
+    weight[20:30] = -weight[20:30].abs()
+    weight[30:32] = 0
+    packed = empty(40, 256, 64, kind)
+    quantise_packed(weight, packed)
+    found = meant(packed)
+    groups, near = weight.unflatten(1, (-1, 64)), found.unflatten(1, (-1, 64))
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    span = groups.amax(dim=2, keepdim=True).clamp(min=0) - groups.amin(dim=2, keepdim=True).clamp(
+        max=0
+    )
+    room = torch.minimum(span / 15, largest / 7) if kind == "int4" else 0.16 * largest
+    assert ((near - groups).abs() <= 1.01 * room).all()
+    assert (found[30:32] == 0).all()
+    error = (near - groups).square().sum(dim=2)
+    symmetric = (groups / (largest / 7).clamp(min=1e-30)).round() * largest / 7
+    assert (error[:30] <= 1.001 * (symmetric - groups).square().sum(dim=2)[:30]).all() or (
+        kind == "nf4"
+    )
+
+
+def layer_of(kind: str, bias: Tensor | None) -> tuple[Any, Tensor]:
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(3))
+    packed = empty(16, 32, 16, kind)
+    quantise_packed(weight, packed)
+    layer = SimpleNamespace(
+        weight=packed.values,
+        weight_scale=packed.scales,
+        weight_zero=packed.zeros,
+        table=packed.table,
+        bias=bias,
+        quant_method=None,
+    )
+    return layer, meant(packed)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("use", ops.Use)
+def test_every_use_computes_its_product_and_takes_what_it_says(
+    use: ops.Use, has_bias: bool, kind: str
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, scratch = torch.randn(5, 32, generator=generator), Recorder()
+    bias = torch.randn(16, generator=generator) if has_bias else None
+    layer, weight = layer_of(kind, bias)
+    made, product = ops.PackedProjection(layer), functional.linear(x, weight, bias)
+    if use is ops.Use.PROJECT:
+        given, wanted = torch.empty(5, 3), product[:, 2:5]
+        made.project(x, given, scratch, slice(2, 5))
+    elif use is ops.Use.GATED:
+        gate, up = product.chunk(2, dim=1)
+        given, wanted = torch.empty(5, 8), functional.silu(gate) * up
+        made.gated(x, given, scratch)
+    else:
+        given = torch.randn(5, 16, generator=generator)
+        wanted = given + product
+        made.add_to(given, x, scratch)
+    torch.testing.assert_close(given, wanted)
+    matrix = ops.Matrix(16, 32, torch.float32, has_bias, x.device)
+    said = ops.PackedProjection.workspace(use, matrix)
+    assert scratch.taken == {name: 5 * size for name, size in said.row_bytes.items()}
+
+
+def test_features_are_added_part_by_part_though_groups_are_wider() -> None:
+    bias = torch.randn(16, generator=torch.Generator().manual_seed(5))
+    layer, weight = layer_of("int4", bias)
+    h = torch.randn(5, 32, generator=torch.Generator().manual_seed(6))
+    x = torch.zeros(5, 16)
+    for features in (slice(0, 8), slice(8, 24), slice(24, 32)):
+        ops.PackedProjection(layer).add_to(x, h[:, features], Recorder(), features)
+    torch.testing.assert_close(x, functional.linear(h, weight, bias))
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_weights_become_4_bits_as_they_are_loaded(
+    family: str, kind: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    path = make_checkpoint(tmp_path / family, family=family, seed=3)
+    plain, quantised = load_model(path), load_model(path, quantization=kind)
+    count, num_bytes, plain_bytes = quantised_sizes(quantised, torch.bfloat16)
+    assert count == 4 * len(plain.layers)
+    assert num_bytes < 0.45 * plain_bytes  # groups of 32 and 64; of 128 below 0.3
+    module, like = quantised.layers[1].mlp.down_proj, plain.layers[1].mlp.down_proj
+    packed = Packed(module.weight.data, module.weight_scale, module.weight_zero, module.table)
+    assert ((meant(packed) - like.weight).norm() <= 0.12 * like.weight.norm()).item()
+    ids = some_ids(40)
+    given = logits(quantised, ids)
+    assert not torch.equal(given, logits(plain, ids)) and given.isfinite().all()
+    (found,) = staged_logits(quantised, [ids], rows=7, keep_queries=False)
+    torch.testing.assert_close(found, given, rtol=1e-3, atol=1e-3)
+
+
+def test_sizes_of_large_matrices() -> None:
+    """LLaDA-8B's: a group of 128 takes 69 bytes of 256."""
+    packed = empty(8, 4096, 128, "int4")
+    assert packed.zeros is not None
+    num_bytes = sum(part.nbytes for part in (packed.values, packed.scales, packed.zeros))
+    assert num_bytes == 8 * 32 * 69 and num_bytes < 0.35 * 8 * 4096 * 2
+
+
+def test_groups_divide_the_depth() -> None:
+    assert [group_of(depth, 128) for depth in (4096, 192, 96, 8)] == [128, 64, 32, 8]
+    with pytest.raises(ServerConfigError, match="depth 100; wanted a multiple of 8"):
+        group_of(100, 128)
+
+
+def test_experts_in_4_bits_are_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
+    path = make_checkpoint(tmp_path, family="moe", seed=3)
+    load_model(path)  # a world of one
+    with pytest.raises(ServerConfigError, match="given int4; wanted fp8, or none"):
+        load(engine_config(path, quantization="int4"))
+
+
+# ---- the kernel ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize(
+    ("num_rows", "depth", "group"), [(5, 64, 16), (300, 1024, 128), (64, 96, 32)]
+)
+def test_a_gpu_unpacks_the_same(kind: str, num_rows: int, depth: int, group: int) -> None:
+    weight = torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(7))
+    packed = empty(num_rows, depth, group, kind, "cuda")
+    quantise_packed(weight, packed)
+    on_host = Packed(*(None if part is None else part.cpu() for part in packed))
+    wanted = meant(on_host).bfloat16()
+    out = torch.empty(num_rows, depth, device="cuda", dtype=torch.bfloat16)
+    unpack(packed, out)
+    assert torch.equal(out.cpu(), wanted)
+    unpack(packed.rows(slice(1, 4)), out[1:4])
+    assert torch.equal(out.cpu(), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 32, 300])
+def test_a_gpu_computes_every_use(num_rows: int) -> None:
+    """Of a matrix that is unpacked in several parts."""
+    generator = torch.Generator().manual_seed(8)
+    packed = empty(12288, 4096, 128, "int4", "cuda")
+    quantise_packed(torch.randn(12288, 4096, generator=generator) / 64, packed)
+    layer = SimpleNamespace(
+        weight=packed.values,
+        weight_scale=packed.scales,
+        weight_zero=packed.zeros,
+        table=None,
+        bias=None,
+        quant_method=None,
+    )
+    weight = torch.empty(12288, 4096, device="cuda", dtype=torch.bfloat16)
+    unpack(packed, weight)
+    x = torch.randn(num_rows, 4096, generator=generator).to("cuda", torch.bfloat16)
+    product = x.double() @ weight.double().t()
+    made = ops.PackedProjection(layer)
+
+    def assert_near(given: Tensor, wanted: Tensor) -> None:
+        assert ((given.double() - wanted).norm() <= 0.01 * wanted.norm()).item()
+
+    out = torch.empty(num_rows, 12288, device="cuda", dtype=torch.bfloat16)
+    made.project(x, out, Recorder())
+    assert_near(out, product)
+    before = torch.randn_like(out)
+    after = before.clone()
+    made.add_to(after, x, Recorder())
+    assert_near(after, before.double() + product)
+    after = before.clone()
+    made.add_to(after, x[:, :256].contiguous(), Recorder(), slice(0, 256))
+    assert_near(after, before.double() + x[:, :256].double() @ weight[:, :256].double().t())

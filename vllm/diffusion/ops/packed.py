@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit weights in groups along the depth, times rows as they are.
+
+A matrix is unpacked part by part into scratch memory that all layers share, which is made with the
+weights and so counts beside them, and then multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gather_gemm import Packed, pack, unpack
+from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.ops.fused import silu_mul
+from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, summed
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.ops.projection import ParallelLayer
+    from vllm.diffusion.quantisation import PackedScheme
+
+_ROWS_AT_ONCE = 1024  # of a weight that is being quantised
+_UNPACKED = 1 << 25  # numbers unpacked at a time on a GPU
+_COLUMN_STEP = 128
+_SMALLEST_GROUP = 8
+
+# NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): quantiles of a normal distribution.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+_scratch: dict[torch.device, Tensor] = {}
+
+
+def group_of(depth: int, largest: int) -> int:
+    """The largest group of at most `largest`, a power of two, that divides the depth.
+
+    Raises:
+        ServerConfigError: it would be too small to be worth its scale.
+    """
+    group = largest
+    while depth % group:
+        group //= 2
+    if group < _SMALLEST_GROUP:
+        raise ServerConfigError(
+            f"quantization: given 4-bit weights for a matrix of depth {depth}; wanted a multiple "
+            f"of {_SMALLEST_GROUP}, or fp8"
+        )
+    return group
+
+
+def quantise_packed(part: Tensor, packed: Packed) -> None:
+    """Quantise rows of a matrix, the numbers of each group by what loses least.
+
+    Args:
+        part: [N, K], any float dtype, on any device.
+        packed: [N, K], written.
+    """
+    for start in range(0, len(part), _ROWS_AT_ONCE):
+        some = packed.rows(slice(start, start + _ROWS_AT_ONCE))
+        wide = part[start : start + _ROWS_AT_ONCE].to(some.values.device, torch.float32)
+        groups = wide.unflatten(1, (-1, packed.group))
+        if some.table is not None:
+            numbers, scales = _nearest(groups, some.table)
+        else:
+            assert some.zeros is not None
+            numbers, scales, zeros = _rounded(groups)
+            some.zeros.copy_(zeros)
+        some.values.copy_(pack(numbers.flatten(1), packed.group))
+        some.scales.copy_(scales)
+
+
+def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of the nearest entries of the table, and scales: the largest magnitudes."""
+    scales = groups.abs().amax(dim=2)
+    unit = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
+    borders = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(unit, borders), scales
+
+
+def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, scales and zero points of groups [N, groups, G]: of three ways the one of the
+    smallest squared error. Two are symmetric around 8, the third spans least to largest."""
+    least, largest = groups.amin(dim=2), groups.amax(dim=2)
+    magnitude = torch.maximum(-least, largest)
+    signed = torch.where(largest >= -least, largest, least)
+    span = (largest.clamp(min=0) - least.clamp(max=0)) / 15
+    middle = torch.full_like(span, 8.0)
+    spanned_zero = (-least.clamp(max=0) / _not_zero(span)).round().clamp(0, 15)
+    best: tuple[Tensor, ...] = ()
+    for scales, zeros in (
+        (magnitude / 7, middle),
+        (signed / -8, middle),
+        (span, spanned_zero),
+    ):
+        steps = groups / _not_zero(scales)[:, :, None]
+        numbers = (steps.round() + zeros[:, :, None]).clamp(0, 15)
+        error = ((numbers - zeros[:, :, None]) * scales[:, :, None] - groups).square().sum(dim=2)
+        found: tuple[Tensor, ...] = (error, scales, zeros, numbers)
+        if best:
+            wins = error < best[0]
+            found = tuple(
+                torch.where(wins if new.dim() == 2 else wins[:, :, None], new, old)
+                for new, old in zip(found, best, strict=True)
+            )
+        best = found
+    _, scales, zeros, numbers = best
+    return numbers, scales, zeros
+
+
+def _not_zero(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 1.0, scales)
+
+
+@register_weight_loader_v2_supported_method
+class PackedMethod(LinearMethodBase):
+    """How upstream's linear layers store 4-bit weights; `PackedProjection` multiplies by them."""
+
+    def __init__(self, scheme: PackedScheme) -> None:
+        self._scheme = scheme
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Make `weight` [N, K / 2], `weight_scale` [N, K / G] and `weight_zero`, or `table`."""
+        num_rows, depth = sum(output_partition_sizes), input_size_per_partition
+        group = group_of(depth, self._scheme.group)
+        size = (num_rows, depth // group)
+        is_int = self._scheme.name == "int4"
+        packed = Packed(
+            torch.zeros(num_rows, depth // 2, dtype=torch.uint8),
+            torch.ones(size, dtype=torch.float32),
+            torch.zeros(size, dtype=torch.uint8) if is_int else None,
+            None if is_int else torch.tensor(NF4, dtype=torch.float32),
+        )
+
+        def take(rows: slice, part: Tensor) -> None:
+            quantise_packed(part, packed.rows(rows))
+
+        weight = StreamedParameter(
+            data=packed.values,
+            loader=attributes["weight_loader"],
+            take_part=take,
+            num_weights=num_rows * depth,
+        )
+        layer.register_parameter("weight", weight)
+        layer.register_buffer("weight_scale", packed.scales, persistent=False)
+        layer.register_buffer("weight_zero", packed.zeros, persistent=False)
+        layer.register_buffer("table", packed.table, persistent=False)
+        most_rows = min(num_rows, _UNPACKED // depth + _COLUMN_STEP)
+        _reserve(packed.values.device, most_rows * depth, params_dtype)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Upstream's way to multiply, which no stage goes."""
+        raise NotImplementedError("4-bit weights are multiplied by their projections")
+
+
+class PackedProjection(Projection):
+    """A matrix of 4-bit numbers; see the module."""
+
+    can_slice = True
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        super().__init__(layer)
+        self._packed = Packed(layer.weight.data, layer.weight_scale, layer.weight_zero, layer.table)
+        self._adds_in_place = self._packed.values.is_cuda and not self._is_summed
+
+    @classmethod
+    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+        if use is Use.GATED:
+            return Workspace({"gate and up": matrix.row_bytes})
+        if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
+            return Workspace({})
+        return Workspace({"projected": matrix.row_bytes} | summed(matrix))
+
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        for part, weight in self._parts(columns, x.dtype):
+            torch.mm(x, weight.t(), out=out[:, part])
+        if self._bias is not None:
+            out.add_(self._bias[columns])
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        gate_up = scratch.take("gate and up", (len(x), self._packed.shape[0]), x.dtype)
+        self.project(x, gate_up, scratch)
+        silu_mul(gate_up, out=out)
+
+    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
+        out = scratch.take("projected", (len(h), self._packed.shape[0]), h.dtype)
+        for part, weight in self._parts(ALL, h.dtype):
+            torch.mm(h, weight[:, features].t(), out=out[:, part])
+        return out if self._bias is None or features.start else out.add_(self._bias)
+
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        if not self._adds_in_place:
+            super().add_to(x, h, scratch, features)
+            return
+        for part, weight in self._parts(ALL, h.dtype):
+            x[:, part].addmm_(h, weight[:, features].t())
+        if self._bias is not None and not features.start:
+            x.add_(self._bias)
+
+    def _parts(self, columns: slice, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Parts of some columns, counted from the first of these, and their matrices unpacked."""
+        packed = self._packed.rows(columns)
+        num_columns, depth = packed.shape
+        num_parts = ceil(num_columns * depth / _UNPACKED)
+        step = ceil(num_columns / num_parts / _COLUMN_STEP) * _COLUMN_STEP
+        for start in range(0, num_columns, step):
+            part = slice(start, min(start + step, num_columns))
+            some = packed.rows(part)
+            weight = _room(some.values.device, some.shape, dtype)
+            unpack(some, weight)
+            yield part, weight
+
+
+def _reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
+    """See to it that so many numbers can be unpacked on a GPU without asking for memory."""
+    there = _scratch.get(device)
+    if device.type == "cuda" and (there is None or there.numel() < count or there.dtype != dtype):
+        _scratch[device] = torch.empty(count, dtype=dtype, device=device)
+
+
+def _room(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Memory for a matrix: on a GPU that which all layers share, one after the other."""
+    there = _scratch.get(device)
+    if there is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return there[: shape[0] * shape[1]].view(shape)
