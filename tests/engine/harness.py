@@ -123,7 +123,9 @@ def shrink(runner: Any, budget_bytes: int) -> None:
 
     planner = runner.planner
     runner.pool.budget_bytes = budget_bytes
-    runner.planner = Planner(planner.shape, planning_budget(budget_bytes), planner.row_budget)
+    runner.planner = Planner(
+        planner.shape, planning_budget(budget_bytes), planner.row_budget, rates=planner.rates
+    )
 
 
 def sampling_params(ask: Ask) -> Any:

@@ -20,7 +20,7 @@ NEVER = 1000  # positions that do not fit alone
 class Room:
     """A planner that counts positions."""
 
-    def admits(self, running: list[Demand], new: Demand) -> bool:
+    def admits(self, running: list[Demand], new: Demand, **_: Any) -> bool:
         return sum(d.length for d in [*running, new]) <= LIMIT
 
     def check(self, new: Demand) -> None:

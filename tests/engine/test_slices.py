@@ -15,6 +15,8 @@ from tests.engine.harness import Ask, running, shrink, to_answer
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
 from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.messages import Slice
+from vllm.diffusion.engine.slicing import Pace
+from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import Demand, StepShape, cost
 from vllm.diffusion.memory.planner import Plan, StageSeconds
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
+UNCUT = {"dllm": {"longest_pause_ms": 0}}
 SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # of every chunk
 
 
@@ -42,7 +45,7 @@ class Slicer:
 
     def execute(self, message: Any) -> Any:
         named = [req_id for req_id in message.num_scheduled_tokens if req_id in self.long]
-        asked = Slice(named[0], self.seconds) if named else None
+        asked = Slice(named[0], ALL_ROWS, self.seconds) if named else None
         for req_id in named[1:]:
             del message.num_scheduled_tokens[req_id]  # one at a time
         told = replace(message, next_slice=asked, long=list(self.long))
@@ -216,11 +219,10 @@ def slow(
     checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Engine, list[Any]]]:
     """An engine of a planner that expects a slow device, and the outputs of its steps."""
-    for name in ("PRODUCT_FLOPS", "ATTENTION_FLOPS"):
-        monkeypatch.setattr(cost, name, 1e8)
-    for name in ("IDLE_ROWS", "IDLE_QUERIES"):
-        monkeypatch.setattr(cost, name, 0)
-    with running(checkpoint("mha")) as engine:
+    slow = cost.CPU._replace(product_flops=1e8, attention_flops=1e8, launch_seconds=4e-6)
+    monkeypatch.setattr(cost, "CPU", slow)
+    monkeypatch.setattr(Pace, "learn", lambda *_: None)
+    with running(checkpoint("mha"), additional_config=UNCUT) as engine:
         outputs: list[Any] = []
         execute = engine.runner.execute
 
@@ -251,7 +253,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     seconds = planner.seconds_of(Demand(216, 16), 216) / 5
     assert planner.seconds_of(Demand(31, 16), 31) < seconds
     outputs.clear()
-    engine.scheduler.slicing.seconds = seconds
+    engine.scheduler.slicing.longest_pause_s = 2 * seconds
     assert tokens(engine.ask(*asks)) == wanted
     paused = [output.paused.req_id for output in outputs if output.paused is not None]
     assert len(set(paused)) == 2
@@ -267,7 +269,9 @@ def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(short))
     before = engine.runner.pool.used_bytes
-    engine.scheduler.slicing.seconds = engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
+    engine.scheduler.slicing.longest_pause_s = (
+        2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
+    )
     aborted = start(engine, "long", long)
     for _ in range(3):
         engine.llm.llm_engine.step()
@@ -289,7 +293,7 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     planner = engine.runner.planner
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
-    engine.scheduler.slicing.seconds = planner.seconds_of(Demand(216, 16), 216) / 5
+    engine.scheduler.slicing.longest_pause_s = 2 * planner.seconds_of(Demand(216, 16), 216) / 5
     plan_of = engine.scheduler._planner.plan_of
 
     def in_a_full_pool(demands: Any, kept_bytes: int = 0) -> Plan:
@@ -316,7 +320,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     runner, step = engine.runner, engine.llm.llm_engine.step
     runner.caches.trim()  # so that there is no more room than is in use
     slicing = engine.scheduler.slicing
-    slicing.seconds = runner.planner.seconds_of(Demand(216, 16), 216) / 30
+    slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
     begin, forwards_begun = runner._slices.begin, []
 
     def recorded(batch: Any, *arguments: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -14,6 +15,8 @@ from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import ModelConfig, VllmConfig
     from vllm.diffusion.families import Family
 
@@ -51,7 +54,7 @@ def configure(vllm_config: VllmConfig) -> None:
         vllm_config.cache_config.enable_prefix_caching = False
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    server_defaults(server_settings(vllm_config.additional_config), family_of(vllm_config))
+    check_settings(server_settings(vllm_config.additional_config), family_of(vllm_config))
 
     # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -85,7 +88,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         max_model_len=model.max_model_len,
         vocab_size=config.architecture.num_embeddings,
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=server_defaults(server_settings(vllm_config.additional_config), family),
+        defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
@@ -111,6 +114,63 @@ def server_settings(additional_config: Any) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ServerConfigError(f"additional_config.dllm: given {settings!r}; wanted a JSON object")
     return settings
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What long and short requests may expect of each other (`engine/slicing.py`).
+
+    Attributes:
+        long_share: of the time, that long requests have while short ones run.
+        longest_pause_ms: that a short request sees; 0 for no bound, so that no step is cut.
+    """
+
+    long_share: float = 0.5
+    longest_pause_ms: float = 100.0
+
+    @property
+    def longest_pause_s(self) -> float:
+        return self.longest_pause_ms / 1000
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Sharing:
+        """As settings of the server say.
+
+        Raises:
+            ServerConfigError: naming the setting, the given and the wanted value.
+        """
+        found = cls(**{name: settings[name] for name in _SHARING if name in settings})
+        _check_number("long_share", found.long_share, 0, 0.95)
+        if found.longest_pause_ms != 0:
+            _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
+        return found
+
+
+def _check_number(name: str, value: Any, least: float, most: float, also: str = "") -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        raise ServerConfigError(
+            f"dllm settings: {name}: given {value!r}; wanted {also}a number from {least} to {most}"
+        )
+
+
+_SHARING = frozenset(field.name for field in fields(Sharing))
+
+
+def sharing(vllm_config: VllmConfig) -> Sharing:
+    """How requests share the engine of a configuration."""
+    return Sharing.of(server_settings(vllm_config.additional_config))
+
+
+def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
+    """Check all settings of the server; returns those that are defaults of requests.
+
+    Raises:
+        ServerConfigError: as `Sharing.of` and `server_defaults`.
+    """
+    Sharing.of(settings)
+    rest = {name: value for name, value in settings.items() if name not in _SHARING}
+    return server_defaults(rest, family)
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:

@@ -15,9 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from pydantic import ValidationError
 
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
-from vllm.diffusion.config import server_settings
+from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.errors import ServerConfigError
-from vllm.diffusion.fields import server_defaults
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -76,7 +75,7 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings["algorithm"] = args.dllm_algorithm
     additional = dict(args.additional_config or {})
     additional["dllm"] = server_settings(additional) | settings
-    server_defaults(additional["dllm"], family=None)
+    check_settings(additional["dllm"], family=None)
     args.additional_config = additional
 
 

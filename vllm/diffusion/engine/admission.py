@@ -51,6 +51,7 @@ class WaitingLine:
         running: Collection[Scheduled],
         planner: Planner,
         has_pages: Callable[[Scheduled], bool] = lambda _: True,
+        is_long: Callable[[Scheduled], bool] = lambda _: False,
     ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
         """Take out those that start now, and those that never can, with the reason.
 
@@ -59,13 +60,14 @@ class WaitingLine:
                 is asked for.
             planner: knows what fits.
             has_pages: gives one that may start what else it needs, if that is there.
+            is_long: whether all steps of a request come in slices, so that it shares none.
         """
         passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
         for item in list(self._waiting):
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return
             error = _refusal(item, planner)
-            may_start = error is None and self._may_start(item, running, planner)
+            may_start = error is None and self._may_start(item, running, planner, is_long)
             if error is None and not (may_start and has_pages(item)):
                 passed.append(item)
                 if len(passed) == MAX_PASSED:
@@ -77,14 +79,21 @@ class WaitingLine:
                     earlier.num_overtaken += 1
             yield item, error
 
-    def _may_start(self, item: Scheduled, running: Collection[Scheduled], planner: Planner) -> bool:
+    def _may_start(
+        self,
+        item: Scheduled,
+        running: Collection[Scheduled],
+        planner: Planner,
+        is_long: Callable[[Scheduled], bool],
+    ) -> bool:
         if not running:
             return True
         if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
             return False
         if len(running) >= self._max_running:
             return False
-        return planner.admits([r.demand for r in running], item.demand)
+        long = {other.demand for other in (*running, item) if is_long(other)}
+        return planner.admits([r.demand for r in running], item.demand, long=long)
 
 
 def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:

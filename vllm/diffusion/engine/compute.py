@@ -92,10 +92,10 @@ class Compute:
                 hidden = run_last_layer(model, body, samples, pool, caches)
             found = []
             with closing(hidden):
-                for part, x in zip(samples, hidden, strict=True):
-                    groups = batch.row_groups(part.part, part.positions)
-                    found.append(sample(self._head, [(x, groups)], self._noise))
+                for part in samples:
                     yield plan.chunk_seconds.read
+                    groups = batch.row_groups(part.part, part.positions)
+                    found.append(sample(self._head, [(next(hidden), groups)], self._noise))
             if batch.slot_mapping.size:
                 caches.end_step()
             return joined(found)

@@ -6,8 +6,8 @@ and one layer's keys and values are all that lives from stage to stage; requests
 the keys and values of every layer. Of the last layer all rows have keys and values, but only the
 sample rows get the rest.
 
-The layers are a generator that stops after every chunk, so that whoever runs it may do something
-else in between; what it yields is the time that the plan predicted for the chunk.
+The layers are a generator that stops before every chunk, so that whoever runs it may do something
+else in between; what it yields is the time that the plan predicts for the chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _ALL = slice(None)
 
 T = TypeVar("T")
-# Work that stops after every chunk and says what the plan predicted for it, in seconds.
+# Work that stops before every chunk and says what the plan predicts for it, in seconds.
 Chunked: TypeAlias = Generator[float, None, T]
 
 
@@ -168,11 +168,12 @@ def run_body(
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
         if inputs.slot_mapping.numel():
-            caches.turn_to(index)
+            if inputs.slot_mapping.numel():  # else another step may be at work there
+                caches.turn_to(index)
         for rows in writing:
+            yield seconds.keys_values
             with scratch.scope("keys-values"):
                 model.layers[index].keys_values(x[rows], tables(rows), product[rows], scratch)
-            yield seconds.keys_values
         _, k, v = model.layers[index].attention.split(product)
         keep(k, v, index, inputs.slot_mapping, caches)
 
@@ -180,14 +181,14 @@ def run_body(
         yield from keys_values(index, product)
         q, k, v = layer.attention.split(product)
         for rows, groups in attending:
+            yield seconds.attend
             with scratch.scope("attend"):
                 sources = sources_of(groups, k, v, index, caches)
                 queries = None if q is None else q[rows]
                 layer.attend(x[rows], tables(rows), sources, queries, scratch)
-            yield seconds.attend
         for rows in feeding:
-            layer.feed_forward(x[rows], scratch)
             yield seconds.feed_forward
+            layer.feed_forward(x[rows], scratch)
     product = residents.take("qkv", (num_rows, kv_width), dtype)
     yield from keys_values(len(before_last), product)
     _, k, v = last.attention.split(product)

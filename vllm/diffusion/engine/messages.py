@@ -126,11 +126,13 @@ class Slice:
 
     Attributes:
         req_id: the request, which is among those that take part in the step.
+        rows: that its step may have, if it begins with this slice.
         seconds: of work, as the planner predicts it; the step stops at the end of a chunk before
             they are over, but computes at least one.
     """
 
     req_id: str
+    rows: int
     seconds: float
 
 
@@ -147,16 +149,29 @@ class Paused:
     held_bytes: int
 
 
+@dataclass(frozen=True)
+class Worked:
+    """Slices that are over, together.
+
+    Attributes:
+        seconds: of their work, as the planner predicts it.
+        taken_s: what the device of one rank took for it.
+    """
+
+    seconds: float
+    taken_s: float
+
+
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
     `num_scheduled_tokens` names the requests that take part in this step, with their rows: those of
     the first step that `launched` of the answer before has named, if any are left. Other requests
-    run but wait their turn. `long` names those whose steps come in slices only, and `next_slice`
-    the one of them that goes on in this step. `finished_req_ids` names those whose canvas is no
-    longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` is what requests get whose
-    pages the scheduler hands out, by request; it is taken in before the step.
+    run but wait their turn. `long` names those of whom no step is launched as a whole any more, and
+    `next_slice` the one of them that goes on in this step. `finished_req_ids` names those whose
+    canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` is what requests
+    get whose pages the scheduler hands out, by request; it is taken in before the step.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -172,7 +187,7 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
 
     `usage` says what the step took of the memory, and what there is; `num_rows` what it computed;
     `launched` who takes part in each of the next steps that are under way already; `paused` the
-    long step that waits for its next slice.
+    long step that waits for its next slice; `worked` what slices have ended since the last message.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
@@ -180,3 +195,4 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     num_rows: int = 0
     launched: list[list[str]] = field(default_factory=list)
     paused: Paused | None = None
+    worked: Worked | None = None

@@ -119,7 +119,7 @@ class DiffusionModelRunner:
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
-            if req_id not in results and req_id not in long
+            if req_id not in results and (asked is None or req_id != asked.req_id)
         }
         if stepping and self.runs_ahead:
             results |= self._loop.ahead(stepping, long)
@@ -135,6 +135,7 @@ class DiffusionModelRunner:
             num_rows=self._loop.num_rows if req_ids else 0,
             launched=self._loop.launched,
             paused=self._paused(),
+            worked=self._slices.take_worked(),
         )
 
     # ---- one denoise step ----
@@ -196,19 +197,22 @@ class DiffusionModelRunner:
     def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
         """How the rows are cut, and the microseconds that it took to say so.
 
-        Caches give back what they do not need where it is wanted.
+        A step that comes in slices leaves others room. Caches give back what they do not need where
+        it is wanted.
         """
         started = time.perf_counter()
         shape, num_found = batch.shape, self.planner.num_found
+        is_sliced = longest_chunk_s < math.inf
+        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
         try:
-            plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
+            plan = find(shape, self._ledger.kept_bytes, longest_chunk_s)
             is_whole = plan.is_whole(shape.rows)
             has_room = is_whole or not self._gains_by_trimming(shape, plan, longest_chunk_s)
         except ActivationBudgetError:
             has_room = False
         if not has_room:
             self.caches.trim()
-            plan = self.planner.plan(shape, self._ledger.kept_bytes, longest_chunk_s)
+            plan = find(shape, self._ledger.kept_bytes, longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)

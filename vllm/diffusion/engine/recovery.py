@@ -113,7 +113,7 @@ class Recovery:
         """The next slice of a request's step; its result, if that was the last one."""
         failures: dict[str, Exception] = {}
         step = None
-        if self._is_ready(asked.req_id, failures):
+        if self._is_ready(asked.req_id, failures, asked.rows):
             try:
                 step = self._runner.launch_slice(asked)
             except Exception as error:

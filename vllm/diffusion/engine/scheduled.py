@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult, StepUsage
-    from vllm.diffusion.memory import Demand
+    from vllm.diffusion.memory import Demand, Planner
     from vllm.diffusion.params import DiffusionParams
     from vllm.v1.request import Request
 
@@ -42,6 +42,7 @@ class Scheduled:
     num_forwards: int = 0
     num_committed: int = 0
     largest: StepUsage | None = None
+    _seconds: dict[int, float] = field(default_factory=dict, init=False)  # by rows of a step
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows
@@ -64,6 +65,12 @@ class Scheduled:
     def next_end(self) -> int:
         """Positions from 0 that have keys in its next forward, where these are in pages."""
         return self.num_kept + self.next_rows
+
+    def predicted_s(self, rows: int, planner: Planner) -> float:
+        """Seconds that the planner predicts of a step of so many of its rows alone."""
+        if rows not in self._seconds:
+            self._seconds[rows] = planner.seconds_of(self.demand, rows)
+        return self._seconds[rows]
 
     def keep(self, num_kept: int) -> None:
         """So many positions need not be computed again."""

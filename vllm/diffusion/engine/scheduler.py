@@ -15,7 +15,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import startup_log, watchdog
-from vllm.diffusion.config import row_budget, served_model
+from vllm.diffusion.config import row_budget, served_model, sharing
 from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
 from vllm.diffusion.engine.admission import WaitingLine
@@ -40,7 +40,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Planner
@@ -75,7 +75,7 @@ class DiffusionScheduler(CanvasInterface):
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._refused: list[tuple[Request, str]] = []  # who has not been told yet
         self._launched: list[list[str]] = []  # requests of each step that is under way already
-        self.slicing = Slicing()
+        self.slicing = Slicing(sharing(vllm_config))
         self._observer = Observer(enabled=log_stats)
         self._finished_req_ids: set[str] = set()
         self._tells_finished = include_finished_set
@@ -139,12 +139,15 @@ class DiffusionScheduler(CanvasInterface):
         launched = set().union(*self._launched)
         self._paging.provide(self._running.values(), launched)
         admitted = self._admit() if self.pause_state == PauseState.UNPAUSED else []
-        long = self.slicing.long(self._running, launched, self._planner)
+        long = self.slicing.long(self._running, self._planner)
         rows, next_slice = dict[str, int](), None
         if self.pause_state != PauseState.PAUSED_ALL:
-            rows, next_slice = self._next_step(long), self.slicing.next_slice(long)
+            waiting = [self._running[req_id] for req_id in long if req_id not in launched]
+            rows = self._next_step({item.req_id for item in waiting})
+            ready = [item for item in waiting if item.has_pages]
+            next_slice = self.slicing.next_slice(ready, self._planner, is_shared=bool(rows))
         if next_slice is not None:
-            rows[next_slice.req_id] = self._running[next_slice.req_id].next_rows
+            rows[next_slice.req_id] = next_slice.rows
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
             scheduled_new_reqs=[],
@@ -165,9 +168,13 @@ class DiffusionScheduler(CanvasInterface):
     def _admit(self) -> list[NewCanvas]:
         if self._planner is None:
             return []
-        admitted = []
+        planner, admitted = self._planner, []
+
+        def is_long(item: Scheduled) -> bool:
+            return self.slicing.is_long(item, item.demand.steady_rows, planner)
+
         for item, error in self._waiting.admit(
-            self._running.values(), self._planner, self._paging.admits
+            self._running.values(), planner, self._paging.admits, is_long
         ):
             if error is not None:
                 self._refuse(item.request, str(error), reason="memory")
@@ -177,9 +184,9 @@ class DiffusionScheduler(CanvasInterface):
             self._observer.started(item.request)
         return admitted
 
-    def _next_step(self, long: Sequence[str]) -> dict[str, int]:
-        """Who takes part in the next step, with their rows; long steps come in slices."""
-        short = {req_id: item for req_id, item in self._running.items() if req_id not in long}
+    def _next_step(self, sliced: Collection[str]) -> dict[str, int]:
+        """Who takes part in the next step, with their rows, but for those who step in slices."""
+        short = {req_id: item for req_id, item in self._running.items() if req_id not in sliced}
         for req_ids in self._launched:
             launched = {req_id: short[req_id].next_rows for req_id in req_ids if req_id in short}
             if launched:
@@ -198,7 +205,7 @@ class DiffusionScheduler(CanvasInterface):
         self._observer.stepped(scheduler_output, done)
         self._learn(done.usage)
         self._launched = done.launched
-        self.slicing.learn(done.paused)
+        self.slicing.learn(done)
         told: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request, message in self._refused:
             self._end(request, RequestStatus.FINISHED_ERROR)

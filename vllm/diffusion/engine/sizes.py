@@ -14,7 +14,7 @@ from vllm.diffusion import envs, ops
 from vllm.diffusion.config import row_budget
 from vllm.diffusion.engine.budget import host_cache_budget
 from vllm.diffusion.engine.windows import num_positions
-from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
+from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products, cost
 from vllm.diffusion.ops import arena
 from vllm.diffusion.pages import HEAD_DIMS
 from vllm.diffusion.visibility import BlockCausal
@@ -43,6 +43,7 @@ def make_planner(
         uses_host=envs.use_host_residual(),
         host_bytes=host_cache_budget(vllm_config.parallel_config.tensor_parallel_size),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
+        rates=cost.H200 if is_on_gpu else cost.CPU,
     )
 
 

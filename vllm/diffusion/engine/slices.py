@@ -3,18 +3,21 @@
 
 The generator over its chunks stays here; what it holds of the pool lies in a frame, in front of
 the buffers of the steps that run meanwhile. How much work a slice is comes with the message, in
-seconds as the planner predicts them, so every rank stops after the same chunk and none has a clock.
+seconds as the planner predicts them, so every rank stops after the same chunk. How long slices take
+is measured for the scheduler alone.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.engine.messages import Worked
 from vllm.diffusion.engine.step import Step
 from vllm.diffusion.memory import HostBuffers
 
@@ -40,10 +43,48 @@ class _Paused:
     frame: Frame
     kept_at: int | None
     peak_bytes: int = 0
+    next_s: float = 0.0  # predicted of the chunk that it stands before
 
     @property
     def req_id(self) -> str:
         return self.batch.canvases[0].req_id
+
+
+class _Stopwatch:
+    """What a device takes from here until `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._started, self._taken_s = time.perf_counter(), 0.0
+        if device.type == "cuda":
+            self._events = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._taken_s = time.perf_counter() - self._started
+        if self._events is not None:
+            self._events[1].record()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has come to the end."""
+        return self._events is None or self._events[1].query()
+
+    def wait(self) -> None:
+        """Until it has."""
+        if self._events is not None:
+            self._events[1].synchronize()
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds, once it is over."""
+        if self._events is None:
+            return self._taken_s
+        started, ended = self._events
+        return float(started.elapsed_time(ended)) / 1000
 
 
 class Slices:
@@ -70,7 +111,8 @@ class Slices:
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
         self._paused: _Paused | None = None
-        self._last = torch.cuda.Event() if device.type == "cuda" else None
+        self._device = device
+        self._under_way: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
 
     @property
     def req_id(self) -> str | None:
@@ -105,17 +147,19 @@ class Slices:
     def run(self, asked: Slice) -> Step | None:
         """Launch the next slice of the step that has begun; the step, if that was the last one.
 
-        Of a GPU's queue it takes no more than this slice and what is left of the one before.
+        Returns when the slice before it is over. So a GPU has work while the host turns to others,
+        and of its queue no more than this slice is taken.
         """
         paused = self._paused
         if paused is None:
             raise RuntimeError(f"slice of {asked.req_id}: its step has not begun")
-        if self._last is not None:
-            self._last.synchronize()
         self._pool.reset_peak()
-        sampled = self._advance(paused, asked.seconds)
-        if self._last is not None:
-            self._last.record()
+        watch = _Stopwatch(self._device)
+        done_s, sampled = self._advance(paused, asked.seconds)
+        watch.stop()
+        if self._under_way:
+            self._under_way[-1][1].wait()
+        self._under_way.append((done_s, watch))
         paused.peak_bytes = max(paused.peak_bytes, self._pool.peak_bytes)
         if sampled is None:
             return None
@@ -123,18 +167,30 @@ class Slices:
         memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
         return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
 
-    def _advance(self, paused: _Paused, seconds: float) -> torch.Tensor | None:
-        """Chunks of so many predicted seconds, but at least one; the samples after the last."""
-        longest, left = max(paused.plan.chunk_seconds), seconds
+    def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
+        """Chunks of so many predicted seconds, but at least one.
+
+        Returns:
+            the predicted seconds of these chunks, and the samples after the last of all.
+        """
+        done_s = 0.0
         with self._pool.within(paused.frame), self._pool.temporaries():
             try:
-                left -= next(paused.work)
-                while left >= longest:
-                    left -= next(paused.work)
+                while not done_s or done_s + paused.next_s <= seconds:
+                    done_s += paused.next_s
+                    paused.next_s = next(paused.work)
             except StopIteration as end:
                 sampled: torch.Tensor = end.value
-                return sampled
-        return None
+                return done_s, sampled
+        return done_s, None
+
+    def take_worked(self) -> Worked | None:
+        """What slices that are over were, since it was last asked for."""
+        seconds = taken_s = 0.0
+        while self._under_way and self._under_way[0][1].is_over:
+            predicted_s, watch = self._under_way.popleft()
+            seconds, taken_s = seconds + predicted_s, taken_s + watch.taken_s
+        return Worked(seconds, taken_s) if seconds else None
 
     def drop(self) -> None:
         """Forget the paused step, if there is one, and give back its memory."""

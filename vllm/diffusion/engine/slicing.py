@@ -1,67 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests' steps are handed out in slices, and what may run beside them.
+"""How long and short requests share the device: whose steps come in slices, and when one is due.
 
-The workers only do what they are told here, so that all ranks do the same.
+A request is long while its next step takes longer than the longest pause that others may see. Its
+step is computed slice by slice, half a pause each: the device is given the next one when the one
+before begins, so what arrives meanwhile waits for two at most. While short requests run, a slice is
+due only when the long ones have had less than their share of the time.
+
+The workers only do what they are told here, so that all ranks do the same. They say how long slices
+took; how much longer that was than predicted is learned from it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.messages import Paused, Slice
+from vllm.diffusion.engine.turns import take_turns
 from vllm.diffusion.errors import ActivationBudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping, Sequence
 
+    from vllm.diffusion.config import Sharing
+    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Worked
     from vllm.diffusion.engine.scheduled import Scheduled
     from vllm.diffusion.memory import Planner
 
 
-class Slicing:
-    """Names the next slice of a long step.
+class Pace:
+    """How many seconds the device takes for one that the planner predicts."""
 
-    Attributes:
-        seconds: of work, as the planner predicts it: what longer steps are cut into; None cuts
-            none. Nothing but tests sets it yet.
-    """
+    KEPT = 0.98  # of what was seen, with every new slice
 
     def __init__(self) -> None:
-        self.seconds: float | None = None
+        self._predicted_s = self._taken_s = 1e-3  # a guess that the first slices outweigh
+
+    def learn(self, worked: Worked) -> None:
+        self._predicted_s = self.KEPT * self._predicted_s + worked.seconds
+        self._taken_s = self.KEPT * self._taken_s + worked.taken_s
+
+    @property
+    def factor(self) -> float:
+        """To two digits: chunks of so many seconds are planned, and plans are remembered."""
+        return float(f"{self._taken_s / self._predicted_s:.1e}")
+
+
+class Slicing:
+    """Says which requests are long, and names the next slice.
+
+    Args:
+        sharing: what the two kinds may expect.
+
+    Attributes:
+        longest_pause_s: seconds that a short request may see nothing happen; 0 for no bound.
+        pace: of the device.
+    """
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._share, self.longest_pause_s = sharing.long_share, sharing.longest_pause_s
+        self.pace = Pace()
         self._paused: Paused | None = None
+        self._is_shared = False  # both kinds took part in the step that runs
+        self._is_under_way = False  # a slice has been asked for and not been heard of
+        self._owed_s = 0.0  # seconds that long requests have had less than their share
+        self._seen = 0.0  # time.monotonic() of the newest results
 
-    def learn(self, paused: Paused | None) -> None:
-        """The step that waits for its next slice, as the workers say."""
-        self._paused = paused
+    @property
+    def slice_s(self) -> float:
+        """Seconds of a slice."""
+        return self.longest_pause_s / 2
 
-    def long(
-        self,
-        running: Mapping[str, Scheduled],
-        launched: Collection[str],
-        planner: Planner | None,
-    ) -> list[str]:
-        """Requests whose next step takes longer than a slice, in the order of their turns.
+    def learn(self, done: DiffusionRunnerOutput) -> None:
+        """Take in what the workers say of slices, and the time that has passed."""
+        now = time.monotonic()
+        passed_s, self._seen = now - self._seen, now
+        self._paused = done.paused
+        if self._is_shared:
+            self._owed_s = min(self._owed_s + self._share * passed_s, self.slice_s)
+        if done.worked is not None:
+            self.pace.learn(done.worked)
+            self._owed_s -= done.worked.taken_s
+        if done.worked is not None or done.paused is None:  # it may have failed
+            self._is_under_way = False
+        if not self._is_shared:  # nobody has waited: there is no more to be made up for
+            self._owed_s = max(self._owed_s, -self.slice_s)
+
+    # ---- who is long ----
+
+    def is_long(self, item: Scheduled, rows: int, planner: Planner) -> bool:
+        """Whether a step of so many of its rows takes longer than a pause may."""
+        if not self.longest_pause_s:
+            return False
+        longest_s = self.longest_pause_s / self.pace.factor
+        most = item.demand.largest_rows(planner.row_budget)
+        if item.predicted_s(most, planner) <= longest_s:
+            return False
+        return item.predicted_s(min(rows, most), planner) > longest_s
+
+    def long(self, running: Mapping[str, Scheduled], planner: Planner | None) -> list[str]:
+        """The long requests, in the order of their turns; one whose step has begun is among them.
 
         Args:
             running: in the order of their turns.
-            launched: those whose next step is under way already, as a whole.
             planner: None while it is not known what memory there is.
         """
-        seconds = self.seconds
-        if seconds is None or planner is None:
+        if planner is None:
             return []
+        paused = None if self._paused is None else self._paused.req_id
         return [
             req_id
             for req_id, item in running.items()
-            if req_id not in launched and planner.seconds_of(item.demand, item.next_rows) > seconds
+            if req_id == paused or self.is_long(item, item.next_rows, planner)
         ]
 
-    def next_slice(self, long: list[str]) -> Slice | None:
-        """One long step at a time, to its end."""
-        if self.seconds is None or not long:
+    # ---- whose turn it is ----
+
+    def next_slice(
+        self, long: Sequence[Scheduled], planner: Planner | None, *, is_shared: bool
+    ) -> Slice | None:
+        """The next one of the step that has begun, else the first one of the next step.
+
+        Args:
+            long: whose slices there may be, in the order of their turns.
+            planner: of the engine.
+            is_shared: short requests take part in the same step.
+        """
+        self._is_shared = is_shared and bool(long)
+        if not long or planner is None:
+            return None
+        if is_shared and (self._owed_s < 0 or self._is_under_way):
             return None
         paused = None if self._paused is None else self._paused.req_id
-        return Slice(paused if paused in long else long[0], self.seconds)
+        item = next((item for item in long if item.req_id == paused), long[0])
+        units = {item.req_id: item.demand.unit} if item.demand.unit else {}
+        rows = take_turns({item.req_id: item.next_rows}, planner.row_budget, units)
+        self._is_under_way = True
+        return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
 
     def fits_beside(
         self, rows: Mapping[str, int], running: Mapping[str, Scheduled], planner: Planner | None

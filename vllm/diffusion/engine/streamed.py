@@ -99,7 +99,8 @@ class StreamedForward:
         for index in range(last + 1):
             work = self._chunks if index < last else self._chunks.only(rows)
             if self._inputs.slot_mapping.numel():
-                self._caches.turn_to(index)
+                if self._inputs.slot_mapping.numel():  # else another step may be at work there
+                    self._caches.turn_to(index)
             for group in self._groups:
                 yield from self._keys_values(index, group)
                 yield from self._attend(index, group, work)
@@ -120,18 +121,18 @@ class StreamedForward:
         visiting = self._x.visit(parts, reads=False, writes=True)
         with self._pool.scope("embed"), closing(visiting) as visits:
             for rows, x in zip(parts, visits, strict=True):
-                self._model.embed(ids[rows], x)
                 yield 0.0
+                self._model.embed(ids[rows], x)
 
     def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
         layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         with pool.scope("keys-values"), closing(self._x.visit(self._writing)) as visits:
             for rows, x in zip(self._writing, visits, strict=True):
+                yield self._seconds.keys_values
                 with pool.scope("keys-values"):
                     rotary = self._model.rotary(positions[rows], pool)
                     k, v = self._k[rows], self._v[rows]
                     layer.attention.keys_values_of(group, x, rotary, k, v, pool)
-                yield self._seconds.keys_values
         heads = group.part(self._model.num_kv_heads)
         keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
@@ -141,11 +142,11 @@ class StreamedForward:
         visiting = self._visit_both([rows for rows, _ in work.attend], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
             for (rows, spans), (x, updated) in zip(work.attend, visits, strict=True):
+                yield self._seconds.attend
                 with pool.scope("attend"):
                     rotary = self._model.rotary(positions[rows], pool)
                     sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
                     layer.attention.attend_of(group, x, rotary, sources, updated, pool)
-                yield self._seconds.attend
 
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
@@ -167,5 +168,5 @@ class StreamedForward:
         visiting = self._x.visit(work.feed_forward, writes=True)
         with self._pool.scope("feed-forward"), closing(visiting) as visits:
             for x in visits:
-                self._model.layers[index].feed_forward(x, self._pool)
                 yield self._seconds.feed_forward
+                self._model.layers[index].feed_forward(x, self._pool)

@@ -2,30 +2,54 @@
 """How long a step takes under a plan, roughly: enough to choose among plans.
 
 Products run at a constant rate once they have many rows; few rows wait for the weights to be read.
-A chunk of queries that attends to all keys costs as if it had `IDLE_QUERIES` more of them: so many
-are lost while the last of its tiles finish. Rates are those of one H200 in bf16; what a choice
+A chunk of queries that attends to all keys costs as if it had some more of them: so many are lost
+while the last of its tiles finish. The rates of a GPU are those of one H200 in bf16; what a choice
 depends on is their proportion, which differs little between cards of one kind.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.diffusion.memory.footprint import ModelShape
 
-PRODUCT_FLOPS = 796e12  # per second, large products
-ATTENTION_FLOPS = 612e12  # per second, long sequences
-WEIGHT_BYTES = 3.3e12  # per second, read by products of few rows
-HOST_BYTES = 55e9  # per second each way, pinned host memory
-LAUNCH_SECONDS = 4e-6
-IDLE_ROWS = 128  # of a product: part of a tile, on average
-IDLE_QUERIES = 16_384  # of all heads of a chunk: a tile for every multiprocessor
-
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3
 LAUNCHES_QUERIES = 4
 LAUNCHES_FEED_FORWARD = 4
+QUERY_TILE = 128
+
+
+class Rates(NamedTuple):
+    """What a device does in a second, and what is lost with every chunk.
+
+    Attributes:
+        product_flops: of large products.
+        attention_flops: of long sequences.
+        weight_bytes: read by products of few rows.
+        host_bytes: each way between the device and pinned host memory.
+        launch_seconds: of a kernel.
+        idle_rows: of a product: part of a tile, on average.
+        idle_queries: of all heads of a chunk: a tile for every multiprocessor.
+        multiprocessors: that compute a tile of queries of one head each at a time.
+    """
+
+    product_flops: float
+    attention_flops: float
+    weight_bytes: float
+    host_bytes: float
+    launch_seconds: float
+    idle_rows: int
+    idle_queries: int
+    multiprocessors: int
+
+
+H200 = Rates(796e12, 612e12, 3.3e12, 55e9, 4e-6, 128, 16_384, 132)
+# One slow core: the scheduler learns what it has (`engine/slicing.py`), and a device that is taken
+# for too slow only has its steps cut where they need not be.
+CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 0, 0, 1)
 
 
 class Work(NamedTuple):
@@ -42,8 +66,8 @@ class Work(NamedTuple):
 class Costs:
     """Seconds of the stages of one model; every method is about one layer, but for `logits`."""
 
-    def __init__(self, shape: ModelShape) -> None:
-        self._shape = shape
+    def __init__(self, shape: ModelShape, rates: Rates = H200) -> None:
+        self._shape, self._rates = shape, rates
         width = shape.head_dim * shape.hidden_size
         self._query_weights = shape.num_heads * width
         self._key_value_weights = 2 * shape.num_kv_heads * width
@@ -54,6 +78,15 @@ class Costs:
             stored = shape.experts.count * expert
         self._mlp_weights, self._stored_mlp_weights = mlp, max(stored, mlp)
 
+    def whole_waves(self, rows: int, groups: int) -> int:
+        """The most query rows, up to `rows`, that leave no multiprocessor without a tile.
+
+        Attention takes `QUERY_TILE` rows of one head on each at a time, and all tiles take alike.
+        """
+        heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
+        wave = QUERY_TILE * (units // math.gcd(units, heads))
+        return rows - rows % wave if rows > wave else rows
+
     def keys_values(self, work: Work, *, with_queries: bool, groups: int) -> float:
         """Projections of all rows, by groups of heads."""
         weights = self._key_value_weights + with_queries * self._query_weights
@@ -63,8 +96,8 @@ class Costs:
         """Attention of all rows to `keys` keys each, and the projections around it."""
         shape = self._shape
         weights = self._query_weights * (1 + with_queries)
-        queries = work.rows * shape.num_heads / groups + IDLE_QUERIES * work.num_chunks
-        attention = 4.0 * keys * shape.head_dim * queries / ATTENTION_FLOPS
+        queries = work.rows * shape.num_heads / groups + self._rates.idle_queries * work.num_chunks
+        attention = 4.0 * keys * shape.head_dim * queries / self._rates.attention_flops
         num_launches = LAUNCHES_ATTEND + with_queries * LAUNCHES_QUERIES
         return groups * (attention + self._product(work, weights // groups, num_launches))
 
@@ -80,7 +113,7 @@ class Costs:
 
     def visit(self, rows: int) -> float:
         """Rows of the residual stream between host and device, one way."""
-        return rows * self._shape.row_bytes / HOST_BYTES
+        return rows * self._shape.row_bytes / self._rates.host_bytes
 
     def _product(
         self, work: Work, weights: int, num_launches: int, stored: int | None = None
@@ -88,9 +121,10 @@ class Costs:
         """Products of the rows with `weights` numbers, of which `stored` are read at most."""
         if not work.rows:
             return 0.0
-        chunks = work.num_chunks
-        flops = 2.0 * (work.rows + IDLE_ROWS * chunks) * weights
+        rates, chunks = self._rates, work.num_chunks
+        flops = 2.0 * (work.rows + rates.idle_rows * chunks) * weights
         if stored is None:
             stored = weights
-        reading = chunks * stored * self._shape.element_bytes / WEIGHT_BYTES
-        return max(flops / PRODUCT_FLOPS, reading) + chunks * num_launches * LAUNCH_SECONDS
+        reading = chunks * stored * self._shape.element_bytes / rates.weight_bytes
+        launching = chunks * num_launches * rates.launch_seconds
+        return max(flops / rates.product_flops, reading) + launching

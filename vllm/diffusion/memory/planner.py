@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory.cost import Costs, Work
+from vllm.diffusion.memory.cost import H200, Costs, Work
 from vllm.diffusion.memory.footprint import (
     ROUNDING_BYTES,
     Footprint,
@@ -29,8 +30,9 @@ from vllm.diffusion.memory.footprint import (
 from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from vllm.diffusion.memory.cost import Rates
     from vllm.diffusion.memory.footprint import ModelShape, Phases
 
 MIN_CHUNK_ROWS = 16
@@ -43,6 +45,7 @@ FULL_SPEED_ROWS = 4_096
 FEW_CHUNKS = 64  # of a stage: a step in so many is hardly slower than in few
 ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 MAX_KNOWN_PLANS = 4_096
+RESERVED_PART = 8  # of the budget one part in so many is left to short steps, at most
 
 
 class StageSeconds(NamedTuple):
@@ -205,6 +208,7 @@ class Planner:
         host_bytes: of host memory, for keys and values that the device has no room for.
         is_split: memory that PyTorch's temporaries have had in one stage does not serve the buffers
             of another before the step ends, as it is in a pool on virtual memory.
+        rates: of the device.
     """
 
     def __init__(
@@ -216,6 +220,7 @@ class Planner:
         uses_host: bool = True,
         host_bytes: int = 0,
         is_split: bool = False,
+        rates: Rates = H200,
     ) -> None:
         self.shape = shape
         self.host_bytes = host_bytes
@@ -223,7 +228,8 @@ class Planner:
         self.row_budget = row_budget
         self._is_split = is_split
         self._footprint = Footprint(shape)
-        self._costs = Costs(shape)
+        self.rates = rates
+        self._costs = Costs(shape, rates)
         self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
         # Ways to run with chunks, from the one that computes least to the one that takes least.
         self._layouts = [
@@ -243,25 +249,45 @@ class Planner:
         page_bytes = PAGE_SIZE * self.shape.cache_bytes
         return self.budget_bytes // 2 // page_bytes * PAGE_SIZE
 
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """What a long step leaves to the steps that run between its slices, where it can."""
+        rows = self.row_budget
+        shared = self._draft(Layout(keep_queries=True), StepShape(rows, rows, rows, 2))
+        return min(shared.whole_bytes, self.budget_bytes // RESERVED_PART)
+
     # ---- admission ----
 
-    def admits(self, running: Sequence[Demand], new: Demand, kept_bytes: int = 0) -> bool:
+    def admits(
+        self,
+        running: Sequence[Demand],
+        new: Demand,
+        kept_bytes: int = 0,
+        long: Collection[Demand] = (),
+    ) -> bool:
         """Whether a request may join those that run.
 
         In most steps all of them fit together. When the larger forwards of several meet, they are
         spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. Alone, a
         request may have any number of rows, and the only one that keeps keys and values any number
         of them.
+
+        Args:
+            running: those that run.
+            new: who may join them.
+            kept_bytes: of the budget, taken by what outlives steps besides.
+            long: of all these, whose steps come in slices: they share none.
         """
         together = [*running, new]
-        if running and sum(d.steady_rows for d in together) > self.row_budget:
+        sharing = [demand for demand in together if demand not in long]
+        if len(sharing) > 1 and sum(d.steady_rows for d in sharing) > self.row_budget:
             return False
         keeping = [d.cached_positions for d in together if d.cached_positions]
         if len(keeping) > 1 and sum(keeping) > self.cached_positions:
             return False
         kept_bytes += self.kept_bytes(together)
         try:
-            for step in self._largest_steps(together):
+            for step in self._largest_steps(together, sharing):
                 self.plan(step, kept_bytes)
         except ActivationBudgetError:
             return False
@@ -343,11 +369,13 @@ class Planner:
         sample_rows = min(step.sample_rows, rows)
         return self.plan(step._replace(rows=rows, sample_rows=sample_rows)).predicted_seconds
 
-    def _largest_steps(self, demands: Sequence[Demand]) -> Iterator[StepShape]:
-        """Every step of these requests needs at most what one of these does."""
-        shared = self._step_of(demands)
-        rows = min(shared.rows, self.row_budget)
-        if len(demands) > 1:
+    def _largest_steps(
+        self, demands: Sequence[Demand], sharing: Sequence[Demand]
+    ) -> Iterator[StepShape]:
+        """Every step of these requests, some of which share steps, needs at most what these do."""
+        if len(sharing) > 1:
+            shared = self._step_of(sharing)
+            rows = min(shared.rows, self.row_budget)
             yield shared._replace(rows=rows, sample_rows=min(shared.sample_rows, rows))
         for demand in demands:
             alone = self._step_of([demand])
@@ -386,6 +414,22 @@ class Planner:
             plan = self._known[key] = self._find(*key)
             self.num_found += 1
         return plan
+
+    def plan_beside_others(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
+        """The plan of a step that others run beside: it leaves them a reserve, where it can.
+
+        Args and errors as of `plan`.
+        """
+        reserved = self.reserved_bytes
+        try:
+            plan = self.plan(step, kept_bytes + reserved, longest_chunk_s)
+        except ActivationBudgetError:
+            return self.plan(step, kept_bytes, longest_chunk_s)
+        return replace(
+            plan,
+            predicted_peak_bytes=plan.predicted_peak_bytes - reserved,
+            predicted_average_bytes=plan.predicted_average_bytes - reserved,
+        )
 
     def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
         """Whether a step of so many rows, whatever is read of them, needs no chunks."""
@@ -437,7 +481,11 @@ class Planner:
                 else:
                     too_many = rows
             longest.append(fits)
-        return _Sizes(*longest)
+        sizes = _Sizes(*longest)
+        if sizes.attend < step.rows:
+            waves = self._costs.whole_waves(sizes.attend, layout.head_groups)
+            sizes = sizes._replace(attend=waves)
+        return sizes
 
     def _finish(self, draft: _Draft, sizes: _Sizes, kept_bytes: int) -> Plan:
         """The plan of chosen chunks, with what it costs."""
@@ -669,7 +717,9 @@ class _Draft:
         rows, of_row, free = self.step.rows, self._of_row, available - self._resident
         longest = self._longest
         fitting = free // (attend_part * sum(of_row.attend))
-        attend = _chunk_rows(rows, min(fitting, longest.attend))
+        attend = longest.attend  # in whole waves, which equal chunks would not be
+        if fitting < attend:
+            attend = _chunk_rows(rows, fitting)
         attending = attend * of_row.attend.buffers
         temporaries = attend * of_row.attend.temporaries
         enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS

@@ -1,0 +1,384 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Short requests beside a long one: what each waits for the other.
+
+    benchmarks/fair_shares.py [--parts alone beside clients] [--length 65536 --steps 4]
+    benchmarks/fair_shares.py --length 204800 --steps 2 --parts alone beside abort [--watch 20]
+    benchmarks/fair_shares.py --model models/llada-tiny --length 8192 --steps 16   (on a CPU)
+
+One engine in this process; without --model it has the shape of LLaDA-8B and random weights. The
+loop that steps it hands over requests between steps, as a server's engine does, so a request waits
+from the moment that its client sends it. Parts:
+
+    alone      the long request by itself, with steps that are not cut and with slices
+    beside     one client of short requests, with pauses at random, while the long one runs
+    clients    eight clients without pauses: how much longer the long one takes than alone, against
+               what the shares say
+    abort      the long one is aborted in its first step: how long until its memory is back
+
+With --watch SECONDS `beside` ends so long after the short requests began, and the long request is
+aborted then, which `abort` measures. Written: fair_shares.json. Exit status: 0 only when everything
+measured is within its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+
+import torch  # noqa: E402
+from make_dummy_checkpoint import write_checkpoint  # noqa: E402
+
+from benchmarks import gpu_timing  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PARTS = ("alone", "beside", "clients", "abort")
+NUM_CLIENTS = 8
+BLOCK = 32
+NUM_WARM_UP, NUM_ALONE = 3, 9  # short requests by themselves
+# Bounds of seconds on an H200 for the shape of LLaDA-8B, by length: median, longest.
+SECONDS = {65_536: (0.35, 0.8), 204_800: (0.5, 1.2)}
+MOST_TIMES_ALONE = 8.0  # elsewhere
+MOST_SLOWDOWN = 2.3  # of the long request beside one client
+MOST_OVER_SHARE = 1.15
+MOST_OVER_UNCUT = 1.01
+MOST_ABORT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `bound` None: nothing is asked of it."""
+
+    measure: str
+    value: float
+    unit: str
+    bound: float | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return self.bound is None or self.value <= self.bound
+
+    def __str__(self) -> str:
+        bound = "" if self.bound is None else f"at most {self.bound:.3g}"
+        verdict = "" if self.bound is None else ("ok" if self.is_good else "MISSED")
+        return f"{self.measure:<64} {self.value:>9.3f} {self.unit:<2} {bound:<14} {verdict}"
+
+
+@dataclass
+class Client:
+    """Sends the same short request again and again.
+
+    Attributes:
+        most_pause_s: between an answer and the next request, drawn evenly; 0 for none.
+        sent: when the request was sent that has no answer yet.
+        next_at: when the next one is sent.
+        latencies: seconds of the answers.
+    """
+
+    name: str
+    most_pause_s: float
+    draw: random.Random
+    sent: float | None = None
+    next_at: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+
+    def answered(self, now: float) -> None:
+        assert self.sent is not None
+        self.latencies.append(now - self.sent)
+        self.sent, self.next_at = None, now + self.draw.uniform(0.0, self.most_pause_s)
+
+
+class Bench:
+    """Requests of one engine.
+
+    Args:
+        llm: `vllm.LLM` whose engine core lives in this process.
+        runner: its model runner.
+        options: of the command line.
+    """
+
+    def __init__(self, llm: Any, runner: Any, options: argparse.Namespace) -> None:
+        self._engine, self._runner, self._options = llm.llm_engine, runner, options
+        self._vocab_size = llm.model_config.get_vocab_size()
+        self._slicing = llm.llm_engine.engine_core.engine_core.scheduler.slicing
+        self._pause_s = self._slicing.longest_pause_s
+        self._share: float = options.long_share
+        self._num_sent = 0
+        self._uncut_s = self._sliced_s = 0.0  # of the long request alone
+
+    # ---- requests ----
+
+    def _send(self, num_tokens: int, gen_length: int, steps: int) -> tuple[str, str]:
+        """Name and the engine's id of a request."""
+        from vllm import SamplingParams
+
+        self._num_sent += 1
+        name = str(self._num_sent)
+        prompt = in_process.random_prompt(num_tokens, self._vocab_size, self._num_sent)
+        asked = {"gen_length": gen_length, "block_length": BLOCK, "steps": steps}
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=gen_length,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=asked,
+        )
+        own = self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return name, str(own)
+
+    def _send_long(self) -> tuple[str, str]:
+        """One whose steps all compute everything: as many as asked for, over one block."""
+        steps = self._options.steps
+        return self._send(self._options.length - BLOCK, BLOCK, steps)
+
+    def _send_short(self) -> str:
+        canvas = self._options.short_gen_length
+        return self._send(self._options.short_prompt, canvas, self._options.short_steps)[0]
+
+    def drive(self, clients: Sequence[Client], is_over: Callable[[set[str]], bool]) -> None:
+        """Step the engine, and send what clients send, until it is over.
+
+        Args:
+            clients: of short requests.
+            is_over: asked after every step, with the names of requests that have ended in it.
+        """
+        waiting: dict[str, Client] = {}
+        now = time.perf_counter()
+        for client in clients:
+            client.next_at = now + client.draw.uniform(0.0, client.most_pause_s)
+        while True:
+            now = time.perf_counter()
+            for client in clients:
+                if client.sent is None and client.next_at <= now:
+                    client.sent = client.next_at
+                    waiting[self._send_short()] = client
+            ended = {output.request_id for output in self._engine.step() if output.finished}
+            now = time.perf_counter()
+            for name in ended & waiting.keys():
+                waiting.pop(name).answered(now)
+            if is_over(ended):
+                return
+
+    def _finish(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self._engine.step()  # the workers hear of who has ended
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    # ---- parts ----
+
+    def short_alone(self) -> float:
+        """Median seconds of a short request by itself."""
+        client = Client("alone", 0.0, random.Random(0))
+        most = NUM_WARM_UP + NUM_ALONE
+        self.drive([client], lambda _: len(client.latencies) == most)
+        self._finish()
+        return statistics.median(client.latencies[NUM_WARM_UP:])
+
+    def long_alone(self, pause_s: float) -> float:
+        """Seconds of a step of the long request by itself."""
+        self._slicing.longest_pause_s = pause_s
+        self._finish()
+        started = time.perf_counter()
+        name, _ = self._send_long()
+        self.drive([], lambda ended: name in ended)
+        self._synchronise()
+        seconds = time.perf_counter() - started
+        self._slicing.longest_pause_s = self._pause_s
+        self._finish()
+        return seconds / int(self._options.steps)
+
+    def alone(self) -> list[Row]:
+        """Both ways; the engine learns how fast the device is before that."""
+        self._learn()
+        self._uncut_s = self.long_alone(0.0)
+        self._sliced_s = self.long_alone(self._pause_s)
+        over = self._sliced_s / self._uncut_s
+        return [
+            Row("long request alone, a step, not cut", self._uncut_s, "s"),
+            Row("long request alone, a step, in slices", self._sliced_s, "s"),
+            Row("  over not cut", over, "x", MOST_OVER_UNCUT if self._is_on_gpu else None),
+        ]
+
+    def _learn(self) -> None:
+        """A little of the long request: kernels are compiled, and the pace is known."""
+        _, own = self._send_long()
+        started = time.perf_counter()
+        self.drive([], lambda _: time.perf_counter() > started + self._options.learn)
+        self._abort(own)
+
+    def _abort(self, own: str) -> float:
+        """Seconds until a request's memory is back, the buffers of its step, once it is aborted."""
+        started = time.perf_counter()
+        self._engine.abort_request([own], internal=True)
+        while self._runner.pool.has_frame or own in self._runner.canvases:
+            self._engine.step()
+        self._synchronise()
+        return time.perf_counter() - started
+
+    def beside(self, short_s: float) -> list[Row]:
+        """One client with pauses; `short_s` is what its request takes alone."""
+        client = Client("beside", 4 * short_s, random.Random(1))
+        started, watch = time.perf_counter(), self._options.watch or math.inf
+        name, own = self._send_long()
+        has_ended = False
+
+        def is_over(ended: set[str]) -> bool:
+            nonlocal has_ended
+            has_ended = name in ended
+            return has_ended or time.perf_counter() > started + watch
+
+        self._engine.step()
+        self.drive([client], is_over)
+        taken = time.perf_counter() - started
+        rows = self._latencies(client, short_s)
+        rows += self._slowdown(taken, "one client") if has_ended else [self._abort_row(own)]
+        self._finish()
+        return rows
+
+    def _latencies(self, client: Client, short_s: float) -> list[Row]:
+        median, longest = statistics.median(client.latencies), max(client.latencies)
+        bounds = SECONDS.get(self._options.length) if self._is_on_gpu else None
+        most_median, most = bounds or (None, MOST_TIMES_ALONE * short_s)
+        kind = f"short request beside the long one, of {len(client.latencies)}"
+        return [
+            Row(f"{kind}: median", median, "s", most_median),
+            Row(f"{kind}: longest", longest, "s", most),
+            Row("  longest over alone", longest / short_s, "x"),
+        ]
+
+    def _slowdown(self, taken: float, beside: str) -> list[Row]:
+        """Of the long request that took so many seconds in all."""
+        if not self._sliced_s:
+            return []
+        slower = taken / (self._sliced_s * self._options.steps)
+        return [Row(f"long request beside {beside}, over alone", slower, "x", MOST_SLOWDOWN)]
+
+    def clients(self) -> list[Row]:
+        """Eight clients that always have a request there."""
+        clients = [Client(str(i), 0.0, random.Random(i)) for i in range(NUM_CLIENTS)]
+        started = time.perf_counter()
+        name, _ = self._send_long()
+        self.drive(clients, lambda ended: name in ended)
+        taken = time.perf_counter() - started
+        self._finish()
+        latencies = [latency for client in clients for latency in client.latencies]
+        slower = taken / (self._sliced_s * self._options.steps)
+        kind = f"{NUM_CLIENTS} clients"
+        return [
+            Row(f"{kind}: median of {len(latencies)}", statistics.median(latencies), "s"),
+            Row(f"{kind}: longest", max(latencies), "s"),
+            Row(f"{kind}: long one over alone", slower, "x"),
+            Row("  over what the shares say", slower * self._share, "x", MOST_OVER_SHARE),
+        ]
+
+    def abort(self) -> list[Row]:
+        """In its first step."""
+        _, own = self._send_long()
+        started = time.perf_counter()
+        self.drive([], lambda _: time.perf_counter() > started + 1.0)
+        return [self._abort_row(own)]
+
+    def _abort_row(self, own: str) -> Row:
+        taken = self._abort(own)
+        self._finish()
+        left = self._runner.pool.used_bytes - self._runner.kept_bytes
+        if left > 0:
+            raise RuntimeError(f"{left} bytes of the pool are not back")
+        return Row("abort until the memory is back", taken, "s", MOST_ABORT_S)
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return bool(self._runner.device.type == "cuda")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model
+        if model is None:
+            model = Path(folder)
+            write_checkpoint(model, "llada", num_layers=options.num_layers)
+        rows = measure(model, options)
+    settings = {name: str(value) for name, value in vars(options).items()}
+    content = {"kind": "fair_shares", "settings": settings, "rows": [asdict(row) for row in rows]}
+    gpu_timing.write_record(options.output_dir / "fair_shares.json", content)
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+def measure(model: Path, options: argparse.Namespace) -> list[Row]:
+    """All parts that were asked for, each printed when it is there."""
+    engine = in_process.engine(
+        model,
+        dummy_weights=options.model is None,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        max_model_len=options.length + options.short_prompt + options.short_gen_length,
+        additional_config={
+            "dllm": {"long_share": options.long_share, "longest_pause_ms": options.longest_pause_ms}
+        },
+    )
+    rows: list[Row] = []
+
+    def note(found: Sequence[Row]) -> None:
+        rows.extend(found)
+        print(*found, sep="\n", flush=True)
+
+    with engine as (llm, runner):
+        bench = Bench(llm, runner, options)
+        short_s = bench.short_alone()
+        note([Row("short request alone, median", short_s, "s")])
+        if "alone" in options.parts:
+            note(bench.alone())
+        if "beside" in options.parts:
+            note(bench.beside(short_s))
+        if "clients" in options.parts:
+            note(bench.clients())
+        if "abort" in options.parts and not options.watch:
+            note(bench.abort())
+    return rows
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="Short requests beside a long one.")
+    parser.add_argument("--model", type=Path, help="checkpoint folder with weights")
+    parser.add_argument("--num-layers", type=int, help="of the random weights, instead of 32")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--length", type=int, default=65_536, help="tokens of the long request")
+    parser.add_argument("--steps", type=int, default=4, help="of the long request")
+    parser.add_argument("--short-prompt", type=int, default=64)
+    parser.add_argument("--short-gen-length", type=int, default=64)
+    parser.add_argument("--short-steps", type=int, default=32)
+    parser.add_argument("--watch", type=float, default=0.0, help="seconds of `beside`, at most")
+    parser.add_argument("--learn", type=float, default=2.0, help="seconds before `alone`")
+    parser.add_argument("--long-share", type=float, default=0.5)
+    parser.add_argument("--longest-pause-ms", type=float, default=100.0)
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "fair_shares")
+    options = parser.parse_args(arguments)
+    if "clients" in options.parts and "alone" not in options.parts:
+        parser.error("--parts clients: wanted alone beside it")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
