@@ -31,8 +31,8 @@ class Room:
 PLANNER: Any = Room()
 
 
-def waiting(length: int, alone: bool = False) -> Scheduled:
-    params: Any = SimpleNamespace(force_single_batch=alone)
+def waiting(length: int, alone: bool = False, priority: int = 0) -> Scheduled:
+    params: Any = SimpleNamespace(force_single_batch=alone, priority=priority)
     request: Any = SimpleNamespace(request_id="same")
     return Scheduled(request, params, Demand(length, 1))
 
@@ -105,3 +105,8 @@ def test_only_so_many_that_do_not_fit_are_looked_past() -> None:
     runs, small = waiting(50), waiting(1)
     assert started(line_of(*(waiting(80) for _ in range(MAX_PASSED - 1)), small), runs) == [small]
     assert started(line_of(*(waiting(80) for _ in range(MAX_PASSED)), small), runs) == []
+
+
+def test_those_of_a_lower_number_stand_before_all_others() -> None:
+    items = [waiting(60, priority=number) for number in (0, 1, 0, -1)]
+    assert list(line_of(*items)) == [items[3], items[0], items[2], items[1]]

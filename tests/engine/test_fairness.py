@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running, sampling_params
+from tests.engine.harness import Ask, running, sampling_params, to_answer
 from tests.engine.test_batching import record_steps
 from vllm.diffusion.engine import admission
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.engine.harness import Engine
+    from tests.engine.harness import Answer, Engine
 
 BUDGET = 128  # rows
 SMALL = Ask(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})
@@ -36,18 +37,18 @@ class Traffic:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine.llm.llm_engine
         self._steps = record_steps(engine, monkeypatch)
-        self._finished: set[str] = set()
+        self.answers: dict[str, Answer] = {}
 
-    def send(self, name: str, ask: Ask) -> None:
+    def send(self, name: str, ask: Ask, priority: int = 0) -> None:
         prompt: Any = {"prompt_token_ids": ask.prompt}
-        self._engine.add_request(name, prompt, sampling_params(ask))
+        self._engine.add_request(name, prompt, sampling_params(ask), priority=priority)
 
     def step(self) -> None:
         outputs = self._engine.step()
-        self._finished |= {o.request_id for o in outputs if o.finished}
+        self.answers |= {o.request_id: to_answer(o) for o in outputs if o.finished}
 
     def is_finished(self, name: str) -> bool:
-        return name in self._finished
+        return name in self.answers
 
     def finish(self) -> None:
         while self._engine.has_unfinished_requests():
@@ -106,6 +107,54 @@ def test_large_requests_cannot_keep_a_small_one_out(traffic: Traffic) -> None:
             break
     assert traffic.started.index("small") <= 2
     traffic.finish()
+
+
+def test_those_of_a_lower_number_start_first(traffic: Traffic) -> None:
+    """By the parameter, or what upstream's request has; the parameter counts."""
+    traffic.send("giant", GIANT)
+    traffic.step()
+    for name, priority, upstreams in (("c", None, 2), ("b", 1, 0), ("a", -5, 9), ("d", None, 2)):
+        asked = {} if priority is None else {"priority": priority}
+        traffic.send(name, Ask(LARGE.prompt, {**LARGE.extra, **asked}), upstreams)
+    traffic.finish()
+    assert traffic.started == ["giant", "a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_those_of_a_lower_number_step_first(
+    ahead: bool, narrow: Engine, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rows of all do not fit into one step; first forwards are whole sequences here."""
+    monkeypatch.setattr(narrow.runner, "runs_ahead", ahead)
+    asked = {**LARGE.extra, "cache": "dual", "block_length": 8}
+    for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
+        traffic.send(name, Ask(LARGE.prompt, {**asked, "priority": priority}))
+    traffic.finish()
+    assert traffic.started == ["urgent", "first", "second"]
+
+
+def test_a_request_ends_when_its_time_is_over(
+    narrow: Engine, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queued or running; others go on, and nothing is left."""
+    slow = Ask(GIANT.prompt, {**GIANT.extra, "gen_length": 48, "steps": 48})
+    late = {"timeout_s": 100}
+    traffic.send("running", Ask(slow.prompt, {**slow.extra, **late}))
+    traffic.send("queued", Ask(slow.prompt, {**slow.extra, **late}))
+    traffic.send("stays", SMALL)
+    for _ in range(3):
+        traffic.step()
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 100)
+    traffic.step()
+    for name, state in (("running", "running"), ("queued", "queued")):
+        answer = traffic.answers[name]
+        assert answer.finish_reason == "abort"
+        assert answer.report["error"] == f"timeout: not complete 100 s after arrival ({state})"
+    assert traffic.answers["running"].report["num_forwards"] > 0
+    traffic.finish()
+    assert traffic.answers["stays"].finish_reason == "length"
+    assert narrow.is_idle()
 
 
 def test_equals_start_in_order_of_arrival(traffic: Traffic) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
-UNCUT = {"dllm": {"longest_pause_ms": 0}}
 SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # of every chunk
 
 
@@ -171,7 +170,8 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
         return found
 
     monkeypatch.setattr(runner.planner, "plan", recorded)
-    slicer = Slicer(engine, monkeypatch, seconds=whole.predicted_seconds / 20)
+    seconds = runner.planner.plan_of([Demand(1516, 16)]).predicted_seconds / 20
+    slicer = Slicer(engine, monkeypatch, seconds)
     slicer.long = {start(engine, "long", long)}
     engine.llm.llm_engine.step()
     start(engine, "short", short)
@@ -222,7 +222,7 @@ def slow(
     slow = cost.CPU._replace(product_flops=1e8, attention_flops=1e8, launch_seconds=4e-6)
     monkeypatch.setattr(cost, "CPU", slow)
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
-    with running(checkpoint("mha"), additional_config=UNCUT) as engine:
+    with running(checkpoint("mha")) as engine:
         outputs: list[Any] = []
         execute = engine.runner.execute
 

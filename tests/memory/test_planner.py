@@ -383,7 +383,7 @@ def test_the_chunks_of_a_step_take_as_long_as_the_step() -> None:
     planner = Planner(LLADA_8B, 8 * GIB, 4096)
     for bound in (math.inf, 0.05):
         plan = planner.plan(half_masked(65_536), 0, bound)
-        num_chunks = [-(-65_536 // rows) for rows in plan.sizes[:3]]
+        num_chunks = [65_536 / rows for rows in plan.sizes[:3]]  # the last one may be short
         one = plan.chunk_seconds
         layers = one.keys_values * num_chunks[0] + one.attend * num_chunks[1]
         layers += one.feed_forward * num_chunks[2]
@@ -578,3 +578,56 @@ def test_host_buffers_are_reused_and_grow() -> None:
     assert again.data_ptr() == large.data_ptr()
     assert pool.take("y", (8, 8), torch.float32).data_ptr() != large.data_ptr()
     assert pool.num_bytes == 2 * 8 * 8 * 4
+
+
+# ---- long steps ----
+
+
+@pytest.mark.parametrize("budget", [4 * GIB, 100 * GIB])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_long_step_leaves_a_shared_one_its_room(budget: int, is_split: bool) -> None:
+    planner = Planner(LLADA_8B, budget, 4096, is_split=is_split)
+    plan = planner.plan_beside_others(half_masked(16_384), 0, 0.05)
+    shared = planner.plan(half_masked(4096), plan.predicted_peak_bytes)
+    assert shared.predicted_peak_bytes <= budget
+    assert planner.reserved_bytes <= budget // 8
+
+
+def test_what_fits_alone_fits_without_a_reserve() -> None:
+    planner = Planner(LLADA_8B, GIB // 2, 4096, uses_host=False)
+    longest = max(
+        length for length in range(1024, 65_536, 1024) if fits(planner, half_masked(length))
+    )
+    assert longest < 64_512
+    assert not fits(planner, half_masked(longest), planner.reserved_bytes)
+    plan = planner.plan_beside_others(half_masked(longest), 0, 0.05)
+    assert plan.predicted_peak_bytes <= GIB // 2
+
+
+def fits(planner: Planner, step: StepShape, kept_bytes: int = 0) -> bool:
+    try:
+        planner.plan(step, kept_bytes)
+    except ActivationBudgetError:
+        return False
+    return True
+
+
+def test_requests_that_share_no_step_keep_nobody_out() -> None:
+    planner = Planner(LLADA_8B, 100 * GIB, 4096)
+    long, short = Demand(65_536, 32), Demand(256, 32)
+    assert not planner.admits([long], short)
+    assert planner.admits([long, long], short, long={long})
+    assert planner.admits([short] * 15, long, long={long})
+    assert not planner.admits([short] * 16, short, long={long})
+    kept = Demand(planner.cached_positions, 32, keeps_cache=True)
+    assert not planner.admits([kept], replace(kept, length=64), long={kept})
+
+
+def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
+    """33 tiles of 128 queries in each of 32 heads are 8 for each of 132 multiprocessors."""
+    planner = Planner(LLADA_8B, 100 * GIB, 4096)
+    for length in (65_536, 204_800):
+        plan = planner.plan_beside_others(half_masked(length), 0, 0.05)
+        assert plan.attend_rows % (33 * 128) == 0
+        assert plan.attend_rows < length
+        assert max(plan.chunk_seconds) <= 0.05

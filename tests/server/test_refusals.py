@@ -128,7 +128,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"bad_words": ["France"]},
     {"repetition_detection": {"max_pattern_size": 3, "min_count": 3}},
     {"watermarking": True},
-    {"priority": 1},
     {"modalities": ["text", "audio"]},
     {"verbosity": "low"},
     {"kv_transfer_params": {"do_remote_prefill": True}},

@@ -141,7 +141,7 @@ class Sharing:
         """
         found = cls(**{name: settings[name] for name in _SHARING if name in settings})
         _check_number("long_share", found.long_share, 0, 0.95)
-        if found.longest_pause_ms != 0:
+        if found.longest_pause_ms is False or found.longest_pause_ms != 0:
             _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
         return found
 

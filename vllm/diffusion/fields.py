@@ -177,6 +177,24 @@ FIELDS: tuple[Field, ...] = (
         default=False,
         server_wide=True,
     ),
+    # Its place among others.
+    Field(
+        "priority",
+        int,
+        "who starts first, and whose turn comes first, where not all can: the lower number",
+        default_text="0",
+        minimum=-(2**31),
+        maximum=2**31 - 1,
+    ),
+    Field(
+        "timeout_s",
+        float,
+        "seconds after its arrival at which a request that is not complete ends, queued or "
+        "running: finish_reason abort, HTTP 504 where nothing was streamed",
+        default_text="none",
+        minimum=0.001,
+        server_wide=True,
+    ),
     *PARAMETERS,
 )
 

@@ -150,6 +150,11 @@ REQUESTS_ABORTED = Metric(
     "Requests that were ended before their answer, because the client went away.",
     per_engine=False,
 )
+REQUESTS_TIMED_OUT = Metric(
+    "dllm:requests_timed_out",
+    "counter",
+    "Requests that were not complete when their `timeout_s` was over.",
+)
 BUILD_INFO = Metric(
     "dllm:build_info",
     "gauge",
@@ -178,6 +183,7 @@ METRICS: tuple[Metric, ...] = (
     PLANNER_TIME,
     REQUESTS_REFUSED,
     REQUESTS_ABORTED,
+    REQUESTS_TIMED_OUT,
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}
 

@@ -82,7 +82,8 @@ class DiffusionParams(AlgorithmParams):
     when `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
     family's. `seed` is None until the engine draws
     one. `logprobs` is how many alternatives are reported beside every token's log probability, None
-    where none is. `ignored` names the standard fields that were given and cannot act. `score` is
+    where none is. `ignored` names the standard fields that were given and cannot act. `priority` is
+    None where upstream's request has it, and `timeout_s` where no time ends the request. `score` is
     set where the request is only read; its canvas is empty then.
     """
 
@@ -112,6 +113,8 @@ class DiffusionParams(AlgorithmParams):
     stream_canvas: bool
     logprobs: int | None = None
     ignored: tuple[str, ...] = ()
+    priority: int | None = None
+    timeout_s: float | None = None
     score: ScoreRequest | None = None
 
     @property

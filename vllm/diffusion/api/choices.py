@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from copy import copy
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.report import told
+from vllm.diffusion.api.report import timeout_in, told
 from vllm.diffusion.decision import attach
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import merge_async_iterators
 
@@ -24,6 +25,30 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+
+
+class RequestTimedOut(GracefulHTTPError):
+    """HTTP 504: the request was not complete in time, and nothing of it has been sent."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.GATEWAY_TIMEOUT)
+
+
+async def primed(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The same events, once the first is there: what goes wrong before it is raised here.
+
+    So a stream that never begins can be answered with a status of its own.
+    """
+    first = await anext(events, None)
+
+    async def rest() -> AsyncGenerator[str, None]:
+        async with aclosing(events):
+            if first is not None:
+                yield first
+            async for data in events:
+                yield data
+
+    return rest()
 
 
 class ChoicesClient:
@@ -71,18 +96,23 @@ class ChoicesClient:
 
 
 async def answers(
-    engine: EngineClient, *args: Any, **options: Any
+    engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     """The engine's outputs of a request.
 
     Raises:
         GenerationError: if the engine could not go on.
+        RequestTimedOut: the answer is wanted as a whole, and was not complete in time.
     """
-    async with aclosing(engine.generate(*args, **options)) as outputs:
+    is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
+    async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
         async for output in outputs:
+            found = told(output).get(0, {})
             if output.outputs[0].finish_reason == "error":
-                reason = told(output).get(0, {}).get("error", "the engine failed")
-                raise GenerationError(reason)
+                raise GenerationError(found.get("error", "the engine failed"))
+            late = timeout_in(found)
+            if is_whole and late is not None:
+                raise RequestTimedOut(late)
             yield output
 
 

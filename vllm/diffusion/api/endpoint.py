@@ -24,7 +24,7 @@ from vllm.diffusion.api.openai_serving import (
     DiffusionServingCompletion,
     adopt,
 )
-from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse
+from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.config import family_of
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
@@ -52,6 +52,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse},
     404: {"model": ErrorResponse},
     500: {"model": ErrorResponse},
+    504: {"model": ErrorResponse, "description": "not complete within `timeout_s`"},
 }
 
 
@@ -70,11 +71,11 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
         raise NotImplementedError("the served model is not a diffusion language model")
     request_id = raw_request.headers[gate.REQUEST_ID]
     body: GenerateBody = request
+    set_priority(body, raw_request.headers)
     if body.stream:
         choices = await handler.choices(body, request_id)
-        return StreamingResponse(
-            handler.stream(choices, request_id), media_type="text/event-stream"
-        )
+        events = await handler.stream(choices, request_id)
+        return StreamingResponse(events, media_type="text/event-stream")
     answer = await handler.answer(body, request_id)
     return JSONResponse(answer.content())
 

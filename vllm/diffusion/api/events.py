@@ -12,7 +12,7 @@ import contextlib
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.report import told
+from vllm.diffusion.api.report import timeout_in, told
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -59,6 +59,11 @@ class Listener:
                 self._news.set()
         self._num_ended += sum(c.finish_reason is not None for c in output.outputs)
         return any(c.token_ids or c.finish_reason is not None for c in output.outputs)
+
+    @property
+    def timeout(self) -> str | None:
+        """What was told of an answer whose time was over, where one's was."""
+        return next(filter(None, map(timeout_in, self.reports.values())), None)
 
     @property
     def has_heard_all(self) -> bool:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import answers
+from vllm.diffusion.api.choices import RequestTimedOut, answers, primed
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
@@ -23,7 +23,7 @@ from vllm.diffusion.api.protocol import (
     check_body,
     split_prompt,
 )
-from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
@@ -53,6 +53,7 @@ class _Choice:
     request_id: str
     engine_input: Any
     sampling: SamplingParams
+    decided: DiffusionParams
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,7 +106,7 @@ class GenerateHandler:
             for index in range(body.n):
                 sampling = _sampling(body, decided)
                 attach(sampling, decided, index)
-                found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling))
+                found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling, decided))
         return found
 
     async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
@@ -116,19 +117,35 @@ class GenerateHandler:
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
-        """Server-sent events: the growing prefix of each answer, the whole answer, [DONE]."""
+        """Server-sent events: the growing prefix of each answer, the whole answer, [DONE].
+
+        Raises:
+            RequestTimedOut: HTTP 504, before there is an event.
+        """
+        events = self._stream(choices, request_id)
+        is_timed = any(choice.decided.timeout_s is not None for choice in choices)
+        return await primed(events) if is_timed else events
+
+    async def _stream(self, choices: list[_Choice], request_id: str) -> AsyncGenerator[str, None]:
         finals: list[RequestOutput | None] = [None] * len(choices)
+        is_begun = False
         try:
             outputs = merge_async_iterators(*(self._run(c) for c in choices))
             async with aclosing(outputs):
                 async for index, output in outputs:
+                    late = timeout_in(told(output).get(0, {}))
+                    if late is not None and not is_begun:
+                        raise RequestTimedOut(late)
                     for data in self._events(request_id, index, finals[index], output):
+                        is_begun = True
                         yield event(data)
                     finals[index] = output
             done = [output for output in finals if output is not None]
             response = self._response(request_id, choices, done)
             yield event(json.dumps(response.content()))
         except VLLMError as error:
+            if isinstance(error, RequestTimedOut):
+                raise
             # The status line is gone: the error is an event, in the shape of an error answer.
             yield event(str(create_error_response(error).model_dump_json()))
         yield DONE

@@ -54,7 +54,6 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "prompt_embeds": (None,),
-    "priority": (0, None),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),

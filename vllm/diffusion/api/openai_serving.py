@@ -14,7 +14,7 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.diffusion.api.choices import ChoicesClient
+from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
 from vllm.diffusion.api.events import DONE, Listener, event
 from vllm.diffusion.api.openai_protocol import prepare
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
@@ -38,19 +38,42 @@ def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     handler: Handler = copy(upstreams)
     handler.__class__ = kind
     handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
+    handler.validator = validator
     handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
     handler.enable_prompt_tokens_details |= validator.shares_prefixes
     return handler
 
 
-class DiffusionServingChat(OpenAIServingChat):
-    """POST /v1/chat/completions."""
+class _Diffusion:
+    """What both handlers have.
+
+    Attributes:
+        token_texts: of the server's tokenizer.
+        validator: of the engine.
+    """
 
     token_texts: TokenTexts
+    validator: Validator
+
+    async def begun(self, request: Any, answer: Any) -> Any:
+        """An answer; of a stream that a time may end, once it has begun.
+
+        Raises:
+            RequestTimedOut: HTTP 504, before there is an event.
+        """
+        is_stream = request.stream and hasattr(answer, "__aiter__")
+        if is_stream and self.validator.times(request.vllm_xargs):
+            return await primed(answer)
+        return answer
+
+
+class DiffusionServingChat(_Diffusion, OpenAIServingChat):
+    """POST /v1/chat/completions."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         _prepare(request, self.model_config)
-        return await super().create_chat_completion(request, raw_request)
+        answer = await super().create_chat_completion(request, raw_request)
+        return await self.begun(request, answer)
 
     async def chat_completion_stream_generator(
         self,
@@ -89,14 +112,13 @@ class DiffusionServingChat(OpenAIServingChat):
         return response
 
 
-class DiffusionServingCompletion(OpenAIServingCompletion):
+class DiffusionServingCompletion(_Diffusion, OpenAIServingCompletion):
     """POST /v1/completions."""
-
-    token_texts: TokenTexts
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         _prepare(request, self.model_config)
-        return await super().create_completion(request, raw_request)
+        answer = await super().create_completion(request, raw_request)
+        return await self.begun(request, answer)
 
     async def completion_stream_generator(
         self,
@@ -180,8 +202,12 @@ async def _with_report(
     answers have ended: then nothing is waited for any more.
     """
     held: str | None = None
+    is_begun = False
     async with aclosing(chunks):
         async for text in chunks:
+            if not is_begun and listener.timeout is not None:
+                raise RequestTimedOut(listener.timeout)
+            is_begun = True
             if held is not None:
                 yield _reporting(held, listener.reports) if text == DONE else held
             held = text if listener.has_heard_all and text != DONE else None

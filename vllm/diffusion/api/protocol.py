@@ -6,7 +6,8 @@ The body's diffusion parameters are the table `fields.FIELDS` (see `schema`).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +15,10 @@ from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
 from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class GenerateBody(BaseModel):
@@ -55,6 +60,12 @@ class GenerateBody(BaseModel):
 
 
 GenerateRequest = with_diffusion_fields(GenerateBody, "GenerateRequest", "Body of POST /generate.")
+
+
+def set_priority(body: GenerateBody, headers: Mapping[str, str]) -> None:
+    """Take the priority of upstream's header, which wins over the body's, as on OpenAI's routes."""
+    with suppress(ValueError, KeyError):
+        body.priority = int(headers[PRIORITY_HEADER])  # type: ignore[attr-defined]
 
 
 def check_body(body: GenerateBody) -> None:

@@ -33,6 +33,7 @@ class DiffusionReport(BaseModel):
             the steps of these answers, and in that step on average.
         budget_bytes: of the pool.
         infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
+        error: why an answer is not complete, where one is not.
     """
 
     steps: int | None
@@ -47,6 +48,7 @@ class DiffusionReport(BaseModel):
     average_bytes: int | None = None
     budget_bytes: int | None = None
     infilled: list[dict[int, int]] | None = None
+    error: str | None = None
 
     @classmethod
     def of(cls, told: Iterable[Mapping[str, Any]]) -> DiffusionReport:
@@ -69,11 +71,15 @@ class DiffusionReport(BaseModel):
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),
             infilled=infilled if any(infilled) else None,
+            error=next((t["error"] for t in found if "error" in t), None),
         )
 
     def content(self) -> dict[str, Any]:
-        """The report as JSON; `infilled` is left out where nothing was."""
-        return self.model_dump(exclude={"infilled"} if self.infilled is None else None)
+        """The report as JSON; `infilled` and `error` are left out where there are none."""
+        return self.model_dump(exclude={n for n in _RARE if getattr(self, n) is None})
+
+
+_RARE = ("infilled", "error")
 
 
 class TokenTexts:
@@ -122,6 +128,11 @@ class CanvasState(BaseModel):
             committed=np.frombuffer(packed["committed"], "?").tolist(),
             confidence=[None if np.isnan(p) else p for p in confidence.tolist()],
         )
+
+
+def timeout_in(found: Mapping[str, Any]) -> str | None:
+    """What the scheduler tells of a request whose time is over."""
+    return found["error"] if "timeout_s" in found else None
 
 
 def told(output: RequestOutput) -> dict[int, dict[str, Any]]:

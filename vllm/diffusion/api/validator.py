@@ -63,6 +63,10 @@ class Validator:
         """Whether requests find keys and values of others that began alike."""
         return bool(self._vllm_config.cache_config.enable_prefix_caching)
 
+    def times(self, asked: Mapping[str, Any]) -> bool:
+        """Whether a time ends a request that asks for this, under canonical names."""
+        return "timeout_s" in asked or "timeout_s" in self._model.defaults
+
     def learn_budget(self, budget_bytes: int) -> None:
         """From here on, refuse what does not fit into so much activation memory."""
         self._planner = make_planner(self._vllm_config, budget_bytes)

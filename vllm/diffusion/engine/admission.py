@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who starts: requests wait in order of arrival until their steps fit beside those that run.
 
+Those of a lower priority number come before all others.
+
 One that would not fit alone is refused. One that does not fit now lets later ones that do pass, but
 only so many: then everybody waits until it has started. So small requests do not wait for room that
 only a large one needs, and no stream of small ones can keep a large one out.
@@ -24,7 +26,7 @@ MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one s
 
 
 class WaitingLine:
-    """The requests that have not started, in order of arrival.
+    """The requests that have not started, by priority, and in order of arrival.
 
     Args:
         max_running: requests that may run at once.
@@ -41,7 +43,8 @@ class WaitingLine:
         return iter(self._waiting)
 
     def append(self, item: Scheduled) -> None:
-        self._waiting.append(item)
+        behind = sum(1 for other in self._waiting if other.priority > item.priority)
+        self._waiting.insert(len(self._waiting) - behind, item)
 
     def remove(self, item: Scheduled) -> None:
         self._waiting.remove(item)

@@ -168,8 +168,7 @@ def run_body(
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
         if inputs.slot_mapping.numel():
-            if inputs.slot_mapping.numel():  # else another step may be at work there
-                caches.turn_to(index)
+            caches.turn_to(index)
         for rows in writing:
             yield seconds.keys_values
             with scratch.scope("keys-values"):

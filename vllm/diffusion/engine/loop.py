@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.engine.turns import step_behind, to_the_end
+from vllm.diffusion.engine.turns import by_priority, step_behind, to_the_end
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -92,9 +92,10 @@ class StepLoop:
         """
         if len(self._under_way) == MOST_UNDER_WAY:
             return
+        canvases = by_priority(self._runner.canvases, lambda canvas: canvas.params.priority or 0)
         wishes = {
             req_id: canvas.wish
-            for req_id, canvas in self._runner.canvases.items()
+            for req_id, canvas in canvases.items()
             if req_id not in apart and not canvas.is_complete
         }
         under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}

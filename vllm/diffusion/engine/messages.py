@@ -156,10 +156,12 @@ class Worked:
     Attributes:
         seconds: of their work, as the planner predicts it.
         taken_s: what the device of one rank took for it.
+        num_slices: that they are.
     """
 
     seconds: float
     taken_s: float
+    num_slices: int
 
 
 @dataclass

@@ -53,8 +53,12 @@ class Observer:
         logger.warning("request %s refused: %s", request.request_id, message)
         self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
 
+    def timed_out(self, request: Request, message: str) -> None:
+        logger.info("request %s: %s", request.request_id, message)
+        self._seen.count(metrics.REQUESTS_TIMED_OUT)
+
     def started(self, request: Request) -> None:
-        self._seen.observe(metrics.QUEUE_TIME, _seconds_since_arrival(request))
+        self._seen.observe(metrics.QUEUE_TIME, seconds_since_arrival(request))
         if self._enabled:
             request.record_event(EngineCoreEventType.SCHEDULED)
 
@@ -63,7 +67,7 @@ class Observer:
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
         if result.num_committed and not item.num_committed:
-            waited = _seconds_since_arrival(item.request)
+            waited = seconds_since_arrival(item.request)
             self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
 
     def ended(self, item: Scheduled) -> None:
@@ -111,6 +115,6 @@ class Observer:
         return stats
 
 
-def _seconds_since_arrival(request: Request) -> float:
+def seconds_since_arrival(request: Request) -> float:
     """The arrival was stamped by the server's process, so by the clock that they share."""
     return float(max(time.time() - request.arrival_time, 0.0))

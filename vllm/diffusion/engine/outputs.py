@@ -47,6 +47,17 @@ def refusal(request: Request, message: str) -> EngineCoreOutput:
     )
 
 
+def timeout(item: Scheduled, message: str) -> EngineCoreOutput:
+    """That a request has ended before it was complete; it has its status of the end."""
+    told = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
+    return EngineCoreOutput(
+        request_id=item.req_id,
+        new_token_ids=[],
+        kv_transfer_params={"dllm": told},
+        **_common(item.request),
+    )
+
+
 def envelopes(
     told: Mapping[int, list[EngineCoreOutput]],
     finished: Mapping[int, set[str]],
@@ -83,7 +94,8 @@ def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
     """
     told: dict[str, Any] = {}
     if item.request.is_finished() or item.request.sampling_params.stop:
-        told |= _report(item, result)
+        told |= _report(item)
+        told |= {"infilled": result.infilled} if result.infilled else {}
     if result.canvas is not None:
         told["canvas"] = asdict(result.canvas)
     if result.scores is not None:
@@ -91,20 +103,17 @@ def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
     return {"dllm": told} if told else None
 
 
-def _report(item: Scheduled, result: StepResult) -> dict[str, Any]:
+def _report(item: Scheduled) -> dict[str, Any]:
     waited = time.time() - item.request.arrival_time
-    ran = time.monotonic() - item.started
+    ran = time.monotonic() - item.started if item.started else 0.0
     return {
         "steps": item.params.steps,
-        "num_forwards": result.num_forwards,
-        "num_forwards_saved": forwards_saved(
-            item.params, result.num_forwards, result.num_committed
-        ),
-        "num_committed": result.num_committed,
+        "num_forwards": item.num_forwards,
+        "num_forwards_saved": forwards_saved(item.params, item.num_forwards, item.num_committed),
+        "num_committed": item.num_committed,
         "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
         "denoise_ms": round(1000 * ran, 3),
         "seed": item.params.seed,
         "ignored": list(item.params.ignored),
         **(item.largest.report() if item.largest is not None else {}),
-        **({"infilled": result.infilled} if result.infilled else {}),
     }

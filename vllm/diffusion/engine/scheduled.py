@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,7 +24,8 @@ class Scheduled:
     """A request with its decided parameters, from arrival to its last token; itself alone.
 
     Attributes:
-        started: time.monotonic() of admission.
+        started: time.monotonic() of admission; 0 before.
+        deadline: time.monotonic() at which it ends, complete or not.
         num_overtaken: later requests that have started before it.
         next_rows: of its next forward.
         num_kept: positions from 0 whose keys and values are kept.
@@ -35,6 +37,7 @@ class Scheduled:
     params: DiffusionParams
     demand: Demand
     started: float = 0.0
+    deadline: float = math.inf
     num_overtaken: int = 0
     next_rows: int = field(init=False)
     num_kept: int = 0
@@ -50,6 +53,11 @@ class Scheduled:
     @property
     def req_id(self) -> str:
         return str(self.request.request_id)
+
+    @property
+    def priority(self) -> int:
+        """Those of the lowest number come first."""
+        return self.params.priority or 0
 
     @property
     def is_paged(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import startup_log, watchdog
@@ -27,12 +28,12 @@ from vllm.diffusion.engine.messages import (
     StepResult,
     StepUsage,
 )
-from vllm.diffusion.engine.observer import Observer
+from vllm.diffusion.engine.observer import Observer, seconds_since_arrival
 from vllm.diffusion.engine.paging import Paging
 from vllm.diffusion.engine.scheduled import Scheduled
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.engine.slicing import Slicing
-from vllm.diffusion.engine.turns import take_turns, to_the_end
+from vllm.diffusion.engine.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
 from vllm.v1.core.sched.interface import PauseState
@@ -73,7 +74,7 @@ class DiffusionScheduler(CanvasInterface):
         self._paging = Paging(vllm_config, kv_cache_config, hash_block_size, log_stats=log_stats)
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
-        self._refused: list[tuple[Request, str]] = []  # who has not been told yet
+        self._untold: list[tuple[int, EngineCoreOutput]] = []  # clients, and that a request ended
         self._launched: list[list[str]] = []  # requests of each step that is under way already
         self.slicing = Slicing(sharing(vllm_config))
         self._observer = Observer(enabled=log_stats)
@@ -95,8 +96,13 @@ class DiffusionScheduler(CanvasInterface):
             return
         if decided.seed is None:
             decided = decided.with_seed(secrets.randbits(SEED_BITS))
+        if decided.priority is None:
+            decided = replace(decided, priority=request.priority)
         demand = demand_of(decided, request.num_prompt_tokens)
         item = Scheduled(request, decided, demand)
+        if decided.timeout_s is not None:
+            left_s = decided.timeout_s - seconds_since_arrival(request)
+            item.deadline = time.monotonic() + left_s
         try:
             if item.is_paged:
                 self._paging.arrived(item)
@@ -108,7 +114,19 @@ class DiffusionScheduler(CanvasInterface):
     def _refuse(self, request: Request, message: str, reason: str) -> None:
         """Its client is told with the results of the next step."""
         self._observer.refused(request, message, reason)
-        self._refused.append((request, message))
+        self._end(request, RequestStatus.FINISHED_ERROR)
+        self._untold.append((request.client_index, outputs.refusal(request, message)))
+
+    def _end_what_is_late(self) -> None:
+        """Requests whose time is over end; their clients are told with the next results."""
+        now = time.monotonic()
+        late = [r for r in (*self._running.values(), *self._waiting) if r.deadline <= now]
+        for item in late:
+            where = "running" if item.started else "queued"
+            message = f"timeout: not complete {item.params.timeout_s:g} s after arrival ({where})"
+            self._observer.timed_out(item.request, message)
+            self.finish_requests(item.req_id, RequestStatus.FINISHED_ABORTED)
+            self._untold.append((item.request.client_index, outputs.timeout(item, message)))
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -136,10 +154,11 @@ class DiffusionScheduler(CanvasInterface):
     # ---- one step ----
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
+        self._end_what_is_late()
         launched = set().union(*self._launched)
         self._paging.provide(self._running.values(), launched)
         admitted = self._admit() if self.pause_state == PauseState.UNPAUSED else []
-        long = self.slicing.long(self._running, self._planner)
+        long = self.slicing.long(by_priority(self._running, _priority), self._planner)
         rows, next_slice = dict[str, int](), None
         if self.pause_state != PauseState.PAUSED_ALL:
             waiting = [self._running[req_id] for req_id in long if req_id not in launched]
@@ -186,7 +205,8 @@ class DiffusionScheduler(CanvasInterface):
 
     def _next_step(self, sliced: Collection[str]) -> dict[str, int]:
         """Who takes part in the next step, with their rows, but for those who step in slices."""
-        short = {req_id: item for req_id, item in self._running.items() if req_id not in sliced}
+        running = by_priority(self._running, _priority)
+        short = {req_id: item for req_id, item in running.items() if req_id not in sliced}
         for req_ids in self._launched:
             launched = {req_id: short[req_id].next_rows for req_id in req_ids if req_id in short}
             if launched:
@@ -207,10 +227,9 @@ class DiffusionScheduler(CanvasInterface):
         self._launched = done.launched
         self.slicing.learn(done)
         told: dict[int, list[EngineCoreOutput]] = defaultdict(list)
-        for request, message in self._refused:
-            self._end(request, RequestStatus.FINISHED_ERROR)
-            told[request.client_index].append(outputs.refusal(request, message))
-        self._refused = []
+        for client, output in self._untold:
+            told[client].append(output)
+        self._untold = []
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
             if item is None:
@@ -259,7 +278,7 @@ class DiffusionScheduler(CanvasInterface):
     # ---- state that upstream asks for ----
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._refused)
+        return len(self._waiting) + len(self._running) + len(self._untold)
 
     def has_finished_requests(self) -> bool:
         return bool(self._finished_req_ids)
@@ -277,3 +296,7 @@ class DiffusionScheduler(CanvasInterface):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         return self._paging.reset(self._running.values() if reset_running_requests else ())
+
+
+def _priority(item: Scheduled) -> int:
+    return item.priority

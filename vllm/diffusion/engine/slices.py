@@ -186,11 +186,13 @@ class Slices:
 
     def take_worked(self) -> Worked | None:
         """What slices that are over were, since it was last asked for."""
-        seconds = taken_s = 0.0
+        over = []
         while self._under_way and self._under_way[0][1].is_over:
-            predicted_s, watch = self._under_way.popleft()
-            seconds, taken_s = seconds + predicted_s, taken_s + watch.taken_s
-        return Worked(seconds, taken_s) if seconds else None
+            over.append(self._under_way.popleft())
+        if not over:
+            return None
+        taken_s = sum(watch.taken_s for _, watch in over)
+        return Worked(sum(seconds for seconds, _ in over), taken_s, len(over))
 
     def drop(self) -> None:
         """Forget the paused step, if there is one, and give back its memory."""

@@ -62,7 +62,6 @@ class Slicing:
         self.pace = Pace()
         self._paused: Paused | None = None
         self._is_shared = False  # both kinds took part in the step that runs
-        self._is_under_way = False  # a slice has been asked for and not been heard of
         self._owed_s = 0.0  # seconds that long requests have had less than their share
         self._seen = 0.0  # time.monotonic() of the newest results
 
@@ -80,9 +79,7 @@ class Slicing:
             self._owed_s = min(self._owed_s + self._share * passed_s, self.slice_s)
         if done.worked is not None:
             self.pace.learn(done.worked)
-            self._owed_s -= done.worked.taken_s
-        if done.worked is not None or done.paused is None:  # it may have failed
-            self._is_under_way = False
+            self._owed_s += done.worked.num_slices * self.slice_s - done.worked.taken_s
         if not self._is_shared:  # nobody has waited: there is no more to be made up for
             self._owed_s = max(self._owed_s, -self.slice_s)
 
@@ -129,13 +126,13 @@ class Slicing:
         self._is_shared = is_shared and bool(long)
         if not long or planner is None:
             return None
-        if is_shared and (self._owed_s < 0 or self._is_under_way):
+        if is_shared and self._owed_s < 0:
             return None
         paused = None if self._paused is None else self._paused.req_id
         item = next((item for item in long if item.req_id == paused), long[0])
         units = {item.req_id: item.demand.unit} if item.demand.unit else {}
         rows = take_turns({item.req_id: item.next_rows}, planner.row_budget, units)
-        self._is_under_way = True
+        self._owed_s -= self.slice_s  # until it is known what it took
         return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
 
     def fits_beside(

@@ -99,8 +99,7 @@ class StreamedForward:
         for index in range(last + 1):
             work = self._chunks if index < last else self._chunks.only(rows)
             if self._inputs.slot_mapping.numel():
-                if self._inputs.slot_mapping.numel():  # else another step may be at work there
-                    self._caches.turn_to(index)
+                self._caches.turn_to(index)
             for group in self._groups:
                 yield from self._keys_values(index, group)
                 yield from self._attend(index, group, work)

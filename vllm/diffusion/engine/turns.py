@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 T = TypeVar("T")
 
@@ -101,6 +101,11 @@ def take_turns(
             taken[req_id] = rows
             room -= rows
     return taken
+
+
+def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> dict[str, T]:
+    """Those of the lowest number first; of equal ones in the order of their turns."""
+    return dict(sorted(turns.items(), key=lambda turn: priority(turn[1])))
 
 
 def to_the_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:

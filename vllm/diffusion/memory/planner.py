@@ -228,7 +228,6 @@ class Planner:
         self.row_budget = row_budget
         self._is_split = is_split
         self._footprint = Footprint(shape)
-        self.rates = rates
         self._costs = Costs(shape, rates)
         self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
         # Ways to run with chunks, from the one that computes least to the one that takes least.

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is long, whose slice is due, and that both kinds get their share of the time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.diffusion.config import Sharing
+from vllm.diffusion.engine import slicing
+from vllm.diffusion.engine.messages import Paused, Worked
+from vllm.diffusion.engine.scheduled import Scheduled
+from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.memory import Demand
+
+STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
+
+
+class Planner:
+    """Every row of a step takes a millisecond."""
+
+    row_budget = 100
+
+    def seconds_of(self, demand: Demand, rows: int) -> float:
+        return rows / 1000
+
+
+PLANNER: Any = Planner()
+
+
+def request(name: str, rows: int, **demand: Any) -> Scheduled:
+    asked: Any = SimpleNamespace(request_id=name)
+    params: Any = SimpleNamespace(cache="none", priority=None)
+    return Scheduled(asked, params, Demand(rows, 1, **demand))
+
+
+class Device:
+    """A scheduler that does nothing but share, and a device whose clock it reads.
+
+    Args:
+        factor: seconds that the device takes for one that is predicted.
+        lag: engine steps after which the scheduler hears what a slice took, as from a GPU.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0, lag: int = 0, **sharing: float
+    ) -> None:
+        self.slicing = slicing.Slicing(Sharing(**sharing))
+        self.now = self.long_s = 0.0
+        self.slices: list[str] = []
+        self._factor, self._unheard = factor, [None] * lag
+        self._left = {"a": STEP_S, "b": STEP_S}
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(slicing, "time", clock)
+
+    def step(self, long: list[Scheduled], *, short_s: float = 0.0) -> None:
+        """One step of the engine, in which short requests take so many seconds."""
+        asked = self.slicing.next_slice(long, PLANNER, is_shared=short_s > 0)
+        self.now += short_s
+        worked = paused = None
+        if asked is not None:
+            seconds = min(asked.seconds, self._left[asked.req_id])
+            taken = self._factor * seconds
+            self.now, self.long_s = self.now + taken, self.long_s + taken
+            self.slices.append(asked.req_id)
+            worked = Worked(seconds, taken, 1)
+            self._left[asked.req_id] = (self._left[asked.req_id] - seconds) or STEP_S
+            paused = None if self._left[asked.req_id] == STEP_S else Paused(asked.req_id, 1)
+        elif self.slices and self._left[self.slices[-1]] < STEP_S:
+            paused = Paused(self.slices[-1], 1)
+        self._unheard.append(worked)
+        done = SimpleNamespace(worked=self._unheard.pop(0), paused=paused)
+        self.slicing.learn(done)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+def test_long_requests_have_their_share_beside_short_ones(
+    share: float, factor: float, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch, factor, lag, long_share=share)
+    while device.now < 20.0:
+        device.step([request("a", 1000)], short_s=SHORT_S)
+    assert device.long_s / device.now == pytest.approx(share, rel=0.1)
+
+
+def test_a_long_request_alone_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, long_share=0.1)
+    while device.now < 5.0:
+        device.step([request("a", 1000)])
+    assert device.long_s == pytest.approx(device.now)
+
+
+@pytest.mark.parametrize("factor", [0.2, 3.0])
+def test_slices_are_half_a_pause_once_the_pace_is_known(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch, factor, longest_pause_ms=80.0)
+    for _ in range(100):
+        device.step([request("a", 1000)])
+    before = device.now
+    device.step([request("a", 1000)])
+    assert device.now - before == pytest.approx(0.04, rel=0.1)
+
+
+def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was alone for long owes no more than a slice: then it has its share."""
+    device = Device(monkeypatch, long_share=0.5)
+    for _ in range(100):
+        device.step([request("a", 1000)])
+    count, before = len(device.slices), device.now
+    while len(device.slices) == count:
+        device.step([request("a", 1000)], short_s=SHORT_S)
+    assert 0.09 < device.now - before - 0.05 < 0.12
+
+
+def test_several_long_requests_take_their_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that has begun goes on, whoever comes first meanwhile."""
+    device = Device(monkeypatch)
+    turns = [request("a", 1000), request("b", 1000)]
+    for _ in range(100):
+        begun = len(device.slices)
+        device.step(turns)
+        if len(device.slices) > begun and device.slicing._paused is None:
+            turns.reverse()
+    runs = "".join(device.slices).replace("a" * 20, "A").replace("b" * 20, "B")
+    assert runs in ("ABABA", "AB" * 2 + "A")
+
+
+def test_long_is_whose_next_step_takes_longer_than_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the rows of that step and the pace; one whose step has begun stays long."""
+    device = Device(monkeypatch, 3.0)
+    window = request("window", 90, num_sequences=2, window=20)
+    running = {r.req_id: r for r in (request("a", 500), request("short", 90), window)}
+    assert device.slicing.long(running, PLANNER) == ["a", "window"]
+    window.next_rows = 40
+    assert device.slicing.long(running, PLANNER) == ["a"]
+    for _ in range(10):
+        device.step([running["a"]])
+    assert device.slicing.long(running, PLANNER) == ["a", "short", "window"]
+    running["a"].next_rows = 1
+    assert device.slicing.long(running, PLANNER)[0] == "a"
+    assert Device(monkeypatch, longest_pause_ms=0).slicing.long(running, PLANNER) == []
+
+
+def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Device(monkeypatch).slicing.next_slice(
+        [request("a", 960, unit=32)], PLANNER, is_shared=False
+    )
+    assert asked is not None and asked.rows == 96
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"long_share": value} for value in (-0.1, 1, "half", True, None, float("nan"))),
+        *({"longest_pause_ms": value} for value in (-1, 0.5, 1e9, "100", False)),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_stop_the_start(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ServerConfigError, match=f"dllm settings: {name}: given .*; wanted"):
+        Sharing.of(wrong)
+    assert Sharing.of({"long_share": 0, "longest_pause_ms": 0}).longest_pause_s == 0

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`timeout_s`: 504 where nothing was streamed, else the end of the stream; and priorities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, body_for, refusal
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+SLOW = {"gen_length": 1024, "steps": 1024, "block_length": 4, "ignore_eos": True}
+TIMED_OUT = "dllm:requests_timed_out_total"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}], ids=str)
+def test_a_request_that_is_not_complete_in_time_is_a_504(
+    client: Client, route: str, fields: dict[str, Any]
+) -> None:
+    """A stream of which nothing was sent, too: the time is over before the first block is."""
+    before = client.metric(TIMED_OUT)
+    seconds = 0.001 if "stream" in fields else 0.2
+    body = body_for(route, **SLOW, **fields, timeout_s=seconds)
+    error = refusal(client.http.post(route, json=body), 504)
+    assert f"timeout: not complete {seconds:g} s after arrival" in error["message"]
+    client.wait_for_num_requests(0)
+    assert client.metric(TIMED_OUT) == before + fields.get("n", 1)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_that_has_begun_ends_with_abort(client: Client, route: str) -> None:
+    body = body_for(route, **SLOW, timeout_s=0.7, stream_canvas=True)
+    *before, last = client.events(route, body)
+    assert len(before) > 2
+    reason = last["finish_reason"][0] if route == GENERATE else last["choices"][0]["finish_reason"]
+    assert reason == "abort"
+    assert last["diffusion"]["error"].startswith("timeout: not complete 0.7 s after arrival")
+    assert 0 < last["diffusion"]["num_forwards"] < 1024
+
+
+def test_a_request_in_time_has_no_error(client: Client) -> None:
+    for route in ROUTES:
+        found = client.answer(route, body_for(route, gen_length=32, timeout_s=60))
+        assert "error" not in found["diffusion"]
+        assert client.events(route, body_for(route, gen_length=32, timeout_s=60))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_priorities_are_taken(client: Client, route: str) -> None:
+    """As a field of the body, as upstream's header, and in `vllm_xargs`."""
+    for fields in ({"priority": -3}, {"vllm_xargs": {"priority": 7}}):
+        if route == GENERATE and "vllm_xargs" in fields:
+            continue
+        assert client.answer(route, body_for(route, gen_length=32, **fields))
+    header = {"X-Vllm-Priority": "5"}
+    response = client.http.post(route, json=body_for(route, gen_length=32), headers=header)
+    assert response.status_code == 200, response.text
+
+
+def test_priorities_out_of_range_are_refused(client: Client) -> None:
+    for route in (GENERATE, CHAT, COMPLETIONS):
+        error = refusal(client.http.post(route, json=body_for(route, priority="urgent")))
+        assert "priority" in error["message"]
