@@ -8,6 +8,7 @@ not pass by skipping everything.
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 # Set before anything imports vllm, which reads most of them once.
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: starts in under a second
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a second rank imports nothing again
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",  # tiny models; more threads than free cores only wait for each other
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = 2 if "multi_gpu" in markers else 1
         if num_gpus < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s)"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look at all that was imported, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
