@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.server.warm import WarmProcess
 from vllm.diffusion import fields
 from vllm.diffusion.api import cli
 from vllm.diffusion.errors import ServerConfigError
@@ -110,10 +111,10 @@ def test_no_model_at_all(
     assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in last_line
 
 
-def test_upstreams_command_without_a_model_names_ours() -> None:
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    last_line = ended.stderr.splitlines()[-1]
+def test_upstreams_command_without_a_model_names_ours(tmp_path: Path) -> None:
+    command = ["-m", "vllm.entrypoints.cli.main", "serve", "--port", "0"]
+    log = tmp_path / "log"
+    assert WarmProcess(command, log, os.environ).wait(60) == 1
+    last_line = log.read_text().splitlines()[-1]
     assert last_line.startswith("error: wanted a checkpoint: a folder")
     assert last_line.endswith("makes models/llada-tiny; vllm serve models/llada-tiny serves it")

@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from benchmarks.server_process import POLL_S, free_port, is_healthy
+from tests.server.warm import WarmProcess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,7 @@ def environment(**variables: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # an engine imports nothing again
         **variables,
     }
 
@@ -56,11 +58,18 @@ class ServerProcess:
         command: the command line, without `--port`.
         log: file that takes its stdout and stderr.
         port: where it listens; None: the command is told a free one with `--port`.
+        is_warm: of `SERVER`: forked from a process that has imported vllm, and its engine from it.
         variables: environment variables on top of `environment()`.
     """
 
     def __init__(
-        self, command: Sequence[str], log: Path, *, port: int | None = None, **variables: str
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        port: int | None = None,
+        is_warm: bool = True,
+        **variables: str,
     ) -> None:
         if port is None:
             port = free_port()
@@ -68,6 +77,10 @@ class ServerProcess:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
+        self._process: subprocess.Popen[bytes] | WarmProcess
+        if is_warm and tuple(command[: len(SERVER)]) == SERVER:
+            self._process = WarmProcess(command[1:], log, environment(**variables))
+            return
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 list(command),

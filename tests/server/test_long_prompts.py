@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts far beyond the checkpoint's own length, as ids and as text, through a server script."""
+"""Prompts far beyond the checkpoint's own length, as ids and as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.server.client import GENERATE, Client, refusal
-from tests.server.process import ROOT, ServerProcess, free_port
+from tests.server.process import SERVER, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,18 +21,16 @@ LONG = 102_400  # tokens of the prompt of a request of 204,800
 
 @pytest.fixture(scope="module")
 def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A checkpoint of 256 positions, served with 2,097,152 by the script and its variables."""
+    """A checkpoint of 256 positions, served with 2,097,152 in the way of the server scripts."""
     folder: Path = tmp_path_factory.mktemp("long")
     model = make_checkpoint(folder / "model", seed=3, n_layers=2)
-    port = free_port()
     process = ServerProcess(
-        ["bash", str(ROOT / "scripts" / "run_llada_server.sh")],
+        [
+            *(*SERVER, "--model", str(model), "--dtype", "float32"),
+            *("--max-model-len", str(MAX_MODEL_LEN)),
+        ],
         folder / "server.log",
-        port=port,
-        MODEL_DIR=str(model),
-        PORT=str(port),
-        MAX_MODEL_LEN=str(MAX_MODEL_LEN),
-        EXTRA_VLLM_ARGS="--dtype float32",
+        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
     )
     try:
         process.wait_until_healthy()

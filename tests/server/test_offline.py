@@ -67,7 +67,7 @@ def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         text=True,
         timeout=START_S,
         cwd=folder,
-        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_WORKER_MULTIPROC_METHOD="spawn"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for
-from tests.server.process import MODEL, ROOT, ServerProcess, environment
+from tests.server.process import MODEL, ROOT, SERVER, ServerProcess, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,13 +55,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def served(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: Any
 ) -> Iterator[tuple[str, ServerProcess]]:
-    """A family, and what its server script runs."""
+    """A family and its server; tests/scripts says that the family's script runs the same."""
     family = request.param
-    script = ROOT / "scripts" / f"run_{family.replace('-', '_')}_server.sh"
     process = ServerProcess(
-        [str(script), "--dtype", "float32", "--served-model-name", "llada-tiny"],
+        [
+            *(*SERVER, "--model", str(models[family]), "--dtype", "float32"),
+            *("--served-model-name", "llada-tiny"),
+        ],
         tmp_path_factory.mktemp(family) / "server.log",
-        MODEL_DIR=str(models[family]),
     )
     try:
         process.wait_until_healthy()
