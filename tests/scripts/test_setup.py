@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkpoints import make_case
 from tests.scripts.repository import ROOT, add_recorder
 
 if TYPE_CHECKING:
@@ -215,18 +214,18 @@ class TestPath:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    @pytest.mark.slow
-    def test_an_engine_runs(self, home: Path) -> None:
-        """Its process, and the one in which upstream looks at a model, find us too."""
-        make_case(home / "checkpoint", "mha")
+    def test_processes_find_us_too(self, home: Path) -> None:
+        """That of an engine, which is spawned, and the one in which upstream looks at a model."""
+        find = "import importlib.util as util; print(util.find_spec('vllm').origin)"
         code = f"""
-import vllm.diffusion
-llm = vllm.LLM(model="{home / "checkpoint"}", dtype="float32", max_model_len=64)
-(output,) = llm.generate("a", vllm.SamplingParams(max_tokens=32, ignore_eos=True))
-print(len(output.outputs[0].token_ids), vllm.diffusion.__path__[0])
+import multiprocessing, subprocess, sys
+{find}
+subprocess.run([sys.executable, "-c", {find!r}], check=True)
+child = multiprocessing.get_context("spawn").Process(target=exec, args=({find!r},))
+child.start()
+child.join()
 """
-        said = self.ask(home, code, PATH=os.environ["PATH"], OMP_NUM_THREADS="1")
-        assert f"32 {home / 'vllm' / 'diffusion'}" in said.splitlines()
+        assert self.ask(home, code).split() == [str(home / "vllm" / "__init__.py")] * 3
 
     def test_plugins_are_found_once_where_pythonpath_is_set_too(self, home: Path) -> None:
         once = "register_dllm_models"
