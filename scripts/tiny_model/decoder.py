@@ -18,6 +18,7 @@ from tiny_model.layers import (
     View,
     attend,
     block_causal,
+    embedding_rows,
     initialise,
     noised_behind_clean,
     rotary_tables,
@@ -25,6 +26,35 @@ from tiny_model.layers import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tiny_model.family import TokenIds
+
+
+def qwen_config(tokens: TokenIds, **own: Any) -> dict[str, Any]:
+    """The keys of config.json that children of Qwen share, at tiny size and in fp32, and `own`."""
+    return {
+        "attention_dropout": 0.0,
+        "bos_token_id": tokens.eos,  # as released: not the tokenizer's begin-of-text
+        "eos_token_id": tokens.eos,
+        "hidden_act": "silu",
+        "hidden_size": 128,
+        "initializer_range": 0.02,
+        "intermediate_size": 256,
+        "max_window_layers": 4,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": False,
+        "use_sliding_window": False,
+        "vocab_size": embedding_rows(tokens.vocab_size),
+        **own,
+    }
 
 
 class Attention(nn.Module):
@@ -159,3 +189,21 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., rows of the embedding] fp32."""
         return cast("Tensor", self.lm_head(hidden))
+
+
+def dense_network(
+    config: dict[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    shift_rows: bool = False,
+    block_length: int = 0,
+) -> Decoder:
+    """A network without experts, with random weights; see Attention and Decoder."""
+
+    def make_layer(_: int) -> Layer:
+        attention = Attention(config, qkv_bias=qkv_bias, qk_norm=qk_norm)
+        mlp = GatedMLP(config["hidden_size"], config["intermediate_size"])
+        return Layer(config, attention, mlp)
+
+    return Decoder(config, make_layer, shift_rows=shift_rows, block_length=block_length)

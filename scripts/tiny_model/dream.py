@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_model.decoder import Attention, Decoder, GatedMLP, Layer
+from tiny_model.decoder import Decoder, dense_network, qwen_config
 from tiny_model.decoding import dream
 from tiny_model.family import Family, SpecialTokens, TokenIds
-from tiny_model.layers import embedding_rows
 
 SPECIAL_TOKENS = SpecialTokens(
     bos="<|beginoftext|>",
@@ -39,45 +38,19 @@ CHAT_TEMPLATE = (
 
 def config(tokens: TokenIds) -> dict[str, Any]:
     """Contents of config.json: the keys of Dream-v0-Instruct-7B's, at tiny size and in fp32."""
-    return {
-        "architectures": ["DreamModel"],
-        "attention_dropout": 0.0,
-        "bos_token_id": tokens.eos,  # as released: not the tokenizer's begin-of-text
-        "eos_token_id": tokens.eos,
-        "hidden_act": "silu",
-        "hidden_size": 128,
-        "initializer_range": 0.02,
-        "intermediate_size": 256,
-        "mask_token_id": tokens.mask,
-        "max_position_embeddings": 4096,
-        "max_window_layers": 4,
-        "model_type": "Dream",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "pad_token_id": tokens.eos,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "use_cache": False,
-        "use_sliding_window": False,
-        "vocab_size": embedding_rows(tokens.vocab_size),
-    }
+    return qwen_config(
+        tokens,
+        architectures=["DreamModel"],
+        mask_token_id=tokens.mask,
+        max_position_embeddings=4096,
+        model_type="Dream",
+        pad_token_id=tokens.eos,
+    )
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """Dream with random weights; its `state_dict` bears the released checkpoints' names."""
-
-    def make_layer(_: int) -> Layer:
-        attention = Attention(config, qkv_bias=True, qk_norm=False)
-        return Layer(
-            config, attention, GatedMLP(config["hidden_size"], config["intermediate_size"])
-        )
-
-    return Decoder(config, make_layer, shift_rows=True)
+    """The family's network; its `state_dict` bears the released checkpoints' names."""
+    return dense_network(config, qkv_bias=True, shift_rows=True)
 
 
 FAMILY = Family(

@@ -72,7 +72,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
         "multi_query_attention": None,
         "n_heads": 4,
         "n_kv_heads": 4,
-        "n_layers": 4,
+        "n_layers": 2,
         "pad_token_id": tokens.eos,
         "precision": "amp_bf16",
         "residual_dropout": 0.0,

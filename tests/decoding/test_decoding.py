@@ -180,7 +180,7 @@ def test_a_mask_beside_a_real_token_is_no_standstill() -> None:
 # ---- progress ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     algorithm=st.sampled_from(list(ALGORITHMS)),
     model=st.sampled_from([MODEL, SHIFTED]),

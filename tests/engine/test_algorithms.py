@@ -222,37 +222,33 @@ def test_the_settings_are_told_apart(pair: Pair, settings: list[dict[str, Any]])
     raise AssertionError(f"20 prompts cannot tell {settings} apart")
 
 
-def early_stopping_case(model: Any, asked: dict[str, Any]) -> tuple[list[int], decode.Decoded, int]:
-    """A prompt whose run commits EOS before masks of the answer; the run, and the EOS's place."""
-    for seed in range(400):
-        prompt = random_prompt(PROMPT_LENGTH, seed)
-        try:
-            decoded = reference(model, prompt, early_stop=True, **asked)
-            plain = reference(model, prompt, **asked)
-        except RuntimeError:
-            continue
-        if EOS_ID not in decoded.ids or MASK_ID in decoded.ids or decode.near_ties(decoded.trace):
-            continue
-        place = decoded.ids.index(EOS_ID)
-        was_early = plain.ids[: place + 1] != decoded.ids[: place + 1]
-        if 0 < place < len(decoded.ids) - 4 and was_early:
-            return prompt, decoded, place
-    raise AssertionError(f"no prompt stops early for {asked}")
+# Parameters, and for each family the prompt whose run commits EOS before masks of the answer.
+EARLY_STOPS: list[tuple[dict[str, Any], dict[str, int]]] = [
+    ({**MULTI, "threshold": 1.5}, {"mha": 5, "dream": 29, "moe": 24}),
+    (
+        {**MULTI, "threshold": 2.0, "block_add_threshold": 0.1, "decoded_token_threshold": 0.95},
+        {"mha": 1, "dream": 5, "moe": 14},
+    ),
+    (
+        {**DELAYED, "threshold": 2.0, "cache_delay_iter": 1, "block_length": 4},
+        {"mha": 1, "dream": 67, "moe": 19},
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {**MULTI, "threshold": 1.5},
-        {**MULTI, "threshold": 2.0, "block_add_threshold": 0.1, "decoded_token_threshold": 0.95},
-        {**DELAYED, "threshold": 2.0, "cache_delay_iter": 1, "block_length": 4},
-    ],
-    ids=name_of,
+    ("asked", "seeds"), EARLY_STOPS, ids=[name_of(asked) for asked, _ in EARLY_STOPS]
 )
-def test_early_stop(pair: Pair, asked: dict[str, Any]) -> None:
+def test_early_stop(pair: Pair, asked: dict[str, Any], seeds: dict[str, int]) -> None:
     """The answer up to its end is the reference's, and differs from the one without early stop."""
-    _, engine, model = pair
-    prompt, wanted, place = early_stopping_case(model, asked)
+    case, engine, model = pair
+    prompt = random_prompt(PROMPT_LENGTH, seeds[case])
+    wanted = reference(model, prompt, early_stop=True, **asked)
+    without = reference(model, prompt, **asked)
+    place = wanted.ids.index(EOS_ID)
+    assert 0 < place < len(wanted.ids) - 4
+    assert without.ids[: place + 1] != wanted.ids[: place + 1]
+    assert MASK_ID not in wanted.ids and not decode.near_ties(wanted.trace)
     (answer,) = engine.ask(as_request(prompt, ignore_eos=False, early_stop=True, **asked))
     assert answer.finish_reason == "stop"
     end = len(answer.token_ids)
@@ -261,7 +257,6 @@ def test_early_stop(pair: Pair, asked: dict[str, Any]) -> None:
     assert answer.num_forwards is not None
     assert answer.num_forwards <= wanted.num_forwards
     # Nobody stops a request whose end-of-sequence token is to be ignored.
-    without = reference(model, prompt, **asked)
     (whole,) = engine.ask(as_request(prompt, early_stop=True, **asked))
     if not decode.near_ties(without.trace) and MASK_ID not in without.ids:
         assert whole.token_ids == without.ids

@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import llada_config, make_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OURS = "register_dllm_models"
 
@@ -76,7 +79,7 @@ def test_our_plugins_are_always_on_the_allow_list(
 
 # Warnings of ours are errors, as in the tests.
 CHECK = """
-import warnings
+import sys, warnings
 for package in ("vllm.diffusion", "flash_sample", "vllm_add_llada"):
     warnings.filterwarnings("error", module=package)
 import vllm
@@ -84,21 +87,24 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
+from transformers import AutoTokenizer
+for folder in sys.argv[1:]:
+    AutoTokenizer.from_pretrained(folder)
 from vllm.diffusion.engine import model_runner, scheduler, worker
 assert "LLaDAModelLM" in ModelRegistry.get_supported_archs()
 assert current_platform.device_type in ("cpu", "cuda"), current_platform
 """
 
 
-@pytest.mark.parametrize("plugins", [None, "foreign"])
-def test_a_fresh_process_knows_our_models(plugins: str | None) -> None:
-    environment = {name: v for name, v in os.environ.items() if name != "VLLM_PLUGINS"}
-    if plugins is not None:
-        environment["VLLM_PLUGINS"] = plugins
+def test_a_fresh_process_knows_our_models(checkpoint: Callable[[str], Path]) -> None:
+    """Also where other plugins are asked for; tokenizers know their types without upstream."""
+    folders = [str(checkpoint(case)) for case in ("mha", "dream", "moe")]
+    environment = {**os.environ, "VLLM_PLUGINS": "foreign"}
     done = subprocess.run(
-        [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", CHECK, *folders], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "You are using a model of type" not in done.stdout + done.stderr
 
 
 # ---- other models ------------------------------------------------------------------------------

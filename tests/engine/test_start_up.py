@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -206,22 +204,3 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
     assert line.endswith("float32, 64 positions, 1 tensor-parallel ranks")
     ((_, line),) = told(logger, logger.warning, text, "0.32.0", engine_config(llama))
     assert line.startswith("Initializing a V1 LLM engine")
-
-
-TOKENIZER = """
-import sys
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from transformers import AutoTokenizer
-for folder in sys.argv[1:]:
-    AutoTokenizer.from_pretrained(folder)
-"""
-
-
-def test_a_tokenizer_knows_the_models_type(checkpoint: Any) -> None:
-    """In a process that has read no configuration through upstream."""
-    folders = [str(checkpoint(case)) for case in ("mha", "dream", "moe")]
-    command = [sys.executable, "-c", TOKENIZER, *folders]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "You are using a model of type" not in done.stdout + done.stderr

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-import gc
+import json
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from tests.models.support import assert_same_logits, engine_config, join_world, load, logits
 from tests.models.support import staged_logits as staged
+from tests.server.warm import WarmProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 NUM_RANKS = 2
 CASES = ["gqa", "one_kv_head", "odd_vocab_tied", "all_biases"]
@@ -32,13 +34,12 @@ CASES += [
 IDS = torch.arange(3, 250, 13)
 
 
-def run_rank(rank: int, folder: Path, paths: dict[str, Path]) -> None:
+def run_rank(rank: int, folder: Path, paths: dict[str, str]) -> None:
     """Load every checkpoint as one of the ranks, and save this rank's logits."""
     torch.set_num_threads(1)
-    gc.freeze()  # as in the fixture of this process
     results: dict[str, Any] = {}
     for name, path in paths.items():
-        config = engine_config(path, tensor_parallel_size=NUM_RANKS)
+        config = engine_config(Path(path), tensor_parallel_size=NUM_RANKS)
         join_world(config, folder / "init", rank, NUM_RANKS)
         model = load(config)
         visibility = model.family.visibility.with_blocks_of(model.config.block_length)
@@ -52,8 +53,14 @@ def ranks(
     tmp_path_factory: pytest.TempPathFactory, case_path: Callable[[str], Path]
 ) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    paths = {name: case_path(name) for name in CASES}
-    multiprocessing.spawn(run_rank, (folder, paths), nprocs=NUM_RANKS)
+    paths = json.dumps({name: str(case_path(name)) for name in CASES})
+    logs = [folder / f"rank{rank}.log" for rank in range(NUM_RANKS)]
+    processes = [
+        WarmProcess(["-m", __name__, str(rank), str(folder), paths], log, os.environ)
+        for rank, log in enumerate(logs)
+    ]
+    for process, log in zip(processes, logs, strict=True):
+        assert process.wait(300) == 0, log.read_text()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
 
 
@@ -70,3 +77,7 @@ def test_two_ranks_equal_one(
     assert columns == model.vocab_size
     assert_same_logits(torch.cat([rank[name][1] for rank in ranks], dim=1), wanted)
     assert_same_logits(torch.cat([rank[name][2] for rank in ranks], dim=1), wanted)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1086,7 +1086,7 @@ VALUES = (
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     asked=st.dictionaries(st.sampled_from(sorted(fields.CANONICAL)), VALUES, max_size=6),
     prompt=st.lists(st.integers(-2, 260), max_size=4),

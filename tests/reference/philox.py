@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Philox4x32-10 in plain Python integers.
+"""Philox4x32-10 in plain Python integers, or arrays of them.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -17,12 +18,15 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
-Counter = tuple[int, int, int, int]
+Counter = tuple[Any, Any, Any, Any]  # int, or uint64 arrays
 Key = tuple[int, int]
 
 
 def philox4x32(counter: Counter, key: Key, rounds: int = 10) -> Counter:
-    """Four 32-bit random words for a counter of four and a key of two 32-bit words."""
+    """Four 32-bit random words for a counter of four and a key of two 32-bit words.
+
+    Words of the counter may be uint64 arrays that broadcast.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -55,11 +59,8 @@ def uniform_matrix(
 ) -> torch.Tensor:
     """`uniform` for every position and column: float64 [len(positions), num_columns]."""
     key = (seed & WORD, (seed >> 32) & WORD)
-    rows = []
-    for position in positions:
-        words: list[int] = []
-        for quad in range((num_columns + 3) // 4):
-            words += philox4x32((purpose, step, position & WORD, quad), key)
-        rows.append(words[:num_columns])
-    words_2d = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), num_columns)
-    return (words_2d + 0.5) / 2.0**32
+    rows = np.array([position & WORD for position in positions], dtype=np.uint64)[:, None]
+    quads = np.arange((num_columns + 3) // 4, dtype=np.uint64)
+    words = np.stack(np.broadcast_arrays(*philox4x32((purpose, step, rows, quads), key)), axis=-1)
+    columns = words.reshape(len(rows), 4 * len(quads))[:, :num_columns]
+    return torch.from_numpy((columns.astype(np.float64) + 0.5) / 2.0**32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_api_request.py"
+NAMES = runpy.run_path(str(SCRIPT), run_name="api_request")
 ANSWER = {"id": "x", "text": ["Paris"], "finish_reason": ["stop"]}
 
 
@@ -67,16 +69,22 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def request_once(server: Server) -> Callable[..., subprocess.CompletedProcess[str]]:
+def request_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The script's own `main`; a test below starts it as a program."""
+    # A proxy that nobody listens on: a server on this machine must be reached without it.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
     def run(*arguments: str, host: str = server.url) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), "--host", host, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            # A proxy that nobody listens on: a server on this machine must be reached without it.
-            env={"http_proxy": "http://127.0.0.1:9", "PATH": "/usr/bin"},
-        )
+        capsys.readouterr()
+        try:
+            status = NAMES["main"](["--host", host, *arguments])
+        except SystemExit as exit:
+            status = exit.code
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
     return run
 
@@ -150,17 +158,14 @@ def test_every_family_gets_the_standard_fields(
         *(("llada2", 8902), ("sdar", 8903), ("fast-dllm", 8904)),
     ],
 )
-def test_default_address_is_that_of_the_server_script(family: str, port: int) -> None:
+def test_default_address_is_that_of_the_server_script(
+    family: str, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = (SCRIPT.parent / f"run_{family.replace('-', '_')}_server.sh").read_text()
     assert f" {port} " in script.splitlines()[-1]
-    program = (
-        "import runpy, sys\n"
-        f"names = runpy.run_path({str(SCRIPT)!r})\n"
-        "names['main'].__globals__['post'] = lambda url, body, timeout: url\n"
-        f"sys.exit(names['main'](['--model-family', {family!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"http://127.0.0.1:{port}/generate\n")
+    monkeypatch.setitem(NAMES["main"].__globals__, "post", lambda url, body, timeout: url)
+    assert NAMES["main"](["--model-family", family]) == 0
+    assert capsys.readouterr().out == f"http://127.0.0.1:{port}/generate\n"
 
 
 @pytest.mark.parametrize(("given", "sent"), [("none", None), ("7", 7), ("family", 126336)])

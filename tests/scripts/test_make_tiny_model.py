@@ -47,7 +47,7 @@ SPECIAL_TOKENS = {
     "<|end_header_id|>",
     "<|eot_id|>",
 }
-NUM_LAYERS = 4
+NUM_LAYERS = 2
 # config.json of LLaDA-8B-Instruct without sizes and token ids.
 RELEASED_CONFIG = {
     "activation_type": "silu",
@@ -169,7 +169,7 @@ def test_draws_are_balanced_between_and_within_kinds():
 # --- tokenizer -------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.text())
 def test_any_text_round_trips(model: Path, text: str):
     tokenizer = load_tokenizer(model)

@@ -54,11 +54,12 @@ def environment(**variables: str) -> dict[str, str]:
 class ServerProcess:
     """A server in a process group of its own.
 
+    What begins with `SERVER` is forked from a process that has imported vllm.
+
     Args:
         command: the command line, without `--port`.
         log: file that takes its stdout and stderr.
         port: where it listens; None: the command is told a free one with `--port`.
-        is_warm: of `SERVER`: forked from a process that has imported vllm, and its engine from it.
         variables: environment variables on top of `environment()`.
     """
 
@@ -68,7 +69,6 @@ class ServerProcess:
         log: Path,
         *,
         port: int | None = None,
-        is_warm: bool = True,
         **variables: str,
     ) -> None:
         if port is None:
@@ -78,7 +78,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._process: subprocess.Popen[bytes] | WarmProcess
-        if is_warm and tuple(command[: len(SERVER)]) == SERVER:
+        if tuple(command[: len(SERVER)]) == SERVER:
             self._process = WarmProcess(command[1:], log, environment(**variables))
             return
         with log.open("wb") as output:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.server.client import ANSWER, CHAT, COMPLETIONS, QUESTION, ROUTES, body_for, events
 from tests.server.process import MODEL_NAME, environment
+from tests.server.warm import WarmProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,28 +47,24 @@ def test_upstreams_benchmark(
     client: Client, server: ServerProcess, model_dir: Path, tmp_path: Path
 ) -> None:
     """`vllm bench serve` on both routes; the processes run at the same time."""
-    program = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
+    program = ("-m", "vllm.entrypoints.cli.main", "bench", "serve")
     dataset = ("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "32")
-    running = [
-        subprocess.Popen(
+    running = {
+        backend: WarmProcess(
             [
                 *(*program, "--backend", backend, "--endpoint", route, "--base-url", server.url),
                 *("--model", MODEL_NAME, "--tokenizer", str(model_dir), *dataset),
                 *("--num-prompts", str(NUM_PROMPTS), "--ignore-eos", "--save-result"),
                 *("--result-dir", str(tmp_path), "--result-filename", f"{backend}.json"),
             ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env=environment(no_proxy="*"),
+            tmp_path / f"{backend}.log",
+            environment(no_proxy="*"),
         )
         for backend, route in BACKENDS.items()
-    ]
-    for process, backend in zip(running, BACKENDS, strict=True):
-        printed, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, printed
+    }
+    for backend, process in running.items():
+        status, printed = process.wait(240), (tmp_path / f"{backend}.log").read_text()
+        assert status == 0, printed
         found = json.loads((tmp_path / f"{backend}.json").read_text())
         assert (found["completed"], found["failed"]) == (NUM_PROMPTS, 0), printed
         assert found["total_output_tokens"] == NUM_PROMPTS * 32

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.server.client import ANSWER, PUZZLE, QUESTION
 from tests.server.process import START_S, environment
+from tests.server.warm import WarmProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,17 +60,12 @@ def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folder = tmp_path_factory.mktemp("offline")
     script = folder / "offline.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), str(model_dir), QUESTION, PUZZLE],
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        cwd=folder,
-        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_WORKER_MULTIPROC_METHOD="spawn"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    command, log = [str(script), str(model_dir), QUESTION, PUZZLE], folder / "log"
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    status = WarmProcess(command, log, environment(**variables)).wait(START_S)
+    printed = log.read_text()
+    assert status == 0 and "Traceback" not in printed, printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("FOUND ")]
     result: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
     return result
 

@@ -57,7 +57,6 @@ def test_an_engine_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None
     server = ServerProcess(
         command,
         tmp_path / "server.log",
-        is_warm=False,
         VLLM_LOG_DIFFUSION_STEPS="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
     )
