@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Set before anything imports vllm, which reads most of them once.
 for _name, _value in {
@@ -66,6 +70,16 @@ def pytest_collection_finish() -> None:
     """The garbage collector need not look at all that was imported, again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def quick_starts() -> Iterator[None]:
+    """For engines that a test starts through other code, as those of tests.engine.harness."""
+    from tests.engine.harness import freeze_imports
+
+    freeze_imports()
+    with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

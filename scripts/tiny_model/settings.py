@@ -56,8 +56,11 @@ class Plan:
 def plan_for(family: str) -> Plan:
     """The plan of a family. Prompts of Dream are longer: as many rows a batch need more tokens.
 
+    LLaDA, which every set-up trains, has two layers and needs fewer.
     Answers of block-diffusion models end with a block: longer canvases are only more blocks.
     """
+    if family == "llada":
+        return Plan(TrainingSettings(tokens_per_batch=3200))
     if family == "dream":
         return Plan(TrainingSettings(tokens_per_batch=6400))
     if family in BLOCK_LENGTHS:

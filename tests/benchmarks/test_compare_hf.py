@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import compare_hf, in_process, performance_tables  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 SMALL = [
     *("--prompt-length", "8", "--gen-length", "16", "--block-length", "8", "--steps", "8"),
     *("--dtype", "float32", "--rounds", "2"),

@@ -19,6 +19,8 @@ from benchmarks import in_process, performance_tables, step_latency  # noqa: E40
 from benchmarks.in_process import Step, StepLog, median_interval_ms  # noqa: E402
 from benchmarks.step_latency import Case, Reference, cases_of, num_steps, row_of  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 def test_a_run_times_every_case_and_writes_what_the_document_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

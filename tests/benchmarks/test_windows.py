@@ -27,6 +27,8 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.shapes import Shape, window_stages  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 RATES = (4.3e12, 700e12, 550e12)  # of one H200: copy, products, attention
 SMALL = ("--num-layers", "2", "--shrink", "16", "--dtype", "float32")
 

@@ -54,6 +54,7 @@ def test_configuration_is_accepted_at_full_size(family: str, size: str) -> None:
     assert getattr(config, "mask_token_id", None) in ([None] if family in WITHOUT_MASK else ids)
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_runs_a_shrunk_one_with_dummy_weights(family: str, tmp_path: Path) -> None:
     from vllm import LLM, SamplingParams
