@@ -54,12 +54,7 @@ def still_alive(processes: list[psutil.Process]) -> list[str]:
 def test_an_engine_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None:
     """While it computes a request that would take minutes."""
     command = [*SERVER, "--model", str(model_dir), "--max-model-len", "4096"]
-    server = ServerProcess(
-        command,
-        tmp_path / "server.log",
-        VLLM_LOG_DIFFUSION_STEPS="1",
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",
-    )
+    server = ServerProcess(command, tmp_path / "server.log", VLLM_LOG_DIFFUSION_STEPS="1")
     try:
         server.wait_until_healthy()
         body = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 2048}
