@@ -23,9 +23,10 @@ class Room:
     def admits(self, running: list[Demand], new: Demand, **_: Any) -> bool:
         return sum(d.length for d in [*running, new]) <= LIMIT
 
-    def check(self, new: Demand) -> None:
+    def check(self, new: Demand) -> Demand:
         if new.length >= NEVER:
             raise ActivationBudgetError(new.length, 2, 1, NEVER - 1)
+        return new
 
 
 PLANNER: Any = Room()
