@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import MASK_ID, random_prompt
-from tests.engine.harness import as_request, assert_parity, clear_case, running, shrink
+from tests.engine.harness import (
+    Ask,
+    as_request,
+    assert_parity,
+    clear_case,
+    running,
+    sampling_params,
+    shrink,
+)
 from tests.engine.test_algorithms import ADABLOCK, BLOCKS, DREAM, FULL, LOADERS, MULTI, SHORT
 
 if TYPE_CHECKING:
@@ -131,3 +139,40 @@ def test_layers_in_host_memory_change_no_token(
         shrink(runner, kept + 1)
         engine.ask(as_request([1], gen_length=8, steps=8))
         assert engine.ask(asks[0])[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("prompt_length", [3, 150])
+def test_several_answers_compute_their_prompt_once(
+    pair: tuple[Engine, Any], prompt_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of requests of their own, guided ones too, and the last may come alone."""
+    engine, _ = pair
+    rows = []
+    planned = engine.runner._planned
+    monkeypatch.setattr(
+        engine.runner,
+        "_planned",
+        lambda *a: (found := planned(*a), rows.append(found[0].num_rows))[0],
+    )
+    asked = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True, **FROZEN}
+    for guidance in (0.0, 0.5):
+        extra = {**asked, "cfg_scale": guidance}
+        prompt, whole = random_prompt(prompt_length), prompt_length + 16
+        noisy = {"temperature": 0.8, "n": 3, "seed": 5}
+        alone = [
+            engine.ask(Ask(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}))[0] for i in range(3)
+        ]
+        assert len({tuple(answer.token_ids) for answer in alone}) > 1
+        rows.clear()
+        (output,) = engine.llm.generate(
+            [{"prompt_token_ids": prompt}],
+            [sampling_params(Ask(prompt, extra, noisy))],
+            use_tqdm=False,
+        )
+        assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
+        whole *= 2 if guidance else 1
+        if prompt_length > 64:
+            assert rows[0] == whole
+            assert max(rows[1:]) < whole
+        assert engine.is_idle()
+        assert engine.runner.caches.num_bytes == 0

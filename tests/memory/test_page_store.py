@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -223,3 +224,36 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     store.trim()
     store.release("b")
     assert (store.reserved_pages, store.generation, store.most_entries) == (6, generation, 20)
+
+
+def test_a_request_may_read_what_another_one_keeps() -> None:
+    """Whole pages are the same for both, and outlive whoever had them first."""
+    store = store_of(num_pages=40)
+    length, offset = 2 * PAGE_SIZE + 30, 3 * PAGE_SIZE
+    shared = [range(PAGE_SIZE + 9), range(offset, offset + PAGE_SIZE + 9)]
+    first = store.allocate("a", offset + length, spare=4 * PAGE_SIZE)
+    mark(store, first, 1)
+    generation = store.generation
+    second = store.share("b", "a", offset + length, shared)
+    assert (store.used_pages, store.generation) == (10, generation)
+    same = np.flatnonzero(first.pages == second.pages).tolist()
+    assert same == [0, 3]
+    read = np.concatenate([np.arange(r.start, r.stop) for r in shared])
+    for layer in range(NUM_LAYERS):
+        for kept in (store.keys(layer), store.values(layer)):
+            assert torch.equal(kept[rows_of(first)[read]], kept[rows_of(second)[read]])
+    store.allocate("c", 6 * PAGE_SIZE)  # for which pages move
+    assert store.generation > generation
+    assert first.pages[same].tolist() == second.pages[same].tolist()
+    assert_marked(store, first, 1)
+    store.release("a")
+    assert store.used_pages == 6 + 6
+    kept = second.slots[read]
+    for layer in range(NUM_LAYERS):
+        assert (
+            store.keys(layer)[kept][:, 0, 0] == torch.from_numpy(read % 7 + 1 + 10 * layer)
+        ).all()
+    store.release("b")
+    store.release("c")
+    store.trim()
+    assert store.reserved_bytes == 0

@@ -84,7 +84,8 @@ class DiffusionParams(AlgorithmParams):
     one. `logprobs` is how many alternatives are reported beside every token's log probability, None
     where none is. `ignored` names the standard fields that were given and cannot act. `priority` is
     None where upstream's request has it, and `timeout_s` where no time ends the request. `score` is
-    set where the request is only read; its canvas is empty then.
+    set where the request is only read; its canvas is empty then. `num_answers` is how many requests
+    of these parameters, but for their seeds, the same prompt comes with.
     """
 
     algorithm: str
@@ -116,6 +117,7 @@ class DiffusionParams(AlgorithmParams):
     priority: int | None = None
     timeout_s: float | None = None
     score: ScoreRequest | None = None
+    num_answers: int = 1
 
     @property
     def num_logprobs(self) -> int | None:

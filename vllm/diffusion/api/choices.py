@@ -84,7 +84,7 @@ class ChoicesClient:
         def run(index: int, own_id: str) -> AsyncGenerator[RequestOutput, None]:
             own = copy(sampling)
             own.n = 1
-            attach(own, decided, index)
+            attach(own, decided, index, sampling.n)
             return answers(self._engine, engine_input, own, own_id, **options)
 
         if sampling.n == 1:

@@ -105,7 +105,7 @@ class GenerateHandler:
             decided = self._validator.decide(asked, engine_input["prompt_token_ids"])
             for index in range(body.n):
                 sampling = _sampling(body, decided)
-                attach(sampling, decided, index)
+                attach(sampling, decided, index, body.n)
                 found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling, decided))
         return found
 

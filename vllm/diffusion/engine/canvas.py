@@ -14,7 +14,7 @@ from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.turns import Wish
 from vllm.diffusion.engine.windows import ALL_ROWS, num_positions, windows_of
 from vllm.diffusion.pages import in_whole_pages
-from vllm.diffusion.visibility import FULL
+from vllm.diffusion.visibility import FULL, Forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
-    from vllm.diffusion.visibility import Forward, Visibility
+    from vllm.diffusion.visibility import Visibility
 
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
@@ -120,6 +120,18 @@ class Canvas:
     def num_kept_positions(self) -> int:
         """Positions that have a place where all are kept, and the gap between two sequences."""
         return self.length + (self.unconditional_start if self.is_guided else 0)
+
+    @property
+    def frozen_positions(self) -> tuple[range, ...]:
+        """Kept positions that no forward writes once the prompt is frozen."""
+        frozen = max(self.prompt_length - self.params.logit_shift, 0)
+        starts = (0, self.unconditional_start) if self.is_guided else (0,)
+        return tuple(range(start, start + frozen) for start in starts)
+
+    def read_prompt(self, cache: KeptSequence) -> None:
+        """The prompt's keys and values are there, from the first forward of another request."""
+        self.cache = cache
+        self._windows.computed(Forward(range(self.length)), self.length)
 
     def unconditional_tokens(self) -> Array:
         """[T] int64: the tokens with everything hidden that was known at the start."""

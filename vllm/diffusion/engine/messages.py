@@ -21,7 +21,9 @@ class NewCanvas:
     """A request that starts with this step; `params.seed` is drawn.
 
     `selector` is its say in what is committed, where it has one; every rank gets a copy.
-    `host_layers` is of how many layers its kept keys and values lie in host memory.
+    `host_layers` is of how many layers its kept keys and values lie in host memory. `prompt_of`
+    names a running request whose frozen prompt it reads; `spare_positions` of kept keys and values
+    are for requests that will read its own.
     """
 
     req_id: str
@@ -29,6 +31,8 @@ class NewCanvas:
     params: DiffusionParams
     selector: Selector | None = None
     host_layers: int = 0
+    prompt_of: str | None = None
+    spare_positions: int = 0
 
 
 @dataclass(frozen=True)

@@ -247,11 +247,15 @@ class DiffusionModelRunner:
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
         canvas = Canvas(new, visibility=self.model.family.visibility)
-        if new.params.cache not in ("none", "exact"):  # exact ones get pages by `_assign`
-            length, layers = canvas.num_kept_positions, new.host_layers
-            canvas.cache = self.caches.allocate(new.req_id, length, layers)
-            if layers:
-                self._log.host_layers(new.req_id, self.caches)
+        length, layers = canvas.num_kept_positions, new.host_layers
+        if new.prompt_of is not None:
+            canvas.read_prompt(
+                self.caches.share(new.req_id, new.prompt_of, length, canvas.frozen_positions)
+            )
+        elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `_assign`
+            canvas.cache = self.caches.allocate(new.req_id, length, layers, new.spare_positions)
+        if layers:
+            self._log.host_layers(new.req_id, self.caches)
         self.canvases[new.req_id] = canvas
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:

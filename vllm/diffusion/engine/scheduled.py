@@ -30,6 +30,7 @@ class Scheduled:
         next_rows: of its next forward.
         num_kept: positions from 0 whose keys and values are kept.
         num_pages: that it has, where they are handed out.
+        prompt_of: the request whose frozen prompt it reads.
         largest: of its steps, the one with the highest peak.
     """
 
@@ -44,6 +45,7 @@ class Scheduled:
     num_pages: int = 0
     num_forwards: int = 0
     num_committed: int = 0
+    prompt_of: str | None = None
     largest: StepUsage | None = None
     _seconds: dict[int, float] = field(default_factory=dict, init=False)  # by rows of a step
 
@@ -89,7 +91,14 @@ class Scheduled:
         self.started = time.monotonic()
         self.request.status = RequestStatus.RUNNING
         prompt = list(self.request.prompt_token_ids or [])
-        return NewCanvas(self.req_id, prompt, self.params, host_layers=self.demand.host_layers)
+        return NewCanvas(
+            self.req_id,
+            prompt,
+            self.params,
+            host_layers=self.demand.host_layers,
+            prompt_of=self.prompt_of,
+            spare_positions=self.demand.spare,
+        )
 
     def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
         """It took part in a step that used so much memory."""

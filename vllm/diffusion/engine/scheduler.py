@@ -31,6 +31,7 @@ from vllm.diffusion.engine.messages import (
 from vllm.diffusion.engine.observer import Observer, seconds_since_arrival
 from vllm.diffusion.engine.paging import Paging
 from vllm.diffusion.engine.scheduled import Scheduled
+from vllm.diffusion.engine.siblings import Siblings
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import by_priority, take_turns, to_the_end
@@ -75,6 +76,7 @@ class DiffusionScheduler(CanvasInterface):
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._untold: list[tuple[int, EngineCoreOutput]] = []  # clients, and that a request ended
+        self._siblings = Siblings()
         self._launched: list[list[str]] = []  # requests of each step that is under way already
         self.slicing = Slicing(sharing(vllm_config))
         self._observer = Observer(enabled=log_stats)
@@ -109,6 +111,7 @@ class DiffusionScheduler(CanvasInterface):
         except ActivationBudgetError as error:
             self._refuse(request, str(error), reason="memory")
             return
+        self._siblings.arrived(item)
         self._waiting.append(item)
 
     def _refuse(self, request: Request, message: str, reason: str) -> None:
@@ -138,6 +141,7 @@ class DiffusionScheduler(CanvasInterface):
         for item in items:
             if item.req_id not in self._running:
                 self._waiting.remove(item)
+                self._siblings.left(item)
             self._end(item.request, finished_status)
         return [item.request for item in items]
 
@@ -146,6 +150,7 @@ class DiffusionScheduler(CanvasInterface):
         item = self._running.pop(request.request_id, None)
         if item is not None:
             self._paging.free(item)
+            self._siblings.left(item)
             self._finished_req_ids.add(request.request_id)
             self._observer.ended(item)
         if self._tells_finished:
@@ -188,20 +193,27 @@ class DiffusionScheduler(CanvasInterface):
         if self._planner is None:
             return []
         planner, admitted = self._planner, []
+        for item in self._waiting:
+            self._siblings.place(item)
 
         def is_long(item: Scheduled) -> bool:
             return self.slicing.is_long(item, item.demand.steady_rows, planner)
 
         for item, error in self._waiting.admit(
-            self._running.values(), planner, self._paging.admits, is_long
+            self._running.values(), planner, self._has_place, is_long
         ):
             if error is not None:
+                self._siblings.left(item)
                 self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
             admitted.append(item.start())
             self._observer.started(item.request)
         return admitted
+
+    def _has_place(self, item: Scheduled) -> bool:
+        """Whether the keys and values that it is to read or to write have a place."""
+        return self._siblings.is_ready(item) and self._paging.admits(item)
 
     def _next_step(self, sliced: Collection[str]) -> dict[str, int]:
         """Who takes part in the next step, with their rows, but for those who step in slices."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,7 @@ class PageStore:
         self._dtype, self._pool = dtype, pool
         self._sequences: dict[str, KeptSequence] = {}
         self._free: list[int] = []  # the next to be given is the last
+        self._holders = Counter[int]()  # of pages that are not free: how many requests have them
         self._num_pages = 0
         self._most_entries: int | None = None
         self._rows = self._new_rows(0)
@@ -108,13 +110,16 @@ class PageStore:
         """[N, KV, hd]: the rows of a layer's values; else as `keys`."""
         return self._rows_of(layer)[PAGE_SIZE:]
 
-    def allocate(self, req_id: str, length: int, host_layers: int = 0) -> KeptSequence:
+    def allocate(
+        self, req_id: str, length: int, host_layers: int = 0, spare: int = 0
+    ) -> KeptSequence:
         """Pages for a request of `length` positions, in place of what it had, not initialised.
 
         Args:
             req_id: the request.
             length: positions.
             host_layers: of so many layers they lie in host memory; the same for all requests.
+            spare: positions of free pages that there shall be besides, for `share`.
 
         Raises:
             PoolExhaustedError: the pool has no room for them.
@@ -124,14 +129,52 @@ class PageStore:
         if host_layers != self.host_layers:
             self._begin_anew(host_layers)
         wanted = num_pages(length)
-        missing = wanted - len(self._free)
-        if missing > 0:
-            self._grow(missing)
+        self._provide(wanted + num_pages(spare))
         if host_layers and self._host is None:
             self._host = HostLayers(host_layers, self._places())
         pages = np.array([self._free.pop() for _ in range(wanted)], dtype=np.int64)
+        return self._hold(req_id, length, pages)
+
+    def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
+        """Pages for a request that reads what another one keeps at some positions.
+
+        Pages that hold nothing else are the same for both; those that hold something else are
+        copied. The others are not initialised.
+
+        Args:
+            req_id: the request.
+            owner: the other one; it writes none of these positions any more.
+            length: positions.
+            shared: those that it reads.
+
+        Raises:
+            PoolExhaustedError: as `allocate`.
+        """
+        is_shared = np.zeros(num_pages(length) * PAGE_SIZE, dtype=bool)
+        for positions in shared:
+            is_shared[positions.start : positions.stop] = True
+        by_page = is_shared.reshape(-1, PAGE_SIZE)
+        own = np.flatnonzero(~by_page.all(axis=1))
+        self._provide(len(own))  # pages of the owner may move
+        pages = self._sequences[owner].pages[: len(by_page)].copy()
+        copied = own[by_page[own].any(axis=1)]
+        sources = pages[copied]
+        pages[own] = [self._free.pop() for _ in own]
+        by_number = self._by_page(self._rows, self._num_pages)
+        for source, target in zip(sources.tolist(), pages[copied].tolist(), strict=True):
+            by_number[:, target].copy_(by_number[:, source])
+        return self._hold(req_id, length, pages)
+
+    def _provide(self, wanted: int) -> None:
+        """So many pages are free from here on."""
+        missing = wanted - len(self._free)
+        if missing > 0:
+            self._grow(missing)
+
+    def _hold(self, req_id: str, length: int, pages: Array) -> KeptSequence:
         kept = KeptSequence(length, pages, self._slots(pages, length), 0)
         self._sequences[req_id] = kept
+        self._holders.update(pages.tolist())
         self.renew_table()
         return kept
 
@@ -189,7 +232,8 @@ class PageStore:
         kept = self._sequences.pop(req_id, None)
         if kept is None or self.is_fixed:
             return
-        self._free += kept.pages[::-1].tolist()
+        self._holders.subtract(kept.pages.tolist())
+        self._free += [page for page in kept.pages[::-1].tolist() if not self._holders[page]]
         if not self._sequences and self._is_large:
             self._begin_anew(host_layers=0)
 
@@ -197,6 +241,10 @@ class PageStore:
     def _is_large(self) -> bool:
         """Whether the pages are for one request alone: there is no room to move them."""
         return self.host_layers > 0 or 2 * self.reserved_bytes > self._pool.budget_bytes
+
+    @property
+    def _cannot_move(self) -> bool:
+        return self._is_large and bool(self._sequences)
 
     def _begin_anew(self, host_layers: int) -> None:
         """Without a page; nobody has any."""
@@ -244,7 +292,7 @@ class PageStore:
 
     def trim(self) -> None:
         """Give back the memory of pages that nobody uses; the others move together."""
-        if self._free:
+        if self._free and not self._cannot_move:
             self._move_to(self.used_pages)
             self.renew_table()
 
@@ -284,7 +332,7 @@ class PageStore:
     @property
     def unused_bytes(self) -> int:
         """Of these, what `trim` gives back."""
-        return len(self._free) * self._page_bytes
+        return 0 if self._cannot_move else len(self._free) * self._page_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -337,14 +385,19 @@ class PageStore:
         """Let a new buffer of `count` pages replace the old one, those in use first."""
         rows = self._new_rows(count)
         targets, sources = self._by_page(rows, count), self._by_page(self._rows, self._num_pages)
-        number = 0
+        pages = [kept.pages for kept in self._sequences.values()]
+        used = list(dict.fromkeys(np.concatenate(pages).tolist())) if pages else []
+        moved = np.zeros(self._num_pages, dtype=np.int64)
+        for target, source in enumerate(used):
+            targets[:, target].copy_(sources[:, source])
+            moved[source] = target
         for kept in self._sequences.values():
-            moved = np.arange(number, number + len(kept.pages), dtype=np.int64)
-            number += len(moved)
-            for source, target in zip(kept.pages.tolist(), moved.tolist(), strict=True):
-                targets[:, target].copy_(sources[:, source])
-            kept.pages, kept.slots = moved, self._slots(moved, kept.length)
-        self._free = list(range(number, count))[::-1]
+            kept.pages = moved[kept.pages]
+            kept.slots = self._slots(kept.pages, kept.length)
+        self._holders = Counter(
+            page for kept in self._sequences.values() for page in kept.pages.tolist()
+        )
+        self._free = list(range(len(used), count))[::-1]
         self._num_pages, self._rows = count, rows
         self.generation += 1
 

@@ -157,6 +157,8 @@ class Demand:
             are kept; None where every forward may compute all.
         first: positions of its first forward; None where these are all.
         host_layers: of so many layers its kept keys and values lie in host memory.
+        spare: positions, besides its own, for requests that read its prompt's keys and values.
+        reads_prompt: it reads the prompt's of another one, which counts what both keep.
         unit: its forwards may be computed in parts that are multiples of so many positions, and
             its pages are not counted here; None where neither is so.
     """
@@ -169,15 +171,19 @@ class Demand:
     first: int | None = None
     unit: int | None = None
     host_layers: int = 0
+    spare: int = 0
+    reads_prompt: bool = False
 
     @property
     def first_rows(self) -> int:
         """Rows of its first forward."""
+        if self.reads_prompt:
+            return self.steady_rows
         return (self.first or self.length) * self.num_sequences
 
     def largest_rows(self, row_budget: int) -> int:
         """Rows of its largest forward, where those that can be cut have so many at most."""
-        rows = self.length * self.num_sequences
+        rows = self.steady_rows if self.reads_prompt else self.length * self.num_sequences
         return rows if self.unit is None else min(rows, max(row_budget // self.unit, 1) * self.unit)
 
     @property
@@ -192,9 +198,9 @@ class Demand:
     @property
     def cached_positions(self) -> int:
         """Positions of the pages that it takes of what is shared here."""
-        if not self.keeps_cache or self.unit is not None:
+        if not self.keeps_cache or self.unit is not None or self.reads_prompt:
             return 0
-        return in_whole_pages(self.length) * self.num_sequences
+        return in_whole_pages(self.length) * self.num_sequences + self.spare
 
 
 class Planner:
@@ -320,8 +326,13 @@ class Planner:
         raise self._refusal_of(new, kept_bytes)
 
     def _placements(self, demand: Demand) -> Iterator[Demand]:
-        """The request with more and more of what it keeps in host memory, as far as that goes."""
+        """The request without room for others, then with more and more of what it keeps in host
+        memory, as far as that goes.
+        """
         yield demand
+        if demand.spare:
+            demand = replace(demand, spare=0)
+            yield demand
         positions, num_layers = demand.cached_positions, self.shape.num_layers
         if not positions:
             return

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes a prompt for several answers, and who counts what they keep."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.diffusion.engine.siblings import Siblings
+from vllm.diffusion.memory import Demand
+from vllm.diffusion.pages import PAGE_SIZE
+
+PROMPT = [3] * (2 * PAGE_SIZE + 10)
+
+
+def item(name: str, siblings: Siblings, prompt: list[int] = PROMPT, **params: Any) -> Any:
+    """A waiting request for one of three answers."""
+    asked = {"num_answers": 3, "cache": "frozen", "gen_length": 20, "cfg_scale": 0.0}
+    asked |= {"mask_id": 9, "logit_shift": 0, **params}
+    length = len(prompt) + 20
+    made = SimpleNamespace(
+        req_id=name,
+        params=SimpleNamespace(**asked),
+        request=SimpleNamespace(prompt_token_ids=prompt, num_prompt_tokens=len(prompt)),
+        demand=Demand(length, 20, keeps_cache=True, window=20),
+        prompt_of=None,
+        num_forwards=0,
+    )
+    siblings.arrived(made)
+    return made
+
+
+def start(siblings: Siblings, waiting: list[Any]) -> list[tuple[str, str | None]]:
+    """Those that start now, in order, and whose prompt they read."""
+    for one in waiting:
+        siblings.place(one)
+    return [(one.req_id, one.prompt_of) for one in waiting if siblings.is_ready(one)]
+
+
+def test_one_computes_the_prompt_and_the_others_wait_for_it() -> None:
+    siblings = Siblings()
+    a, b, c, d = (item(name, siblings) for name in "abcd")
+    others = [item("e", siblings, PROMPT[1:]), item("f", siblings, num_answers=1)]
+    others += [item("g", siblings, [9, *PROMPT]), item("h", siblings, cache="dual")]
+    assert start(siblings, [a, b, c, *others]) == [(name, None) for name in "aefgh"]
+    assert a.demand.cached_positions == (3 + 2 * 1) * PAGE_SIZE  # one page of each sibling's own
+    assert [o.demand.spare for o in others] == [2 * PAGE_SIZE, 0, 0, 0]
+    assert start(siblings, [b, c]) == []
+    a.num_forwards = 1
+    assert start(siblings, [b, c, d]) == [("b", "a"), ("c", "a")]  # it had two siblings
+    assert (b.demand.cached_positions, b.demand.largest_rows(10**6)) == (0, 20)
+    counted = a.demand
+    siblings.left(a)
+    assert (b.demand, c.demand.cached_positions) == (counted, 0)
+    siblings.left(b)
+    assert c.demand == counted
+    siblings.left(c)
+    assert start(siblings, [d]) == [("d", None)]
+
+
+def test_an_aborted_request_leaves_its_prompt_to_the_next() -> None:
+    siblings = Siblings()
+    a, b, c = (item(name, siblings) for name in "abc")
+    assert start(siblings, [a]) == [("a", None)]
+    siblings.left(a)
+    siblings.left(c)  # still waiting
+    assert start(siblings, [b]) == [("b", None)]
+    assert b.demand.spare == 2 * PAGE_SIZE
+
+
+def test_guidance_and_shifted_logits_need_more_room_of_their_own() -> None:
+    siblings = Siblings()
+    shifted = item("a", siblings, [3] * 2 * PAGE_SIZE, logit_shift=1)
+    assert shifted.demand.spare == 2 * 2 * PAGE_SIZE  # the page of the row before the canvas, too
+    straight = item("b", siblings, [3] * 2 * PAGE_SIZE)
+    assert straight.demand.spare == 2 * PAGE_SIZE
