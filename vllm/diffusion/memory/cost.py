@@ -3,7 +3,7 @@
 
 Products run at a constant rate once they have many rows; few rows wait for the weights to be read.
 A chunk of queries that attends to all keys costs as if it had some more of them: so many are lost
-while the last of its tiles finish. The rates of a GPU are those of one H200 in bf16; what a choice
+while the last of its tiles finish, but no more than it has. The rates of a GPU are those of one H200 in bf16; what a choice
 depends on is their proportion, which differs little between cards of one kind.
 """
 
@@ -96,7 +96,9 @@ class Costs:
         """Attention of all rows to `keys` keys each, and the projections around it."""
         shape = self._shape
         weights = self._query_weights * (1 + with_queries)
-        queries = work.rows * shape.num_heads / groups + self._rates.idle_queries * work.num_chunks
+        heads = shape.num_heads / groups
+        idle = min(self._rates.idle_queries, work.chunk * heads)  # of few queries keys are split
+        queries = work.rows * heads + idle * work.num_chunks
         attention = 4.0 * keys * shape.head_dim * queries / self._rates.attention_flops
         num_launches = LAUNCHES_ATTEND + with_queries * LAUNCHES_QUERIES
         return groups * (attention + self._product(work, weights // groups, num_launches))
