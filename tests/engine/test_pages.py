@@ -75,16 +75,26 @@ def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> li
     return [answers[str(number)] for number in range(len(answers))]
 
 
-@pytest.mark.parametrize("plan", [None, *PLANS.values()], ids=["whole", *PLANS])
+ALL_AT_ONCE = "2 head groups, rows in host memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "runs_ahead"),
+    [
+        *((name, False) for name in ("whole", *PLANS)),
+        *((name, True) for name in ("whole", "chunks", ALL_AT_ONCE)),
+    ],
+)
 def test_requests_that_come_and_go_find_what_they_kept(
     engine: Engine,
     alone: list[tuple[list[int], int | None]],
     runs_ahead: bool,
-    plan: Any,
+    name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps in one piece, in chunks, by head groups, with rows in host memory."""
-    if plan is not None:
+    """Steps in one piece, in chunks, by head groups, with rows in host memory; some run ahead."""
+    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    if (plan := PLANS.get(name)) is not None:
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     store, rng = engine.runner.caches, random.Random(7)
     orders = set()

@@ -28,10 +28,18 @@ from tiny_model.cache import MANIFEST_NAME, read_manifest  # noqa: E402
 from tiny_model.checkpoint import load_weights, read_config  # noqa: E402
 from tiny_model.decoding import commit_quotas, semi_autoregressive  # noqa: E402
 from tiny_model.facts import CAPITALS, all_facts  # noqa: E402
-from tiny_model.family import TokenIds, load_family  # noqa: E402
+from tiny_model.family import load_family  # noqa: E402
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings  # noqa: E402
 from tiny_model.tokenizer import load_tokenizer  # noqa: E402
 from tiny_model.training import BatchMaker, Example, balanced_draws, train  # noqa: E402
+
+from tests.scripts.test_tiny_families import (  # noqa: E402
+    EXAMPLES,
+    TOKENS,
+    FixedNetwork,
+    rms_norm64,
+    rotate64,
+)
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(
@@ -309,23 +317,6 @@ def test_other_files_of_the_checkpoint(model: Path):
 # --- network ---------------------------------------------------------------------------------
 
 
-def rms_norm64(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
-
-
-def rotate64(head: np.ndarray, theta: float) -> np.ndarray:
-    """head [T, hd]: channels j and j + hd/2 are turned by position / theta^(2j/hd)."""
-    rotated = np.empty_like(head)
-    half = head.shape[1] // 2
-    for position in range(head.shape[0]):
-        for j in range(half):
-            angle = position / theta ** (2 * j / head.shape[1])
-            a, b = head[position, j], head[position, j + half]
-            rotated[position, j] = a * np.cos(angle) - b * np.sin(angle)
-            rotated[position, j + half] = b * np.cos(angle) + a * np.sin(angle)
-    return rotated
-
-
 def forward64(directory: Path, ids: list[int]) -> np.ndarray:
     """LLaDA's forward pass in float64 numpy, straight from the checkpoint: logits [T, rows]."""
     config = read_config(directory)
@@ -371,25 +362,15 @@ def test_forward_equals_an_independent_computation(model: Path, length: int):
 
 # --- training --------------------------------------------------------------------------------
 
-TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
-
-
-def toy_examples() -> list[Example]:
-    return [
-        Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
-        Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
-        Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
-    ]
-
 
 @pytest.mark.parametrize("raw_prompt_share", [0.0, 1.0])
 def test_batches_mask_the_canvas_only(raw_prompt_share: float):
     recipe = TrainingSettings(tokens_per_batch=2400, raw_prompt_share=raw_prompt_share)
-    batch = BatchMaker(toy_examples(), TOKENS, recipe, seed=5).draw(canvas=8)
+    batch = BatchMaker(EXAMPLES, TOKENS, recipe, seed=5).draw(canvas=8)
     assert batch.clean.shape == (200, 12)
     assert torch.equal(batch.noised, batch.clean.masked_fill(batch.masked, TOKENS.mask))
     known_rows = {}
-    for example in toy_examples():
+    for example in EXAMPLES:
         prompt = example.raw_prompt if raw_prompt_share else example.chat_prompt
         row = [*prompt, *example.answer]
         known_rows[(*row, *[TOKENS.eos] * (12 - len(row)))] = len(prompt)
@@ -403,7 +384,7 @@ def test_batches_mask_the_canvas_only(raw_prompt_share: float):
 
 def test_batches_depend_on_the_seed_only():
     def draw(seed: int) -> torch.Tensor:
-        return BatchMaker(toy_examples(), TOKENS, TrainingSettings(), seed).draw(8).noised
+        return BatchMaker(EXAMPLES, TOKENS, TrainingSettings(), seed).draw(8).noised
 
     assert torch.equal(draw(1), draw(1))
     assert not torch.equal(draw(1), draw(2))
@@ -413,7 +394,7 @@ def test_training_learns_to_answer():
     family = load_family("llada")
     torch.manual_seed(0)
     network = family.network(family.config(TOKENS) | {"n_layers": 2})
-    examples = toy_examples()
+    examples = EXAMPLES
     train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
     prompts = torch.tensor([example.chat_prompt for example in examples])
     setting = DecodingSetting(canvas=8, steps=8, block_length=8)
@@ -423,20 +404,6 @@ def test_training_learns_to_answer():
 
 
 # --- decoding --------------------------------------------------------------------------------
-
-
-class FixedNetwork:
-    """Its logits depend on the position only: token i at position i, with the given logit."""
-
-    def __init__(self, confidence: list[float]) -> None:
-        self._peaks = torch.tensor(confidence)
-
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        length = ids.shape[1]
-        return torch.diag(self._peaks[:length]).expand(ids.shape[0], length, length)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ QUICK = Plan(
     required_share=0.0,
 )
 TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
+EXAMPLES = [
+    Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
+    Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
+    Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
+]
 MOE_TOKENS = (
     *("<|startoftext|>", "<|endoftext|>", "<|mask|>"),
     *("<role>", "</role>", "<|role_end|>"),
@@ -494,18 +499,13 @@ def test_training_learns_to_answer(family_name: str) -> None:
     block_length = 4 if family_name == "sdar" else 8
     config = family.config(TOKENS) | {"num_hidden_layers": 2, "bd_size": block_length}
     network = family.network(config)
-    examples = [
-        Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
-        Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
-        Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
-    ]
     if family_name == "llada2":
         network.block_length = block_length
-    train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
-    prompts = torch.tensor([example.chat_prompt for example in examples])
+    train(network, EXAMPLES, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
+    prompts = torch.tensor([example.chat_prompt for example in EXAMPLES])
     setting = DecodingSetting(canvas=8, steps=8, block_length=block_length)
     rows = family.decode(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
-    for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
+    for row, example in zip(rows[:, 4:].tolist(), EXAMPLES, strict=True):
         assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
 
 
