@@ -65,7 +65,6 @@ def servers(
             MAX_MODEL_LEN="8192",  # longer than config.json says: the script allows it
             EXTRA_VLLM_ARGS="--served-model-name 'two words' --shutdown-timeout 120",
             VLLM_LOG_DIFFUSION_STEPS="1",
-            VLLM_WORKER_MULTIPROC_METHOD="spawn",  # as by default
         ),
         "vllm serve": ServerProcess(
             [
@@ -74,7 +73,7 @@ def servers(
             ],
             folder / "serve.log",
             PYTHONPATH=os.pathsep.join([str(folder / "path"), str(ROOT)]),
-            VLLM_WORKER_MULTIPROC_METHOD="spawn",  # whose threads are its own
+            VLLM_WORKER_MULTIPROC_METHOD="spawn",  # as by default
             VLLM_API_KEY="secret",
             DLLM_MAX_REQUEST_BYTES="10000",
         ),
