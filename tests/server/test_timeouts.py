@@ -33,12 +33,12 @@ def test_a_request_that_is_not_complete_in_time_is_a_504(
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_stream_that_has_begun_ends_with_abort(client: Client, route: str) -> None:
-    body = body_for(route, **SLOW, timeout_s=0.7, stream_canvas=True)
+    body = body_for(route, **SLOW, timeout_s=1.5, stream_canvas=True)
     *before, last = client.events(route, body)
-    assert len(before) > 2
+    assert before
     reason = last["finish_reason"][0] if route == GENERATE else last["choices"][0]["finish_reason"]
     assert reason == "abort"
-    assert last["diffusion"]["error"].startswith("timeout: not complete 0.7 s after arrival")
+    assert last["diffusion"]["error"].startswith("timeout: not complete 1.5 s after arrival")
     assert 0 < last["diffusion"]["num_forwards"] < 1024
 
 

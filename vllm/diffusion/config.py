@@ -132,6 +132,15 @@ class Sharing:
     def longest_pause_s(self) -> float:
         return self.longest_pause_ms / 1000
 
+    def __str__(self) -> str:
+        """For the log of the start."""
+        if not self.longest_pause_ms:
+            return "no step is cut (longest_pause_ms 0)"
+        return (
+            f"steps beyond {self.longest_pause_ms:g} ms are cut (longest_pause_ms), and have "
+            f"{self.long_share:g} of the time while others run (long_share)"
+        )
+
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Sharing:
         """As settings of the server say.

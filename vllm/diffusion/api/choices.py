@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.report import timeout_in, told
-from vllm.diffusion.decision import attach
+from vllm.diffusion.decision import DECISION, attach, is_decided
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import merge_async_iterators
@@ -79,7 +79,10 @@ class ChoicesClient:
             RequestRefused: HTTP 400, naming the field.
             GenerationError: from the generator, if the engine could not go on.
         """
-        decided = self._validator.decide_sampling(sampling, engine_input["prompt_token_ids"])
+        if is_decided(sampling):
+            decided = sampling.extra_args[DECISION]
+        else:
+            decided = self._validator.decide_sampling(sampling, engine_input["prompt_token_ids"])
 
         def run(index: int, own_id: str) -> AsyncGenerator[RequestOutput, None]:
             own = copy(sampling)

@@ -22,6 +22,7 @@ from vllm.diffusion.api.openai_protocol import (
 from vllm.diffusion.api.openai_serving import (
     DiffusionServingChat,
     DiffusionServingCompletion,
+    DiffusionServingResponses,
     adopt,
 )
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
@@ -161,6 +162,9 @@ class DiffusionEndpoint:
         )
         state.openai_serving_completion = adopt(
             state.openai_serving_completion, DiffusionServingCompletion, validator
+        )
+        state.openai_serving_responses = adopt(
+            state.openai_serving_responses, DiffusionServingResponses, validator
         )
         state.diffusion_generate = GenerateHandler(
             engine_client,

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
 from vllm.diffusion.api.events import DONE, Listener, event
 from vllm.diffusion.api.openai_protocol import prepare
-from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, told
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 if TYPE_CHECKING:
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.outputs import RequestOutput
 
-Handler = TypeVar("Handler", bound="DiffusionServingChat | DiffusionServingCompletion")
+Handler = TypeVar(
+    "Handler",
+    bound="DiffusionServingChat | DiffusionServingCompletion | DiffusionServingResponses",
+)
 
 
 def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
@@ -154,6 +159,20 @@ class DiffusionServingCompletion(_Diffusion, OpenAIServingCompletion):
         return response
 
 
+class DiffusionServingResponses(_Diffusion, OpenAIServingResponses):
+    """POST /v1/responses: upstream's, but that a request is refused before its stream begins."""
+
+    def _generate_with_builtin_tools(
+        self, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        decided = self.validator.decide_sampling(sampling_params, engine_input["prompt_token_ids"])
+        attach(sampling_params, decided)
+        found: AsyncGenerator[Any, None] = super()._generate_with_builtin_tools(
+            request_id, engine_input, sampling_params, *args, **kwargs
+        )
+        return found
+
+
 def _prepare(request: Any, model_config: Any) -> None:
     try:
         prepare(request, model_config)
@@ -217,6 +236,11 @@ async def _with_report(
 
 def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
     content = json.loads(chunk.removeprefix("data: "))
+    if any(
+        map(timeout_in, reports.values())
+    ):  # of an answer without a token no chunk tells its end
+        for choice in content["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "abort"
     content["diffusion"] = {**content.get("diffusion", {}), **_content(reports)}
     return event(json.dumps(content))
 

@@ -37,6 +37,7 @@ from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
+from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 
 class DiffusionScheduler(CanvasInterface):
@@ -78,7 +81,9 @@ class DiffusionScheduler(CanvasInterface):
         self._untold: list[tuple[int, EngineCoreOutput]] = []  # clients, and that a request ended
         self._siblings = Siblings()
         self._launched: list[list[str]] = []  # requests of each step that is under way already
-        self.slicing = Slicing(sharing(vllm_config))
+        shares = sharing(vllm_config)
+        logger.info("long requests: %s", shares)
+        self.slicing = Slicing(shares)
         self._observer = Observer(enabled=log_stats)
         self._finished_req_ids: set[str] = set()
         self._tells_finished = include_finished_set

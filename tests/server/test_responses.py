@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/responses: upstream's route; odd bodies are refused, and none breaks off."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.server.client import ANSWER, QUESTION, refusal
+from tests.server.process import MODEL_NAME
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+RESPONSES = "/v1/responses"
+ODD_INPUTS: list[Any] = [
+    *(None, 5, {}, [5], [{}], [{"role": "user"}], [{"role": "user", "content": 5}]),
+    *([{"role": 5, "content": "hi"}], [{"type": "nonsense"}], "hi " * 100_000),
+    [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+]
+ODD_FIELDS: list[dict[str, Any]] = [
+    *({"temperature": value} for value in ("hot", -1)),
+    *({"max_output_tokens": value} for value in (0, -5, 10**9, "x")),
+    *({"tools": value} for value in (5, [{}])),
+    *({name: 5} for name in ("text", "reasoning", "metadata", "instructions", "vllm_xargs")),
+    *({"vllm_xargs": value} for value in ({"steps": 0}, {"stepz": 1}, {"dllm_decision": 5})),
+    *({"previous_response_id": "x"}, {"background": True}, {"model": "other"}),
+    *({"repetition_penalty": 2.0}, {"presence_penalty": 1.0}, {"priority": "x"}),
+    *({"top_p": 0.5, "temperature": 1.0}, {"structured_outputs": {"regex": "a*"}}),
+]
+
+
+def ask(client: Client, body: dict[str, Any]) -> Any:
+    return client.http.post(RESPONSES, json={"model": MODEL_NAME, "input": "hi", **body})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_odd_bodies_are_refused(client: Client, stream: bool) -> None:
+    """With an error in OpenAI's shape, before a stream begins."""
+    for fields in [*({"input": value} for value in ODD_INPUTS), *ODD_FIELDS]:
+        response = ask(client, {**fields, "stream": stream})
+        told = f"{json.dumps(fields)[:80]}: {response.status_code} {response.text[:200]}"
+        assert 400 <= response.status_code < 500, told
+        assert response.json()["error"]["message"], told
+
+
+def test_it_is_answered_and_streamed(client: Client) -> None:
+    body = {"input": QUESTION, "vllm_xargs": {"gen_length": 32, "priority": 1}}
+    response = ask(client, body)
+    assert response.json()["output"][0]["content"][0]["text"] == ANSWER
+    with client.http.stream(
+        "POST", RESPONSES, json={"model": MODEL_NAME, **body, "stream": True}
+    ) as streamed:
+        events = [line for line in streamed.iter_lines() if line.startswith("event: ")]
+    assert events[-1] == "event: response.completed"
+
+
+def test_its_time_may_be_over(client: Client) -> None:
+    error = refusal(ask(client, {"vllm_xargs": {"timeout_s": 0.001}}), 504)
+    assert "timeout" in error["message"]
