@@ -3,9 +3,9 @@
 
 Products run at a constant rate once they have many rows; few rows wait for the weights to be read.
 A chunk of queries that attends to all keys costs as if it had some more of them: so many are lost
-while the last of its tiles finish, but no more than it has. The rates of a GPU are those of one H200
-in bf16; what a choice depends on is their proportion, which differs little between cards of one
-kind.
+while the last of its tiles finish, but no more than it has. The rates of a GPU are those of one
+H200 in bf16; what a choice depends on is their proportion, which differs little between cards of
+one kind.
 """
 
 from __future__ import annotations
