@@ -86,7 +86,7 @@ def test_a_request_that_arrives_joins_the_step_after_the_one_under_way(
     assert answers["second"].num_forwards == wanted_of_other.num_forwards
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("cache", ["none", "frozen"])
 def test_an_abort_under_way_leaves_the_others_alone(
     engine: Engine, model: LLaDAReference, launches: list[list[str]], cache: str
 ) -> None:

@@ -104,11 +104,15 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
     model = load_reference(folder)
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     whole = as_request(prompt, **BLOCKS)
-    dual = [as_request([*prompt, i + 2], cache="dual", **BLOCKS) for i in range(6)]
+    caches = ["dual", "frozen"] * 3
+    kept = [as_request([*prompt, i + 2], cache=c, **BLOCKS) for i, c in enumerate(caches)]
+    guided = {**BLOCKS, "cache": "frozen", "cfg_scale": 1.0}
+    own, frozen = clear_case(model, 40, **guided)
     with running(folder, tensor_parallel_size=2, max_num_batched_tokens=120) as engine:
-        alone = [engine.ask(ask)[0].token_ids for ask in dual]
+        assert_decoded(engine.ask(as_request(own, **guided)), [frozen])
+        alone = [engine.ask(ask)[0].token_ids for ask in kept]
         for _ in range(2):
-            *cached, last = engine.ask(*dual, whole)
+            *cached, last = engine.ask(*kept, whole)
             assert [answer.token_ids for answer in cached] == alone
             assert_decoded([last], [wanted])
             engine.llm.collective_rpc(run_ahead)
