@@ -60,29 +60,54 @@ def _at_least(ranks):
 
 
 @triton.jit
-def _in_kept_groups(
-    ranks,
-    is_expert,
-    num_experts,
-    NUM_GROUPS: tl.constexpr,
-    NUM_KEPT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    """Mark the experts of the groups whose two best ranks sum highest; ties to the lowest group."""
+def _group_sums(ranks, num_experts, NUM_GROUPS: tl.constexpr, EXPERTS: tl.constexpr):
+    """For every expert the sum of the two best ranks of its group [ROWS, EXPERTS]."""
     experts = tl.arange(0, EXPERTS)[None, :]
     size = num_experts // NUM_GROUPS
     groups = experts // size
-    sums = tl.full(ranks.shape, float("-inf"), dtype=tl.float32)  # of each expert's group
+    sums = tl.full(ranks.shape, float("-inf"), dtype=tl.float32)
     for group in range(NUM_GROUPS):
         members = tl.where(groups == group, ranks, float("-inf"))
         best = tl.max(members, axis=1)
         winner = tl.argmax(members, axis=1)
         second = tl.max(tl.where(experts == winner[:, None], float("-inf"), members), axis=1)
         sums = tl.where(groups == group, _at_least(best + second)[:, None], sums)
+    return sums
+
+
+@triton.jit
+def _even_group_sums(ranks, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The same of all groups at once, where their sizes are powers of two."""
+    SIZE: tl.constexpr = EXPERTS // NUM_GROUPS
+    members = tl.reshape(ranks, (ROWS, NUM_GROUPS, SIZE))
+    best = tl.max(members, axis=2)
+    is_best = tl.arange(0, SIZE)[None, None, :] == tl.argmax(members, axis=2)[:, :, None]
+    second = tl.max(tl.where(is_best, float("-inf"), members), axis=2)
+    sums = tl.broadcast_to(_at_least(best + second)[:, :, None], (ROWS, NUM_GROUPS, SIZE))
+    return tl.reshape(sums, (ROWS, EXPERTS))
+
+
+@triton.jit
+def _in_kept_groups(
+    ranks,
+    is_expert,
+    num_experts,
+    NUM_GROUPS: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Mark the experts of the groups whose two best ranks sum highest; ties to the lowest group."""
+    if IS_EVEN:
+        sums = _even_group_sums(ranks, NUM_GROUPS, ROWS, EXPERTS)
+    else:
+        sums = _group_sums(ranks, num_experts, NUM_GROUPS, EXPERTS)
+    groups = tl.arange(0, EXPERTS)[None, :] // (num_experts // NUM_GROUPS)
     is_open = tl.broadcast_to(is_expert[None, :], ranks.shape)
     for _ in range(NUM_KEPT):
         winner = tl.argmax(tl.where(is_open, sums, float("-inf")), axis=1)
-        is_open = is_open & (groups != winner[:, None] // size)
+        is_open = is_open & (groups != winner[:, None] // (num_experts // NUM_GROUPS))
     return is_expert[None, :] & ~is_open
 
 
@@ -103,8 +128,7 @@ def choose_kernel(
     logits,  # [P, R, E], to be summed and rounded to the dtype of the weights
     bias,  # [E] fp32
     weights,  # [R, K], written: ascending experts
-    chosen,  # [R, E] int8, written where the rows take several blocks
-    counts,  # [blocks, E] int32, written likewise
+    members,  # [R, K] int16, written where the rows take several blocks: ascending experts
     slots,  # [R * K] int32, written where one block holds all rows
     ends,  # [E] int32, written likewise
     num_rows,
@@ -121,6 +145,7 @@ def choose_kernel(
     IS_NORMALISED: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -146,7 +171,9 @@ def choose_kernel(
         ranks += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
     ranks = _at_least(ranks)
     if NUM_GROUPS > 1:
-        is_open = _in_kept_groups(ranks, is_expert, num_experts, NUM_GROUPS, NUM_KEPT, EXPERTS)
+        is_open = _in_kept_groups(
+            ranks, is_expert, num_experts, NUM_GROUPS, NUM_KEPT, IS_EVEN, ROWS, EXPERTS
+        )
     else:
         is_open = tl.broadcast_to(is_expert[None, :], ranks.shape)
     is_chosen = _choose(ranks, is_open, num_chosen, EXPERTS) & is_row[:, None]
@@ -156,60 +183,46 @@ def choose_kernel(
         scores /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
     scores *= scale
     tl.store(weights + slot, scores.to(weights.dtype.element_ty), mask=is_chosen)
-    totals = tl.sum(ones, axis=0)
     if IS_WHOLE:
+        totals = tl.sum(ones, axis=0)
         last = tl.cumsum(totals)
         tl.store(ends + experts, last, mask=is_expert)
         position = (last - totals)[None, :] + tl.cumsum(ones, axis=0) - 1
         tl.store(slots + position, slot, mask=is_chosen)
     else:
-        at = row_ids.to(tl.int64)[:, None] * num_experts + experts[None, :]
-        tl.store(chosen + at, is_chosen.to(tl.int8), mask=inside)
-        tl.store(counts + block * num_experts + experts, totals, mask=is_expert)
+        member = tl.broadcast_to(experts[None, :], slot.shape)
+        tl.store(members + slot, member.to(tl.int16), mask=is_chosen)
 
 
 @triton.jit
 def sort_kernel(
-    chosen,  # [R, E] int8
-    counts,  # [blocks, E] int32
+    members,  # [R * K] int16: the expert of every slot
     slots,  # [R * K] int32, written
     ends,  # [E] int32, written
-    num_rows,
-    num_experts,
-    num_chosen,
-    num_blocks,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_slots,
+    LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """A program for each expert: it counts the slots of those before it, then lists its own."""
     begin_open(OVERLAPS)
-    block = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS)
-    is_expert = experts < num_experts
-    totals = tl.zeros((EXPERTS,), dtype=tl.int32)
-    earlier = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for first in range(0, num_blocks, BLOCKS):
-        blocks = first + tl.arange(0, BLOCKS)
-        some = tl.load(
-            counts + blocks[:, None] * num_experts + experts[None, :],
-            mask=(blocks < num_blocks)[:, None] & is_expert[None, :],
-            other=0,
-        )
-        totals += tl.sum(some, axis=0)
-        earlier += tl.sum(tl.where((blocks < block)[:, None], some, 0), axis=0)
-    last = tl.cumsum(totals)
-    if block == 0:
-        tl.store(ends + experts, last, mask=is_expert)
-    row_ids = block * ROWS + tl.arange(0, ROWS)
-    ones = tl.load(
-        chosen + row_ids.to(tl.int64)[:, None] * num_experts + experts[None, :],
-        mask=(row_ids < num_rows)[:, None] & is_expert[None, :],
-        other=0,
-    ).to(tl.int32)
-    slot = row_ids[:, None] * num_chosen + tl.cumsum(ones, axis=1) - 1
-    position = (last - totals + earlier)[None, :] + tl.cumsum(ones, axis=0) - 1
-    tl.store(slots + position, slot, mask=ones > 0)
+    expert = tl.program_id(0)
+    places = tl.arange(0, LINES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    earlier = tl.zeros((LINES, WIDTH), dtype=tl.int32)
+    for first in range(0, num_slots, LINES * WIDTH):
+        inside = first + places < num_slots
+        member = tl.load(members + first + places, mask=inside, other=32767)
+        earlier += (member < expert).to(tl.int32)
+    end = tl.sum(tl.sum(earlier, axis=1), axis=0)
+    for first in range(0, num_slots, LINES * WIDTH):
+        inside = first + places < num_slots
+        member = tl.load(members + first + places, mask=inside, other=32767)
+        ones = (member == expert).to(tl.int32)
+        totals = tl.sum(ones, axis=1)
+        position = end + (tl.cumsum(totals) - totals)[:, None] + tl.cumsum(ones, axis=1) - 1
+        tl.store(slots + position, first + places, mask=ones > 0)
+        end += tl.sum(totals, axis=0)
+    tl.store(ends + expert, end)
 
 
 @triton.jit
@@ -256,11 +269,10 @@ def sum_kernel(
 # instruction.
 _SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
 # The most elements [rows, experts] of all rows, then those of a program of the choice, and its
-# warps. Few rows a program are fewer instructions after each other; of many programs each would
-# read the counts of all. On an H200, 32 and 256 rows of 64 experts: 6.8 and 7.7 us; one program of
-# 32 rows, which needs no kernel for the order, 7.3; PyTorch's product before the choice 10 and 11.
-_CHOICES = ((16384, (512, 4)), (65536, (1024, 4)), (None, (2048, 4)))
-_COUNTS_ELEMENTS = 2048  # [programs, experts], of the counts that are read at once
+# warps. What fits into one program needs no kernel for the order; else a row is best chosen for
+# within a warp.
+_CHOICES = ((512, (512, 4)), (None, (256, 1)))
+_SORT_TILE = (1024, 8)  # of the slots that a program sorts at once: 16 bytes of each line
 
 
 def launch_score(x: Tensor, gate: Tensor) -> Tensor:
@@ -314,16 +326,12 @@ def launch_route(
     rows = max(1, elements // experts)
     num_blocks = triton.cdiv(num_rows, rows)
     is_whole = num_blocks == 1
-    chosen = counts = None
-    if not is_whole:
-        chosen = logits.new_empty((num_rows, num_experts), dtype=torch.int8)
-        counts = slots.new_empty((num_blocks, num_experts))
+    members = None if is_whole else slots.new_empty(len(slots), dtype=torch.int16)
     choose_kernel[(num_blocks,)](
         parts,
         bias,
         weights,
-        chosen,
-        counts,
+        members,
         slots,
         ends,
         num_rows,
@@ -340,6 +348,7 @@ def launch_route(
         IS_NORMALISED=scoring.is_normalised,
         NUM_GROUPS=scoring.num_groups,
         NUM_KEPT=scoring.num_kept_groups,
+        IS_EVEN=num_experts % scoring.num_groups == 0 and experts == num_experts,
         IS_WHOLE=is_whole,
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
@@ -347,21 +356,16 @@ def launch_route(
     )
     if is_whole:
         return
-    sort_kernel[(num_blocks,)](
-        chosen,
-        counts,
+    sort_kernel[(num_experts,)](
+        members,
         slots,
         ends,
-        num_rows,
-        num_experts,
-        num_chosen,
-        num_blocks,
-        ROWS=rows,
-        EXPERTS=experts,
-        BLOCKS=max(1, _COUNTS_ELEMENTS // experts),
+        len(slots),
+        LINES=_SORT_TILE[0],
+        WIDTH=_SORT_TILE[1],
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
-        num_warps=4,
+        num_warps=8,
     )
 
 

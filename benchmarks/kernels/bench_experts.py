@@ -35,9 +35,14 @@ from benchmarks.gpu_timing import (  # noqa: E402
     matmul_rate,
     write_record,
 )
-from gather_gemm import add_terms, gated_gemm, route  # noqa: E402
+from gather_gemm import add_terms, route  # noqa: E402
 from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product  # noqa: E402
-from vllm.diffusion.ops.experts import Matrices, route_rows, weighted_terms  # noqa: E402
+from vllm.diffusion.ops.experts import (  # noqa: E402
+    Matrices,
+    gated_products,
+    route_rows,
+    weighted_terms,
+)
 from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
 
 if TYPE_CHECKING:
@@ -131,7 +136,7 @@ def make_layer(num_rows: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor
     x = random(num_rows, HIDDEN)
     normed = fused_ops.rms_norm(x, norm, EPS)
     routing = route_rows(normed, gate, NUM_CHOSEN)
-    inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, w1, routing.ends)
+    inner = gated_products(normed, Matrices(w1), routing)
     terms = weighted_terms(inner, Matrices(w2), routing)
     return Layer(norm, gate, w1, w2, x, routing, inner, terms)
 
@@ -182,6 +187,10 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             layer.inner, layer.w2, ends, slots, weights, terms, early=True, config=config
         )
 
+    def compiled_gated(layer: Layer) -> None:
+        slots, ends = layer.routing.slots, layer.routing.ends
+        fused_ops.gated_gemm(layer.x, slots, NUM_CHOSEN, layer.w1, ends)
+
     def compiled_product(layer: Layer) -> None:
         weights, slots, ends = layer.routing
         fused_ops.weighted_gemm(layer.inner, layer.w2, ends, slots, weights, early=True)
@@ -213,8 +222,8 @@ def sweep(layers: list[Layer], repeats: int) -> None:
             f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
             for config in fitting
         }
-        if kernel == "weighted" and fused_ops.has_weighted_gemm(layers[0].inner, layers[0].w2):
-            variants["compiled"] = compiled_product
+        if fused_ops.has_grouped_gemm(layers[0].x, layers[0].w1):
+            variants["compiled"] = compiled_gated if kernel == "gated" else compiled_product
         print_sweep(kernel, layers, times_us(layers, repeats, variants))
     routes: dict[str, Callable[[Layer], object]] = {
         f"{block[0]} elements a block, {block[1]} warps": partial(launch_route, block=block)
@@ -247,8 +256,7 @@ def floor_us(layer: Layer, num_touched: float) -> float:
 
 
 def gated(layer: Layer) -> Tensor:
-    slots, ends = layer.routing.slots, layer.routing.ends
-    return gated_gemm(layer.x, slots, NUM_CHOSEN, layer.w1, ends)
+    return gated_products(layer.x, Matrices(layer.w1), layer.routing)
 
 
 def weighted(layer: Layer) -> Tensor:
@@ -267,7 +275,7 @@ def stage(layer: Layer) -> None:
     """The feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     routing = route_rows(normed, layer.gate, NUM_CHOSEN)
-    inner = gated_gemm(normed, routing.slots, NUM_CHOSEN, layer.w1, routing.ends)
+    inner = gated_products(normed, Matrices(layer.w1), routing)
     add_terms(layer.x, weighted_terms(inner, Matrices(layer.w2), routing))
 
 

@@ -6,16 +6,24 @@ import torch
 
 from gather_gemm import SOFTMAX, Routing, Scoring, route_rows, weighted_gemm
 from gather_gemm import grouped_reference as reference
-from tests.native.test_grouped_gemm import ERROR, ends_of, relative_error, weighted_wanted
+from tests.native.test_grouped_gemm import (
+    ERROR,
+    ends_of,
+    gated_wanted,
+    relative_error,
+    weighted_wanted,
+)
 from tests.native.test_routing import exact_rows, experts_of
 from vllm_add_llada.cuda_kernels import fused_ops
 
-# Rows of each of 7 groups: one row, empty groups beside each other, all in one, more than a tile.
+# Rows of each of 7 groups: one row, empty groups beside each other, all in one, on both sides of
+# every width that a tile can have, and more than a tile.
 STREAMED = [
     [0, 0, 1, 0, 0, 0, 0],
     [1, 8, 9, 16, 17, 32, 33],
-    [0, 0, 0, 0, 0, 0, 256],
-    [200, 0, 64, 65, 0, 130, 5],
+    [64, 65, 96, 97, 128, 129, 160],
+    [0, 0, 0, 0, 0, 0, 1001],
+    [200, 0, 320, 161, 0, 130, 5],
 ]
 
 
@@ -23,7 +31,7 @@ STREAMED = [
 @pytest.mark.parametrize("sizes", STREAMED, ids=str)
 @pytest.mark.parametrize("early", [False, True])
 # less than a tile of columns and fewer steps than stages; more tiles than multiprocessors
-@pytest.mark.parametrize(("num_columns", "depth"), [(24, 64), (96, 192), (2048, 1024), (4104, 64)])
+@pytest.mark.parametrize(("num_columns", "depth"), [(16, 64), (96, 192), (2048, 1024), (4112, 64)])
 def test_streams_against_float64(generator, sizes, early, num_columns, depth):
     """The compiled product whatever the launch choice, of rows that lie apart in memory."""
     num_slots, num_groups = sum(sizes), len(sizes)
@@ -33,10 +41,51 @@ def test_streams_against_float64(generator, sizes, early, num_columns, depth):
     weight = torch.randn(shape, generator=generator).bfloat16().cuda()[:, :, :depth]
     weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
     ends = ends_of(sizes, "cuda")
-    assert fused_ops.has_weighted_gemm(x, weight)
+    assert fused_ops.has_grouped_gemm(x, weight)
     terms = fused_ops.weighted_gemm(x, weight, ends, slots, weights, early=early)
     wanted = weighted_wanted(x, weight, sizes, slots, weights)
     assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", STREAMED, ids=str)
+# less than a tile of columns; a part of a second one; those of a released model
+@pytest.mark.parametrize(("width", "depth"), [(8, 64), (136, 192), (512, 2048)])
+def test_gated_streams_against_float64(generator, sizes, width, depth):
+    """Rows that lie apart in memory, each gathered for three groups; the same every time."""
+    num_chosen = 3
+    sizes = [size * num_chosen for size in sizes]
+    num_slots = sum(sizes)
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    x = torch.randn(num_slots // num_chosen, depth + 8, generator=generator).bfloat16().cuda()
+    x = x[:, 8:]
+    shape = (len(sizes), 2 * width, depth + 16)
+    weight = (torch.randn(shape, generator=generator) / depth**0.5).bfloat16().cuda()[:, :, :depth]
+    ends = ends_of(sizes, "cuda")
+    assert fused_ops.has_grouped_gemm(x, weight)
+    given = fused_ops.gated_gemm(x, slots, num_chosen, weight, ends)
+    wanted = gated_wanted(x, slots, num_chosen, weight, sizes)
+    assert relative_error(given, wanted) <= ERROR[torch.bfloat16]
+    for _ in range(5):
+        assert torch.equal(fused_ops.gated_gemm(x, slots, num_chosen, weight, ends), given)
+
+
+@pytest.mark.gpu
+def test_gated_streams_are_rounded_as_the_reference_rounds(generator):
+    """bf16 with exact sums, of 256 groups of which many are empty."""
+    sizes = torch.randint(0, 40, (256,), generator=generator).mul(
+        torch.rand(256, generator=generator) < 0.6
+    )
+    sizes = sizes.tolist()
+    num_slots = sum(sizes)
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    x = torch.randint(-4, 5, (num_slots, 128), generator=generator).bfloat16().cuda()
+    weight = (torch.randint(-4, 5, (256, 64, 128), generator=generator) / 64).bfloat16().cuda()
+    ends = ends_of(sizes, "cuda")
+    given = fused_ops.gated_gemm(x, slots, 1, weight, ends)
+    wanted = reference.gated(reference.grouped_gemm(x[slots.long()], weight, ends))
+    # the two exponentials differ in their last bits, which a rounding may show
+    torch.testing.assert_close(given, wanted, rtol=2**-7, atol=0)
 
 
 @pytest.mark.gpu
@@ -73,9 +122,10 @@ def test_streams_without_weights_are_the_products(generator):
 
 
 @pytest.mark.gpu
-def test_a_graph_of_the_stream_holds_for_any_routing(generator):
+def test_a_graph_of_the_streams_holds_for_any_routing(generator):
     num_slots, num_columns, depth = 320, 256, 1024
-    x = torch.randn(num_slots, depth, generator=generator).bfloat16().cuda()
+    rows = torch.randn(num_slots, 256, generator=generator).bfloat16().cuda()
+    gates = (torch.randn(8, 2 * depth, 256, generator=generator) / 16).bfloat16().cuda()
     weight = torch.randn(8, num_columns, depth, generator=generator).bfloat16().cuda()
     weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
     slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
@@ -83,11 +133,14 @@ def test_a_graph_of_the_stream_holds_for_any_routing(generator):
     torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        x = fused_ops.gated_gemm(rows, slots, 1, gates, ends)
         terms = fused_ops.weighted_gemm(x, weight, ends, slots, weights, early=True)
     for sizes in ([320] + [0] * 7, [0] * 7 + [320], [1] * 7 + [313], [40] * 8):
         ends.copy_(ends_of(sizes))
         terms.fill_(torch.nan)
         graph.replay()
+        inner = gated_wanted(rows, slots, 1, gates, sizes)
+        assert relative_error(x, inner) <= ERROR[torch.bfloat16]
         wanted = weighted_wanted(x, weight, sizes, slots, weights)
         assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
 
@@ -98,13 +151,15 @@ GATE = torch.zeros(64, 512, dtype=torch.bfloat16)
 def test_without_a_kernel_they_refuse():
     """`ops` asks the rooms first."""
     x, weight = torch.zeros(9, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 512).bfloat16()
-    assert not fused_ops.has_router(x, GATE) and not fused_ops.has_weighted_gemm(x, weight)
+    assert not fused_ops.has_router(x, GATE) and not fused_ops.has_grouped_gemm(x, weight)
     with pytest.raises(ValueError, match=r"route_rows: no kernel for x torch.bfloat16 \[9, 512\]"):
         fused_ops.route_rows(x, GATE, 8)
     slots = torch.arange(9, dtype=torch.int32)
     weights = torch.zeros(9, 1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"weighted_gemm: no kernel for x torch.bfloat16"):
         fused_ops.weighted_gemm(x, weight, ends_of([4, 5]), slots, weights)
+    with pytest.raises(ValueError, match=r"gated_gemm: no kernel for x torch.bfloat16"):
+        fused_ops.gated_gemm(x, slots, 1, weight, ends_of([4, 5]))
 
 
 @pytest.mark.gpu
@@ -121,6 +176,8 @@ def test_arguments_are_checked():
         fused_ops.weighted_gemm(x, weight, ends, slots[:8], weights)
     with pytest.raises(ValueError, match=r"weights must be \[R, k\] with R \* k = 9"):
         fused_ops.weighted_gemm(x, weight, ends, slots, weights[:8])
+    with pytest.raises(ValueError, match=r"slots must be int32 \[18\]"):
+        fused_ops.gated_gemm(x, slots, 2, weight, ends)
 
 
 @pytest.mark.gpu

@@ -200,12 +200,25 @@ def test_logits_and_weights_may_stay_fp32(generator, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 32, 33, 256, 4096, 8192])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 33, 256, 1025, 2048])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_kernels_against_the_reference(generator, num_rows, has_bias):
-    logits = torch.randn(num_rows, 64, generator=generator).bfloat16().cuda()
-    bias = torch.rand(64, generator=generator).cuda() if has_bias else None
-    check_routing(logits, 8, bias)
+@pytest.mark.parametrize(("num_experts", "num_chosen", "scoring"), SCORINGS[:3], ids=str)
+def test_kernels_against_the_reference(
+    generator, num_rows, has_bias, num_experts, num_chosen, scoring
+):
+    """Of one block and of many, and more slots than an expert's program sorts at once."""
+    logits = torch.randn(num_rows, num_experts, generator=generator).bfloat16().cuda()
+    bias = torch.rand(num_experts, generator=generator).cuda() if has_bias else None
+    check_routing(logits, num_chosen, bias, scoring)
+
+
+@pytest.mark.gpu
+def test_all_rows_may_go_to_the_same_experts():
+    """Of 3,000 rows and 256 experts: the first 8, and the last 8."""
+    logits = torch.zeros(3000, 256, device="cuda")
+    check_routing(logits, 8, None)
+    logits[:, -8:] = 1.0
+    check_routing(logits, 8, None)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -334,15 +347,18 @@ def test_an_addend_comes_last(generator, device):
 
 INTERPRETED = """
 import torch
-from gather_gemm import add_terms, route, routing, sum_terms
+from gather_gemm import add_terms, route, routing, routing_kernel, sum_terms
 from gather_gemm import grouped_reference as reference
 from tests.native.test_routing import (
     DEPTHS, SCORINGS, SIZES, awkward_logits, check_routing, check_rows, exact_rows
 )
 routing.reference = None  # the kernels must not need it
 generator = torch.Generator().manual_seed(5)
-*most_rows, num_chosen = SIZES[-1]
-check_routing(torch.randn(*most_rows, generator=generator), num_chosen, None)
+for num_rows, num_experts, num_chosen in ((33, 20, 3), (70, 40, 7)):
+    for bias in (None, torch.randn(num_experts, generator=generator)):
+        check_routing(torch.randn(num_rows, num_experts, generator=generator), num_chosen, bias)
+# The rest in one block: a program for each expert takes the interpreter long.
+routing_kernel._CHOICES = ((None, (16384, 4)),)
 for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-1]):
     dtype = (torch.float32, torch.float16)[number % 2]
     logits = torch.randn(num_rows, num_experts, generator=generator).to(dtype)

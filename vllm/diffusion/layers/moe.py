@@ -63,7 +63,7 @@ class ExpertsMLP:
     def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
         """The experts of every row."""
         element_bytes = FP32_BYTES if self.scoring.in_fp32 else normed.element_size()
-        scores_bytes = len(self.w1.values) * (element_bytes + 1)  # and choices, int8
-        chosen_bytes = self.num_chosen * (element_bytes + 4)  # weights, int32 slots
+        scores_bytes = len(self.w1.values) * element_bytes
+        chosen_bytes = self.num_chosen * (element_bytes + 6)  # weights, int32 slots, int16 choices
         buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
         return ops.route_rows(normed, self.gate, self.num_chosen, self.bias, self.scoring)

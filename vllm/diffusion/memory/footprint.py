@@ -297,8 +297,8 @@ class Footprint:
         if experts.shared_width:
             resident["shared expert"] = row_bytes
         terms = resident | {
-            # scores and weights, slots int32, choices int8
-            "routing": experts.count * (scores + 1) + rows * (scores + 4),
+            # scores; weights, slots int32, choices int16
+            "routing": experts.count * scores + rows * (scores + 6),
             "activated of experts": rows * experts.width * element,
             "terms of experts": rows * row_bytes,
         }

@@ -50,10 +50,11 @@ _HEAD_COLUMNS = 65_536  # of what counts as an output matrix
 _HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faster one
 _TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and sampling from them
 
-_ROUTER_ROWS = range(9, 65)  # the compiled router; fewer rows are as fast with Triton's
-_ROUTER_EXPERTS = (64,)  # of which that was measured
-_SCORED_ROWS = 256  # Triton's router, beyond which PyTorch's product is the faster one
-_STREAMED_ROWS = (1, 8)  # a group: more than the first and at most the second
+# The compiled router, by the number of experts: elsewhere, and of 256 experts everywhere, Triton's
+# is as fast or faster.
+_ROUTER_ROWS = {64: range(9, 65), 128: range(8, 33)}
+_SCORED_ROWS = 128  # Triton's router, beyond which PyTorch's product is the faster one
+_GATED_ROWS = 32  # a group: up to which Triton's gated product is the faster one
 
 
 @functools.cache
@@ -147,7 +148,7 @@ def _is_head(num_columns: int, device: torch.device) -> bool:
 
 def routes_compiled(num_rows: int, num_experts: int) -> bool:
     """Whether the compiled router is the fastest where it takes the tensors."""
-    return num_rows in _ROUTER_ROWS and num_experts in _ROUTER_EXPERTS
+    return num_rows in _ROUTER_ROWS.get(num_experts, ())
 
 
 def routes_scored(num_rows: int) -> bool:
@@ -155,7 +156,11 @@ def routes_scored(num_rows: int) -> bool:
     return num_rows <= _SCORED_ROWS
 
 
-def streams_experts(num_slots: int, num_experts: int) -> bool:
+def streams_gated(num_slots: int, num_experts: int) -> bool:
+    """Whether the compiled gated product is the fastest where it takes the tensors."""
+    return num_slots > _GATED_ROWS * num_experts
+
+
+def streams_weighted(num_slots: int, num_experts: int) -> bool:
     """Whether the compiled weighted product is the fastest where it takes the tensors."""
-    least, most = _STREAMED_ROWS
-    return least * num_experts < num_slots <= most * num_experts
+    return num_slots >= num_experts

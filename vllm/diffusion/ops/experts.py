@@ -64,22 +64,32 @@ class Matrices(NamedTuple):
     scales: Tensor | None = None
 
 
+def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
+    """silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D], in order."""
+    weights, slots, ends = routing
+    matrices, scales = w1
+    streams = scales is None and dispatch.streams_gated(len(slots), len(matrices))
+    if streams and fused_ops.has_grouped_gemm(x, matrices):
+        return fused_ops.gated_gemm(x, slots, weights.shape[1], matrices, ends)
+    return gather_gemm.gated_gemm(x, slots, weights.shape[1], matrices, ends, weight_scales=scales)
+
+
 def weighted_terms(
     inner: Tensor, w2: Matrices, routing: Routing, *, is_weighted: bool = True
 ) -> Tensor:
     """Each row's terms [R, k, D]: the experts' second products, and weighted.
 
     Args:
-        inner: [R * k, I], what `gather_gemm.gated_gemm` gave just before: the routing and w2 are
-            read while that runs out.
+        inner: [R * k, I], what `gated_products` gave just before: the routing and w2 are read while
+            that runs out.
         w2: [E, D, I].
         routing: the rows' experts.
         is_weighted: else the products are as they are.
     """
     weights, slots, ends = routing
     matrices, scales = w2
-    streams = scales is None and dispatch.streams_experts(len(inner), len(matrices))
-    if streams and fused_ops.has_weighted_gemm(inner, matrices):
+    streams = scales is None and dispatch.streams_weighted(len(inner), len(matrices))
+    if streams and fused_ops.has_grouped_gemm(inner, matrices):
         return fused_ops.weighted_gemm(
             inner, matrices, ends, slots, weights, is_weighted=is_weighted, early=True
         )
@@ -121,13 +131,11 @@ def add_experts(
         addend: [R, D], model dtype, contiguous: this rank's part of what is added to that sum.
         in_fp32: the terms are weighted, by fp32 weights, and added in fp32, and rounded once.
     """
-    weights, slots, ends = routing
+    weights = routing.weights
     num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
     scratch.expect("activated of experts", num_terms * w2.values.shape[2] * x.element_size())
     scratch.expect("terms of experts", num_terms * row_bytes)
-    inner = gather_gemm.gated_gemm(
-        normed, slots, weights.shape[1], w1.values, ends, weight_scales=w1.scales
-    )
+    inner = gated_products(normed, w1, routing)
     terms = weighted_terms(inner, w2, routing, is_weighted=not in_fp32)
     del inner  # before the sum allocates its own
     late_weights = weights if in_fp32 else None

@@ -3,10 +3,10 @@
 in one kernel with what follows them, of bf16 or fp8 (`QuantisedRows`).
 
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, but for
-the two operations on experts, which say so (`has_router`, `has_weighted_gemm`).
+the operations on experts, which say so (`has_router`, `has_grouped_gemm`).
 """
 
-from ._experts import has_router, has_weighted_gemm, route_rows, weighted_gemm
+from ._experts import gated_gemm, has_grouped_gemm, has_router, route_rows, weighted_gemm
 from ._linear import Epilogue, Tiling, fused_linear, has_fused_linear
 from ._ops import (
     apply_rotary,
@@ -36,10 +36,11 @@ __all__ = [
     "apply_rotary",
     "fused_linear",
     "fused_linear_fp8",
+    "gated_gemm",
     "has_fused_linear",
+    "has_grouped_gemm",
     "has_quantise",
     "has_router",
-    "has_weighted_gemm",
     "is_built",
     "norm_rotary",
     "quantise_rows",

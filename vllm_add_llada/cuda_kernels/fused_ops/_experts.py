@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router and the last product of a mixture of experts, for few rows.
+"""The router of a mixture of experts, for few rows, and the experts' products.
 
-Unlike the other operations they have no reference here: ask `has_router` and `has_weighted_gemm`.
+Unlike the other operations they have no reference here: ask `has_router` and `has_grouped_gemm`.
 """
 
 import torch
@@ -17,7 +17,7 @@ from ._support import (
 
 _DEPTH = 64  # of one step of the sum
 _ROUTED_EXPERTS = (64, 128, 256)
-_COLUMNS = 8  # that lie together in a thread's part of the result
+_COLUMNS = 16  # of a matrix: eights of gates and of ups
 
 
 def has_router(x: Tensor, gate: Tensor) -> bool:
@@ -123,8 +123,8 @@ def route_rows(
     return weights, slots, ends
 
 
-def has_weighted_gemm(x: Tensor, weight: Tensor) -> bool:
-    """Whether `weighted_gemm` has a kernel for rows x [S, D] and matrices [E, N, D]."""
+def has_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_gemm` and `weighted_gemm` take rows x [S, D] and matrices [E, N, D]."""
     if native is None or not len(weight) or not feeds_tensor_cores(x, weight[0]):
         return False
     num_groups, num_columns, depth = weight.shape
@@ -135,6 +135,33 @@ def has_weighted_gemm(x: Tensor, weight: Tensor) -> bool:
         and depth % _DEPTH == 0
         and (num_groups == 1 or weight.stride(0) == num_columns * weight.stride(1))
     )
+
+
+def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: Tensor) -> Tensor:
+    """silu(gate) * up of the products of gathered rows with their groups' matrices.
+
+    Args:
+        x: [R, D] bf16; rows may be strided.
+        slots: int32 [S]: row * k + any place below k, sorted by group. Not checked.
+        num_chosen: k.
+        weight: [E, 2I, D] bf16, the gate's rows first.
+        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
+
+    Returns:
+        [S, I], in the order of ``slots``: both products are rounded to bf16, then silu, and then
+        the result.
+
+    Raises:
+        ValueError: There is no kernel for these (`has_grouped_gemm`), or an argument is not as
+            above.
+    """
+    name = "gated_gemm"
+    _check_groups(name, x, weight, ends)
+    num_slots = len(x) * num_chosen
+    check_vector(name, "slots", slots, (torch.int32,), (num_slots,), x.device)
+    out = x.new_empty(num_slots, weight.shape[1] // 2)
+    _launch_groups(x, weight, ends, slots, None, out, num_chosen=num_chosen)
+    return out
 
 
 def weighted_gemm(
@@ -163,18 +190,12 @@ def weighted_gemm(
         [R, k, N]: the products rounded to bf16, and rounded again after the weight.
 
     Raises:
-        ValueError: There is no kernel for these (`has_weighted_gemm`), or an argument is not as
+        ValueError: There is no kernel for these (`has_grouped_gemm`), or an argument is not as
             above.
     """
     name = "weighted_gemm"
-    if not has_weighted_gemm(x, weight):
-        raise ValueError(
-            f"{name}: no kernel for x {x.dtype} {list(x.shape)} on {x.device} "
-            f"and weight {weight.dtype} {list(weight.shape)}"
-        )
-    num_groups, num_columns, depth = weight.shape
+    _check_groups(name, x, weight, ends)
     num_rows = len(x)
-    check_vector(name, "ends", ends, (torch.int32,), (num_groups,), x.device)
     check_vector(name, "slots", slots, (torch.int32,), (num_rows,), x.device)
     dtypes = (x.dtype,) if is_weighted else (x.dtype, torch.float32)
     check_vector(name, "weights", weights, dtypes, (-1, -1), x.device)
@@ -182,26 +203,53 @@ def weighted_gemm(
         raise ValueError(
             f"{name}: weights must be [R, k] with R * k = {num_rows}, got {list(weights.shape)}"
         )
-    out = x.new_empty(*weights.shape, num_columns)
+    out = x.new_empty(*weights.shape, weight.shape[1])
+    scales = weights if is_weighted else None
+    _launch_groups(x, weight, ends, slots, scales, out, is_early=early)
+    return out
+
+
+def _check_groups(name: str, x: Tensor, weight: Tensor, ends: Tensor) -> None:
+    if not has_grouped_gemm(x, weight):
+        raise ValueError(
+            f"{name}: no kernel for x {x.dtype} {list(x.shape)} on {x.device} "
+            f"and weight {weight.dtype} {list(weight.shape)}"
+        )
+    check_vector(name, "ends", ends, (torch.int32,), (len(weight),), x.device)
+
+
+def _launch_groups(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    *,
+    num_chosen: int | None = None,
+    is_early: bool = False,
+) -> None:
+    """Enqueue the product of a gated kind if `num_chosen` is given, else the weighted one."""
     if out.numel() == 0:
-        return out
+        return
     assert native is not None
     launch(
-        native.weighted_gemm,
+        native.grouped_gemm,
         x,
+        is_gated=num_chosen is not None,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         ends=ends.data_ptr(),
         slots=slots.data_ptr(),
-        scales=weights.data_ptr() if is_weighted else 0,
+        scales=0 if scales is None else scales.data_ptr(),
         out=out.data_ptr(),
         x_stride=x.stride(0),
         weight_stride=weight.stride(1),
-        num_rows=num_rows,
-        num_groups=num_groups,
-        num_columns=num_columns,
-        depth=depth,
+        num_rows=len(slots),
+        num_groups=len(weight),
+        num_columns=out.shape[-1],
+        depth=x.shape[1],
+        num_chosen=num_chosen or 1,
         num_blocks=hopper_multiprocessors(x.device.index),
-        early=early,
+        early=is_early,
     )
-    return out

@@ -153,8 +153,9 @@ def scale(
     device: int,
     stream: int,
 ) -> None: ...
-def weighted_gemm(
+def grouped_gemm(
     *,
+    is_gated: bool,
     x: int,
     weight: int,
     ends: int,
@@ -167,6 +168,7 @@ def weighted_gemm(
     num_groups: int,
     num_columns: int,
     depth: int,
+    num_chosen: int,
     num_blocks: int,
     early: bool,
     device: int,

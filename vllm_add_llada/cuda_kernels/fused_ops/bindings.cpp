@@ -12,10 +12,10 @@
 #include <utility>
 
 #include "fused_ops.h"
+#include "grouped_gemm.h"
 #include "linear.h"
 #include "quantise.h"
 #include "router.h"
-#include "weighted_gemm.h"
 
 namespace py = pybind11;
 
@@ -189,11 +189,11 @@ void scale(RowsTuple product, uintptr_t row_scales, uintptr_t column_scales, uin
   launch("scale", &launch_scale, params, device, stream);
 }
 
-void weighted_gemm(uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slots, uintptr_t scales,
-                   uintptr_t out, int64_t x_stride, int64_t weight_stride, int num_rows,
-                   int num_groups, int num_columns, int depth, int num_blocks, bool early,
-                   int device, uintptr_t stream) {
-  WeightedGemmParams params{};
+void grouped_gemm(bool is_gated, uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slots,
+                  uintptr_t scales, uintptr_t out, int64_t x_stride, int64_t weight_stride,
+                  int num_rows, int num_groups, int num_columns, int depth, int num_chosen,
+                  int num_blocks, bool early, int device, uintptr_t stream) {
+  GroupedGemmParams params{};
   params.x = reinterpret_cast<void*>(x);
   params.weight = reinterpret_cast<void*>(weight);
   params.ends = reinterpret_cast<int*>(ends);
@@ -206,9 +206,11 @@ void weighted_gemm(uintptr_t x, uintptr_t weight, uintptr_t ends, uintptr_t slot
   params.num_groups = num_groups;
   params.num_columns = num_columns;
   params.depth = depth;
+  params.num_chosen = num_chosen;
   params.num_blocks = num_blocks;
   params.early = early;
-  launch("weighted_gemm", &launch_weighted_gemm, params, device, stream);
+  launch("grouped_gemm", is_gated ? &launch_gated_gemm : &launch_weighted_gemm, params, device,
+         stream);
 }
 
 void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintptr_t slots,
@@ -283,10 +285,11 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("scale", &fused_ops::scale, py::kw_only(), arg("product"), arg("row_scales"),
              arg("column_scales"), arg("bias"), arg("out"), arg("adds"), arg("num_rows"),
              arg("num_columns"), arg("device"), arg("stream"), release);
-  module.def("weighted_gemm", &fused_ops::weighted_gemm, py::kw_only(), arg("x"), arg("weight"),
-             arg("ends"), arg("slots"), arg("scales"), arg("out"), arg("x_stride"),
+  module.def("grouped_gemm", &fused_ops::grouped_gemm, py::kw_only(), arg("is_gated"), arg("x"),
+             arg("weight"), arg("ends"), arg("slots"), arg("scales"), arg("out"), arg("x_stride"),
              arg("weight_stride"), arg("num_rows"), arg("num_groups"), arg("num_columns"),
-             arg("depth"), arg("num_blocks"), arg("early"), arg("device"), arg("stream"), release);
+             arg("depth"), arg("num_chosen"), arg("num_blocks"), arg("early"), arg("device"),
+             arg("stream"), release);
   module.def("route", &fused_ops::route, py::kw_only(), arg("x"), arg("gate"), arg("bias"),
              arg("weights"), arg("slots"), arg("ends"), arg("x_stride"), arg("gate_stride"),
              arg("num_rows"), arg("num_experts"), arg("num_chosen"), arg("depth"),

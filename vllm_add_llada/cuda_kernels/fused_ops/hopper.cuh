@@ -92,9 +92,9 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
                           ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55" \
                           ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_96 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71" \
-                          ", %72, %73, %74, %75, %76, %77, %78, %79" \
-                          ", %80, %81, %82, %83, %84, %85, %86, %87" \
+#define NAMES_80 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71" \
+                          ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_96 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87" \
                           ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
@@ -102,6 +102,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_48(i) SUMS_32(i), SUMS_16(i + 32)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define SUMS_80(i) SUMS_64(i), SUMS_16(i + 64)
 #define SUMS_96(i) SUMS_64(i), SUMS_32(i + 64)
 #define DEFINE_MULTIPLY_OF(name, kind, tail, count, columns, a_name, b_name, flag_name)         \
   __device__ inline void name(float (&d)[count], uint64_t a, uint64_t b, int accumulate) {     \
@@ -121,10 +122,14 @@ DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18")
 DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34")
 DEFINE_MULTIPLY(48, "96", "%48", "%49", "%50")
 DEFINE_MULTIPLY(64, "128", "%64", "%65", "%66")
+DEFINE_MULTIPLY(80, "160", "%80", "%81", "%82")
 DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
 #undef DEFINE_MULTIPLY_OF
 #undef DEFINE_MULTIPLY
 // clang-format on
+
+// Comes before the products of a stage that threads have written, by copies of their own.
+__device__ inline void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Comes before the first product of a stage: what the warps wrote to registers is there.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,0 +1,437 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Products of groups of rows, each group with a matrix of its own, for groups so small that they
+// are a stream of weights.
+//
+// One block for each multiprocessor walks over the tiles of all groups with one ring of
+// shared-memory stages that never drains: while the sums of a tile are written, the weights of the
+// next ones are fetched. The weight is the left operand of the tensor cores (64 of its rows to a
+// group of four warps), and the group's rows are the right one, as many as there are: a weight is
+// read once for up to kRows of them. Every sum has one order, whatever the rows beside a row.
+//
+// A third group of four warps fills the ring. One of its threads has the copy engine fetch the
+// weights; the rows, which may lie anywhere, are gathered by all, 16 bytes at a time, as the copy
+// engine would lay them out. They say to the others which tile a stage begins.
+//
+// Weights do not depend on the kernel before this one: an early launch fills its ring with them
+// while that kernel ends, and waits for it before it reads x.
+
+#include "epilogue.cuh"
+#include "grouped_gemm.h"
+#include "ring.cuh"
+
+namespace fused_ops {
+namespace {
+
+constexpr int kGroups = 2;                       // of four warps that multiply
+constexpr int kHalfRows = kGroups * kGroupRows;  // of the weight, in each half of a stage
+constexpr int kRows = 160;                       // of a tile, at most
+constexpr int kWarps = kGroups * kGroupThreads / 32;
+constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+constexpr int kVectors = kRowBytes / 16;             // of a row of a stage
+constexpr int kPassRows = kGroupThreads / kVectors;  // gathered at once
+constexpr int kChunkRows = 32;                       // of the result, written at once
+constexpr int kChunkBytes = kChunkRows * kRowBytes;
+// Registers of a thread that multiplies, and of one that copies; together those of the card.
+constexpr int kMultiplyRegisters = 224;
+constexpr int kCopyRegisters = 56;
+
+struct Sizes {
+  static constexpr int weight_bytes = 2 * kHalfRows * kRowBytes;
+  static constexpr int stage_bytes = weight_bytes + kRows * kRowBytes;
+  static constexpr int num_stages =
+      (kSharedBytes - kGroups * kChunkBytes - kMaxGroups * 4 - kAlignment - 1024) / stage_bytes;
+  static constexpr int shared_bytes = num_stages * stage_bytes + kAlignment;
+};
+
+struct KernelParams {
+  const __nv_bfloat16* x;
+  const int* ends;
+  const int* slots;
+  const __nv_bfloat16* scales;
+  __nv_bfloat16* out;
+  int64_t x_stride;
+  int num_groups, num_columns, depth, num_chosen;
+  bool early;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+struct Tile {
+  int first_row, num_rows;  // no rows: the end
+  int first_column;
+};
+
+struct Shared {
+  alignas(kRowBytes) char chunks[kGroups][kChunkBytes];  // of results on their way
+  unsigned long long barriers[Sizes::num_stages][2];
+  Tile tiles[Sizes::num_stages];  // that begin in the stages
+  int ends[kMaxGroups];
+};
+
+// The halves of a stage are gates and ups of the same columns, or columns that lie apart.
+template <bool kIsGated>
+constexpr int kTileColumns = kIsGated ? kHalfRows : 2 * kHalfRows;
+
+// A block's tiles. All tiles are ordered by group, then by columns, then by rows: blocks that run
+// together share weights and rows. The tiles of a group have equally many rows, nearly.
+struct Walk {
+  const int* ends;  // shared memory
+  int num_groups, tile_columns, column_tiles;
+  int next_tile;                                                      // of the block
+  int group = -1, first_tile = 0, num_tiles = 0, start = 0, end = 0;  // of the group
+  int row_tiles = 0;
+  Tile tile{};
+
+  // Goes on to the next tile; false past the last.
+  __device__ bool next() {
+    while (next_tile >= first_tile + num_tiles) {
+      if (++group == num_groups) return false;
+      first_tile += num_tiles;
+      start = end;
+      end = ends[group];
+      row_tiles = (end - start + kRows - 1) / kRows;
+      num_tiles = row_tiles * column_tiles;
+    }
+    const int local = next_tile - first_tile;
+    const int tile_rows = ((end - start + row_tiles - 1) / row_tiles + 7) / 8 * 8;
+    tile.first_column = local / row_tiles * tile_columns;
+    tile.first_row = start + local % row_tiles * tile_rows;
+    tile.num_rows = min(end - tile.first_row, tile_rows);
+    next_tile += gridDim.x;
+    return true;
+  }
+};
+
+__device__ inline void copy_vector(uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
+               "l"(__cvta_generic_to_global(source))
+               : "memory");
+}
+
+// Arrives at the barrier when the vectors that this thread copies have come.
+__device__ inline void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// What goes into the stages, one after the other, by four warps.
+template <bool kIsGated>
+struct Source {
+  const CUtensorMap* weight;
+  const KernelParams& params;
+  Tile* tiles;  // shared memory
+  Walk walk;
+  int num_steps;
+  int step = num_steps - 1;
+  const __nv_bfloat16* rows[kRows / kPassRows]{};  // of the tile, that this thread gathers
+
+  __device__ bool next() {
+    if (++step < num_steps) return true;
+    step = 0;
+    return walk.next();
+  }
+
+  __device__ void copy_weight(const Ring<Sizes>& ring, int stage) const {
+    if (threadIdx.x % kGroupThreads != 0) return;
+    if (step == 0) tiles[stage] = walk.tile;
+    expect_bytes(ring.full(stage), Sizes::weight_bytes);
+    const int gap = kIsGated ? params.num_columns : kHalfRows;
+    const int row = walk.group * params.num_columns * (kIsGated ? 2 : 1) + walk.tile.first_column;
+    for (int half = 0; half < 2; ++half) {
+      copy_tile(ring.weight(stage) + half * kHalfRows * kRowBytes, weight, step * kDepth,
+                row + half * gap, ring.full(stage), kEvictFirst);
+    }
+  }
+
+  // Up to 31 rows more than those of the tile, whatever lies there in shared memory, are
+  // multiplied, too; nothing reads their sums.
+  __device__ void copy_rows(const Ring<Sizes>& ring, int stage) {
+    const int thread = threadIdx.x % kGroupThreads;
+    const int first = thread / kVectors, vector = thread % kVectors;
+    if (step == 0) find_rows(first, vector);
+    const uint32_t target =
+        ring.x(stage) + first * kRowBytes + (vector ^ first % kVectors) * 16;  // the swizzle
+#pragma unroll
+    for (int i = 0; i < kRows / kPassRows; ++i) {
+      if (first + i * kPassRows >= walk.tile.num_rows) break;
+      copy_vector(target + i * kPassRows * kRowBytes, rows[i] + step * kDepth);
+    }
+    arrive_after_copies(ring.full(stage));
+  }
+
+  __device__ void find_rows(int first, int vector) {
+#pragma unroll
+    for (int i = 0; i < kRows / kPassRows; ++i) {
+      const int local = first + i * kPassRows;
+      if (local >= walk.tile.num_rows) break;
+      int row = walk.tile.first_row + local;
+      if (kIsGated) row = params.slots[row] / params.num_chosen;
+      rows[i] = params.x + row * params.x_stride + vector * 8;
+    }
+  }
+};
+
+template <bool kIsGated>
+__device__ void produce(const Ring<Sizes>& ring, Source<kIsGated> source) {
+  Source<kIsGated> late = source;  // the rows come after the weights of an early launch
+  int num_filled = 0;
+  bool is_more = true;
+  while (num_filled < Sizes::num_stages && (is_more = source.next())) {
+    source.copy_weight(ring, num_filled++);
+  }
+  wait_for_prerequisites();
+  for (int stage = 0; stage < num_filled; ++stage) {
+    late.next();
+    late.copy_rows(ring, stage);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows / kPassRows; ++i) source.rows[i] = late.rows[i];
+  Position at{num_filled % Sizes::num_stages, 0};
+  while (is_more && source.next()) {
+    wait(ring.empty(at.stage), at.phase);
+    source.copy_weight(ring, at.stage);
+    source.copy_rows(ring, at.stage);
+    at.advance(ring);
+  }
+  if (num_filled == Sizes::num_stages) wait(ring.empty(at.stage), at.phase);
+  if (threadIdx.x % kGroupThreads == 0) {
+    source.tiles[at.stage].num_rows = 0;
+    arrive(ring.full(at.stage));
+  }
+  arrive(ring.full(at.stage));
+}
+
+// A group of four warps waits for its own.
+__device__ inline void sync_group(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
+}
+
+// Two matrices [8, 8] as sums lie in the threads of a warp, transposed: each of the first 16 lanes
+// names where one of their columns goes, 16 bytes.
+__device__ inline void store_transposed(uint32_t target, uint32_t first, uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(target),
+               "r"(first), "r"(second)
+               : "memory");
+}
+
+__device__ inline uint4 load_vector(uint32_t source) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(source)
+               : "memory");
+  return value;
+}
+
+__device__ inline uint32_t scaled(uint32_t pair, float scale) {
+  const float2 values = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
+  return as_bits(__floats2bfloat162_rn(values.x * scale, values.y * scale));
+}
+
+// The rows of the result of which a thread writes 16 bytes: every kPassRows-th of a tile.
+template <bool kIsGated, int kWidth>
+struct Target {
+  static constexpr int kCount = (kWidth + kPassRows - 1) / kPassRows;
+  int rows[kCount];  // -1: none
+  float scales[kCount];
+
+  // Reads where the rows go to, long before there are sums.
+  __device__ Target(const Tile& tile, const KernelParams& params) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int local = threadIdx.x % kGroupThreads / kVectors + i * kPassRows;
+      const int row = tile.first_row + local;
+      rows[i] = local >= tile.num_rows ? -1 : kIsGated ? row : params.slots[row];
+      scales[i] = 1.0f;
+      if (!kIsGated && rows[i] >= 0 && params.scales != nullptr) {
+        scales[i] = __bfloat162float(params.scales[rows[i]]);
+      }
+    }
+  }
+
+  // Row i of them, from `source` in shared memory.
+  __device__ void write(int i, uint32_t source, int column, const KernelParams& params) const {
+    if (rows[i] < 0 || column >= params.num_columns) return;
+    uint4 vector = load_vector(source);
+    if (!kIsGated) {
+      for (uint32_t* pair : {&vector.x, &vector.y, &vector.z, &vector.w}) {
+        *pair = scaled(*pair, scales[i]);
+      }
+    }
+    __nv_bfloat16* out = params.out + int64_t{rows[i]} * params.num_columns + column;
+    *reinterpret_cast<uint4*>(out) = vector;
+  }
+};
+
+// Writes the sums of a group of four warps: kWidth rows of 64 columns, or twice that many. They go
+// through `chunk` in shared memory, kChunkRows rows at a time, so that whole lines are written.
+//
+// Of the 64 columns a thread has number lane / 4 of its warp's 16 and the one 8 further, and of
+// every eight rows lane % 4 * 2 and the next.
+template <bool kIsGated, int kWidth>
+__device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
+                      const KernelParams& params, int group, uint32_t chunk,
+                      const float (&total)[2][kWidth / 2]) {
+  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
+  const uint32_t into =
+      chunk + lane % 8 * kRowBytes + ((thread / 32 * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+  const int vector = thread % kVectors, first = thread / kVectors;
+  const uint32_t from = chunk + first * kRowBytes + (vector ^ first % 8) * 16;
+#pragma unroll
+  for (int half = 0; half < (kIsGated ? 1 : 2); ++half) {
+    const int column = tile.first_column + half * kHalfRows + group * kGroupRows + vector * 8;
+#pragma unroll
+    for (int row = 0; row < kWidth; row += 8) {
+      const float* sums = &total[half][row / 2];
+      uint32_t pairs[2];
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        float2 values = make_float2(sums[eight * 2], sums[eight * 2 + 1]);
+        if constexpr (kIsGated) {
+          const float* ups = &total[1][row / 2 + eight * 2];
+          values = silu_mul(values, make_float2(ups[0], ups[1]));
+        }
+        pairs[eight] = as_bits(__float22bfloat162_rn(values));
+      }
+      store_transposed(into + row % kChunkRows * kRowBytes, pairs[0], pairs[1]);
+      if ((row + 8) % kChunkRows != 0 && row + 8 != kWidth) continue;
+      sync_group(group);
+#pragma unroll
+      for (int i = row / kChunkRows * kChunkRows / kPassRows; i * kPassRows < row + 8; ++i) {
+        const int pass = i % (kChunkRows / kPassRows);
+        target.write(i, from + pass * kPassRows * kRowBytes, column, params);
+      }
+      sync_group(group);
+    }
+  }
+}
+
+// A group of four warps multiplies its 64 rows of each half of the weight with kWidth rows.
+template <bool kIsGated, int kWidth>
+__device__ void multiply_tile(const Ring<Sizes>& ring, const Tile& tile, const KernelParams& params,
+                              int group, uint32_t chunk, Position& at) {
+  const Target<kIsGated, kWidth> target(tile, params);
+  // Zeros, or the registers of every width would be kept from tile to tile.
+  float total[2][kWidth / 2] = {};
+  const int last = consume(ring, at, params.depth / kDepth, [&](int stage, bool) {
+    const uint64_t left = matrix_descriptor(ring.weight(stage) + group * kGroupRows * kRowBytes);
+    const uint64_t right = matrix_descriptor(ring.x(stage));
+    see_copies();
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        multiply(total[half], left + half * (kHalfRows * kRowBytes >> 4) + k * 2, right + k * 2,
+                 true);
+      }
+    }
+  });
+  settle(total[0]);
+  settle(total[1]);
+  if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
+  store(target, tile, params, group, chunk, total);
+}
+
+template <bool kIsGated>
+__device__ void multiply_tiles(const Ring<Sizes>& ring, const Tile* tiles,
+                               const KernelParams& params, int group, uint32_t chunk) {
+  Position at;
+  while (true) {
+    wait(ring.full(at.stage), at.phase);
+    const Tile tile = tiles[at.stage];
+    if (tile.num_rows == 0) {
+      return;
+    } else if (tile.num_rows <= 8) {
+      multiply_tile<kIsGated, 8>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 16) {
+      multiply_tile<kIsGated, 16>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 32) {
+      multiply_tile<kIsGated, 32>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 64) {
+      multiply_tile<kIsGated, 64>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 96) {
+      multiply_tile<kIsGated, 96>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 128) {
+      multiply_tile<kIsGated, 128>(ring, tile, params, group, chunk, at);
+    } else {
+      multiply_tile<kIsGated, kRows>(ring, tile, params, group, chunk, at);
+    }
+  }
+}
+
+template <bool kIsGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_kernel(const __grid_constant__ CUtensorMap weight,
+                        const __grid_constant__ KernelParams params) {
+  extern __shared__ char stages[];
+  __shared__ Shared shared;
+  const Ring<Sizes> ring{first_stage(stages), shared_address(shared.barriers)};
+  if (threadIdx.x == 0) ring.open(&weight, &weight, kGroupThreads + 1, kWarps);
+  if (!params.early) wait_for_prerequisites();
+  // Read past L1, which may hold what was there before where an earlier kernel still runs.
+  for (int i = threadIdx.x; i < params.num_groups; i += kThreads) {
+    shared.ends[i] = __ldcg(params.ends + i);
+  }
+  __syncthreads();
+
+  const int group = threadIdx.x / kGroupThreads;
+  if (group == kGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
+    constexpr int columns = kTileColumns<kIsGated>;
+    const Walk walk{shared.ends, params.num_groups, columns,
+                    (params.num_columns + columns - 1) / columns, static_cast<int>(blockIdx.x)};
+    produce(ring, Source<kIsGated>{&weight, params, shared.tiles, walk, params.depth / kDepth});
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
+    wait_for_prerequisites();  // every thread that writes waits itself
+    launch_dependents();
+    multiply_tiles<kIsGated>(ring, shared.tiles, params, group,
+                             shared_address(shared.chunks[group]));
+  }
+}
+
+#else
+
+template <bool kIsGated>
+__global__ void grouped_gemm_kernel(const __grid_constant__ CUtensorMap,
+                                    const __grid_constant__ KernelParams) {}
+
+#endif
+
+template <bool kIsGated>
+cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
+  if (params.depth % kDepth != 0 || params.num_columns % 8 != 0 || params.num_groups > kMaxGroups) {
+    return cudaErrorInvalidValue;
+  }
+  CUtensorMap weight;
+  const int weight_rows = params.num_groups * params.num_columns * (kIsGated ? 2 : 1);
+  const cudaError_t error =
+      describe(&weight, params.weight, weight_rows, params.depth, params.weight_stride, kHalfRows);
+  if (error != cudaSuccess) return error;
+  const KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.x),
+                                   params.ends,
+                                   params.slots,
+                                   static_cast<const __nv_bfloat16*>(params.scales),
+                                   static_cast<__nv_bfloat16*>(params.out),
+                                   params.x_stride,
+                                   params.num_groups,
+                                   params.num_columns,
+                                   params.depth,
+                                   params.num_chosen,
+                                   params.early};
+  const Launch launch{params.num_blocks, kThreads, stream, /*overlaps=*/true, Sizes::shared_bytes};
+  return launch_kernel(grouped_gemm_kernel<kIsGated>, launch, weight, kernel_params);
+}
+
+}  // namespace
+
+cudaError_t launch_gated_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
+  return launch<true>(params, stream);
+}
+
+cudaError_t launch_weighted_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
+  return launch<false>(params, stream);
+}
+
+}  // namespace fused_ops
