@@ -162,7 +162,7 @@ class DecodingRule(ABC):
     def forbid_mask_unless_changed(self, candidates: Candidates, chosen: Array) -> None:
         """After a forward that changes nothing, the next one must not propose the mask token."""
         tokens = self.replacement(candidates)[chosen]
-        self.forbid_mask = not (tokens != self.params.mask_id).any()
+        self.forbid_mask = not np.count_nonzero(tokens != self.params.mask_id)
 
 
 class BlockwiseRule(DecodingRule):

@@ -8,13 +8,29 @@ decoded as far as the answer reaches.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from vllm.diffusion.decoding.base import Array, DecodingRule, Mask, Work
+from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, Work
 from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
+
+
+class Front(NamedTuple):
+    """How far a sequence is filled.
+
+    Attributes:
+        start: of the first block with masked positions; the end of the sequence if none has any.
+        masked: [K] int64, ascending: these positions.
+        num_filled: positions from 0 before the first of them.
+        is_over: the answer ends before that.
+    """
+
+    start: int
+    masked: Array
+    num_filled: int
+    is_over: bool
 
 
 class GridRule(DecodingRule):
@@ -31,36 +47,59 @@ class GridRule(DecodingRule):
         self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
         self.start = -1  # of the active block
         self.step = 0  # forwards of the active block so far
-        self._num_filled = 0  # positions from 0 that are known not to be masked
+        self._first_block = 0  # no block before the one that starts here has masked positions
+        self._front: Front | None = None  # since the newest choice
 
     def prepare(self, tokens: Array) -> Work | None:
-        first = self._first_masked(tokens)
-        if self._is_over(tokens, first):
+        start, masked, _, is_over = self.front(tokens)
+        if is_over:
             return None
-        start = self._block_start(first)
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
-        block = tokens[start : start + self.params.block_length]
-        return self.work(block == self.params.mask_id, start)
+        return self.work(masked, start)
 
-    def work(self, masked: Mask, start: int) -> Work:
-        """What a forward of the block at `start` is for; which of it is `masked` [block_length]."""
-        eligible = masked.nonzero()[0] + start
-        return Work(eligible, (start, start + len(masked)))
+    def work(self, masked: Array, start: int) -> Work:
+        """What a forward of the block at `start` is for; `masked` [K] are positions of it."""
+        return Work(masked, (start, start + self.params.block_length))
 
     def settled(self, tokens: Array) -> int:
-        first = self._first_masked(tokens)
-        return first if self._is_over(tokens, first) else self._block_start(first)
+        front = self.front(tokens)
+        return front.num_filled if front.is_over else front.start
 
-    def _first_masked(self, tokens: Array) -> int:
-        """The first masked position, or the length of the sequence; most often it is near."""
-        near = self._num_filled + self.params.block_length
-        for end in (near, len(tokens)):
-            masked = tokens[self._num_filled : end] == self.params.mask_id
-            first = int(masked.argmax()) if len(masked) else 0
-            if len(masked) and masked[first]:
-                self._num_filled += first
-                return self._num_filled
+    def select(self, candidates: Candidates) -> Array:
+        self._front = None
+        return super().select(candidates)
+
+    # A GPU waits while the requests of a step commit, and there may be hundreds. What they need of
+    # their tokens before the next choice is looked up once.
+
+    def front(self, tokens: Array) -> Front:
+        """How far `tokens` [T] are filled since the newest choice."""
+        if self._front is None:
+            self._front = self._look(tokens)
+        return self._front
+
+    def _look(self, tokens: Array) -> Front:
+        masked = self._masked_of_block(tokens)
+        if not masked.size:
+            self._first_block = self._next_block(tokens)
+            masked = self._masked_of_block(tokens)
+        first = int(masked[0]) if masked.size else self._first_block
+        return Front(self._first_block, masked, first, self._is_over(tokens, first))
+
+    def _masked_of_block(self, tokens: Array) -> Array:
+        start = self._first_block
+        block = tokens[start : start + self.params.block_length]
+        masked: Array = (block == self.params.mask_id).nonzero()[0] + start
+        return masked
+
+    def _next_block(self, tokens: Array) -> int:
+        """Start of the first block behind `_first_block` with masked positions, else the end."""
+        start = self._first_block + self.params.block_length
+        for end in (start + self.params.block_length, len(tokens)):  # most often it is the next one
+            masked = tokens[start:end] == self.params.mask_id
+            if masked.any():
+                return self._block_start(start + int(masked.argmax()))
         return len(tokens)
 
     def _block_start(self, position: int) -> int:

@@ -5,9 +5,7 @@ predicts, and is filled part by part.
 
 from __future__ import annotations
 
-import numpy as np
-
-from vllm.diffusion.decoding.base import Array, Candidates, Mask, Work, and_the_best
+from vllm.diffusion.decoding.base import Array, Candidates, Work, and_the_best
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.scoring import Scoring
 
@@ -24,15 +22,15 @@ class HierarchyBlock(GridRule):
     drawn = Scoring(draw="filtered", greedy=True)
     _is_seed = False
 
-    def work(self, masked: Mask, start: int) -> Work:
-        self._is_seed = start > 0 and bool(masked[0])
+    def work(self, masked: Array, start: int) -> Work:
+        first, length = int(masked[0]), self.params.block_length
+        self._is_seed = first == start > 0
         if self._is_seed:
             self.forbid_mask = True
-            return Work(np.array([start]), (start - len(masked), start))
+            return Work(masked[:1], (start - length, start))
         part_length = self.params.sub_block_length
-        part_end = (int(masked.argmax()) // part_length + 1) * part_length
-        eligible = masked[:part_end].nonzero()[0] + start
-        return Work(eligible, (start, start + len(masked)))
+        part_end = start + ((first - start) // part_length + 1) * part_length
+        return Work(masked[masked < part_end], (start, start + length))
 
     def choose(self, candidates: Candidates) -> Array:
         scores = candidates.scores

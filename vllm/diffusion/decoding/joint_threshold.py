@@ -59,8 +59,7 @@ class JointThreshold(GridRule):
             self._is_active = not self._ends_with(tokens[self.start :][: len(self._before)])
         if self._is_active:
             return self.start
-        first = self._first_masked(tokens)
-        return first if first == len(tokens) else self._block_start(first)
+        return self.front(tokens).start
 
     def _ends_with(self, block: Array) -> bool:
         """Whether no forward follows the one that made `block` [B] of what it was."""

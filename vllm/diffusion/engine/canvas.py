@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.diffusion.decoding import Candidates
-    from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.messages import CanvasView, NewCanvas
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Visibility
 
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
+
+
+class Progress(NamedTuple):
+    """What a commit came to.
+
+    Attributes:
+        end: canvas positions from 0 that are final.
+        tokens: of the last of them, those that became final.
+        num_committed: canvas positions that are not masked.
+        view: of the canvas, where the request asks to see it.
+    """
+
+    end: int
+    tokens: list[int]
+    num_committed: int = 0
+    view: CanvasView | None = None
 
 
 class Canvas:
@@ -71,11 +87,12 @@ class Canvas:
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
-        self._num_reported = 0
+        self._progress = Progress(0, [])
         length = self.length if cache is None else cache.length
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
+        self._wish: Wish | None = None  # of the next forward, once it is known
         self._is_for_rule = True  # the forward under way
         self.num_forwards = 0
         self.is_complete = False
@@ -170,16 +187,16 @@ class Canvas:
     @property
     def wish(self) -> Wish:
         """What the next forward is, for those who say when it is launched."""
-        if self.unit is not None:
-            return Wish(self._ready_rows, keeps=True, unit=self.unit)
-        is_window = self._next_window < self.length
-        return Wish(self.next_rows, keeps=self.cache is not None, is_window=is_window)
+        if self._wish is None:
+            self._wish = self._next_wish()
+        return self._wish
 
-    @property
-    def _ready_rows(self) -> int:
-        """Of the rows of the next forward, those that have pages for their keys and values."""
-        unit = self.unit or 1
-        return min(self.next_rows, self._rows_with_pages // unit * unit)
+    def _next_wish(self) -> Wish:
+        rows, unit = self.next_rows, self.unit
+        if unit is not None:  # of the rows, those that have pages for their keys and values
+            return Wish(min(rows, self._rows_with_pages // unit * unit), keeps=True, unit=unit)
+        is_window = self._next_window < self.length
+        return Wish(rows, keeps=self.cache is not None, is_window=is_window)
 
     @property
     def _rows_with_pages(self) -> int:
@@ -195,7 +212,7 @@ class Canvas:
             num_kept: positions from 0 whose keys and values they hold; None where they begin with
                 those that the request had.
         """
-        self.cache = cache
+        self.cache, self._wish = cache, None
         if num_kept is not None:
             self._windows.kept = num_kept
             self._forward = None  # what is under way writes to pages of the past
@@ -240,15 +257,18 @@ class Canvas:
         seed, step = self.params.seed, self.num_forwards
         return noise.uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
 
-    def commit(self, candidates: Candidates) -> StepResult:
-        """Let the rule choose, write the chosen tokens, and report what became final."""
+    def commit(self, candidates: Candidates) -> None:
+        """Let the rule choose, write the chosen tokens, and see what became final.
+
+        A device may wait for the next forward: all else is left to `report`.
+        """
         num_unchanged = self._let_rule_choose(candidates) if self._is_for_rule else self.length
         num_settled = self.rule.settled(self.tokens)
         if self._forward is not None:
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self._windows.computed(self._forward, num_final)
-        self._forward, self._is_for_rule = None, True
-        return self._report(num_settled)
+        self._forward, self._is_for_rule, self._wish = None, True, None
+        self._settle(num_settled)
 
     @property
     def _first_hole(self) -> int:
@@ -268,36 +288,40 @@ class Canvas:
         if self._proposals is not None:
             self._proposals.note(candidates, commit)
         self.num_forwards += 1
-        return int(changed.min(initial=self.length))
+        return min(changed.tolist(), default=self.length)
 
     def _select(self, candidates: Candidates) -> Commit:
         if self._selector is None:
             return self.rule.decide(candidates)
         return select(self._selector, self.rule, self.tokens, candidates)
 
-    def _report(self, num_settled: int) -> StepResult:
-        canvas, start = self._canvas, self._num_reported
-        num_masked = int(np.count_nonzero(canvas == self.params.mask_id))
-        end = max(start, min(num_settled - self.prompt_length, len(canvas)))
-        self._num_reported = end
+    def _settle(self, num_settled: int) -> None:
+        """Note how far the canvas has come, before tokens are filled for the next forward."""
+        canvas, start = self._canvas, self._progress.end
+        end = max(start, min(num_settled - self.prompt_length, canvas.size))
         final = canvas[start:end].tolist()
         self.is_complete = self.params.answer_end(final, start) is not None
-        logprobs = view = None
-        if self._proposals is not None and self.params.logprobs is not None:
-            logprobs = self._proposals.logprobs(start, end)
+        view = None
         if self._proposals is not None and self.params.stream_canvas:
             view = self._proposals.view(self.num_forwards, canvas)
+        num_masked = int(np.count_nonzero(canvas[end:] == self.params.mask_id))
+        self._progress = Progress(end, final, canvas.size - num_masked, view)
+
+    def report(self) -> StepResult:
+        """What clients are told of the newest commit."""
+        new, logprobs = self._progress, None
+        if self._proposals is not None and self.params.logprobs is not None:
+            logprobs = self._proposals.logprobs(new.end - len(new.tokens), new.end)
         return StepResult(
-            new_token_ids=final,
+            new_token_ids=new.tokens,
             num_forwards=self.num_forwards,
-            num_committed=len(canvas) - num_masked,
+            num_committed=new.num_committed,
+            next_rows=0 if self.is_complete else self.next_rows,
             infilled=self._infilled() if self._prompt_holes.size else {},
             logprobs=logprobs,
-            canvas=view,
+            canvas=new.view,
             scores=self.rule.scores,
             num_kept=self.num_kept,
-            # Last, because tokens may have to be filled before the next forward.
-            next_rows=0 if self.is_complete else self.next_rows,
         )
 
     def _infilled(self) -> dict[int, int]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from vllm.diffusion.engine.messages import Slice, StepResult
-    from vllm.diffusion.engine.recovery import Attempt, Recovery
+    from vllm.diffusion.engine.recovery import Attempt, Outcomes, Recovery
     from vllm.diffusion.engine.step import StepRunner
 
 MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
@@ -38,15 +38,15 @@ class StepLoop:
     @torch.inference_mode()
     def plain(self, rows: Mapping[str, int]) -> dict[str, StepResult]:
         """One step, in which each request may have so many rows."""
-        return self._collect(self._recovery.launch(rows))
+        return self._recovery.results(self._collect(self._recovery.launch(rows)))
 
     @torch.inference_mode()
     def ahead(self, rows: Mapping[str, int], apart: Collection[str] = ()) -> dict[str, StepResult]:
         """The same where the device works by itself.
 
-        The next step is launched before the results are handed out, so that it computes while they
-        are on their way to the clients. Where one step does not hold everybody, a second one
-        follows it, so that the device computes while the results of the first are taken in.
+        The next step is launched before the results are made and handed out, so that it computes
+        while they are on their way to the clients. Where one step does not hold everybody, a second
+        one follows it, so that the device computes while the results of the first are taken in.
         Requests that are kept apart take no part in either.
 
         Args:
@@ -56,17 +56,17 @@ class StepLoop:
         if not self._under_way:
             self._under_way.append(self._recovery.launch(rows))
         self._launch_behind(apart)
-        results = self._collect(self._under_way.pop(0))
-        failed = (req_id for req_id, result in results.items() if result.error is not None)
+        outcomes = self._collect(self._under_way.pop(0))
+        failed = (req_id for req_id, error in outcomes.items() if error is not None)
         self._launch_behind({*apart, *failed})
-        return results
+        return self._recovery.results(outcomes)
 
     @torch.inference_mode()
     def slice(self, asked: Slice) -> dict[str, StepResult]:
         """The next slice of a long step; the request's result, if it was the last one."""
-        results = self._recovery.advance_slice(asked)
-        to_the_end(self._runner.canvases, results)
-        return results
+        outcomes = self._recovery.advance_slice(asked)
+        to_the_end(self._runner.canvases, outcomes)
+        return self._recovery.results(outcomes)
 
     @property
     def launched(self) -> list[list[str]]:
@@ -78,11 +78,11 @@ class StepLoop:
         running = self._runner.canvases.keys()
         self._under_way = [a for a in self._under_way if not running.isdisjoint(a.req_ids)]
 
-    def _collect(self, attempt: Attempt) -> dict[str, StepResult]:
+    def _collect(self, attempt: Attempt) -> Outcomes:
         self.num_rows = 0 if attempt.step is None else attempt.step.batch.num_rows
-        results = self._recovery.collect(attempt)
-        to_the_end(self._runner.canvases, results)
-        return results
+        outcomes = self._recovery.collect(attempt)
+        to_the_end(self._runner.canvases, outcomes)
+        return outcomes
 
     def _launch_behind(self, apart: Collection[str]) -> None:
         """Launch the step that follows those under way, where that can be done at once.

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         NewCanvas,
         NewPages,
         Slice,
-        StepResult,
     )
+    from vllm.diffusion.engine.recovery import Outcomes
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
     from vllm.diffusion.models.base import DiffusionModel
 
@@ -149,17 +149,17 @@ class DiffusionModelRunner:
         memory = self._ledger.memory(plan, planner_us, meter)
         return Step(started, batch, ops.HostCopy(sampled), memory)
 
-    def collect(self, step: Step) -> dict[str, StepResult]:
-        """Commit what a step found; requests that have gone meanwhile get nothing."""
+    def collect(self, step: Step) -> Outcomes:
+        """Commit what a step found; requests that have gone meanwhile are left out."""
         candidates = step.batch.candidates(step.sampled.wait(), self.noise)
-        results = {
+        outcomes = {
             canvas.req_id: self._recovery.commit(canvas, found)
             for canvas, found in zip(step.batch.canvases, candidates, strict=True)
             if self.canvases.get(canvas.req_id) is canvas
         }
         self._usage = step.memory.usage(self.budget_bytes, self.caches.num_bytes)
         self._log.step(step.started, step.batch, self._usage)
-        return results
+        return outcomes
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Give the device the next slice of a request's step; the step, where it is the last."""

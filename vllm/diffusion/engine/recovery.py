@@ -8,7 +8,7 @@ step, unless other ranks run the same step and would wait for this one: then it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, PoolExhaustedError, ActivationBudgetError)
+
+
+# The requests of a step, and why those failed that did.
+Outcomes: TypeAlias = "dict[str, Exception | None]"
 
 
 class Attempt(NamedTuple):
@@ -109,8 +113,8 @@ class Recovery:
             has_trimmed = True
         return Attempt(None, failures)
 
-    def advance_slice(self, asked: Slice) -> dict[str, StepResult]:
-        """The next slice of a request's step; its result, if that was the last one."""
+    def advance_slice(self, asked: Slice) -> Outcomes:
+        """The next slice of a request's step, committed if that was the last one."""
         failures: dict[str, Exception] = {}
         step = None
         if self._is_ready(asked.req_id, failures, asked.rows):
@@ -140,30 +144,37 @@ class Recovery:
         """The request with the most rows, of several the last one."""
         return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
 
-    def collect(self, attempt: Attempt) -> dict[str, StepResult]:
-        """The results of a step; requests that have gone meanwhile get none."""
+    def collect(self, attempt: Attempt) -> Outcomes:
+        """Wait for a step and commit it; requests that have gone meanwhile are left out."""
         step, failures = attempt
-        results: dict[str, StepResult] = {}
+        outcomes: Outcomes = {}
         if step is not None:
             try:
-                results = self._runner.collect(step)
+                outcomes = self._runner.collect(step)
             except Exception as error:
                 if not self._may_fail_alone:
                     raise
                 logger.exception("denoise step failed; its %d requests end", len(step.req_ids))
                 failures = failures | dict.fromkeys(step.req_ids, error)
-        for req_id, reason in failures.items():
-            if req_id in self._runner.canvases:
-                results[req_id] = self._result(req_id, reason)
-        return results
+        running = self._runner.canvases
+        return outcomes | {r: reason for r, reason in failures.items() if r in running}
 
-    def commit(self, canvas: Canvas, candidates: Candidates) -> StepResult:
+    def commit(self, canvas: Canvas, candidates: Candidates) -> Exception | None:
         """Commit what a step found for a request, which ends alone where that fails."""
         try:
-            return canvas.commit(candidates)
+            canvas.commit(candidates)
         except Exception as error:
             logger.exception("decoding of request %s failed", canvas.req_id)
-            return self._result(canvas.req_id, error)
+            return error
+        return None
+
+    def results(self, outcomes: Outcomes) -> dict[str, StepResult]:
+        """What clients are told of a step that is committed."""
+        canvases = self._runner.canvases
+        return {
+            req_id: canvases[req_id].report() if error is None else self._result(req_id, error)
+            for req_id, error in outcomes.items()
+        }
 
     def _result(self, req_id: str, error: Exception) -> StepResult:
         logger.warning("request %s ends: %s", req_id, error)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.ledger import StepMemory
-    from vllm.diffusion.engine.messages import NewCanvas, Slice, StepResult
+    from vllm.diffusion.engine.messages import NewCanvas, Slice
+    from vllm.diffusion.engine.recovery import Outcomes
     from vllm.diffusion.engine.turns import Shares
     from vllm.diffusion.memory import ActivationPool, PageStore, Planner
 
@@ -55,4 +56,4 @@ class StepRunner(Protocol):
 
     def drop_slices(self) -> bool: ...
 
-    def collect(self, step: Step) -> dict[str, StepResult]: ...
+    def collect(self, step: Step) -> Outcomes: ...

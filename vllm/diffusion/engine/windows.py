@@ -137,9 +137,8 @@ class Exact(Windows):
         return Forward(range(self.kept, end), self.kept)
 
     def computed(self, forward: Forward, committed: int) -> None:
-        self.kept = max(
-            self.kept, self._visibility.final(forward._replace(committed=committed)).stop
-        )
+        ended = Forward(forward.window, forward.kept, committed)
+        self.kept = max(self.kept, self._visibility.final(ended).stop)
 
 
 def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:
