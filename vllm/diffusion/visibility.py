@@ -33,13 +33,6 @@ class Forward(NamedTuple):
         return max(self.kept, self.window.stop)
 
 
-class Seen(NamedTuple):
-    """Consecutive queries that read the same consecutive keys; both are positions."""
-
-    queries: range
-    keys: range
-
-
 class Visibility(ABC):
     """Who sees whom.
 
@@ -59,8 +52,11 @@ class Visibility(ABC):
         """Positions of a sequence that is to hold so many: those of all blocks that it touches."""
 
     @abstractmethod
-    def spans(self, forward: Forward) -> tuple[Seen, ...]:
-        """What the queries of the window read; they tile the window in order."""
+    def num_seen(self, query: int, num_keys: int) -> int:
+        """How many of `num_keys` keys, those of the first positions, the query at a position reads.
+
+        They are the first ones of these.
+        """
 
     @abstractmethod
     def final(self, forward: Forward) -> range:
@@ -86,8 +82,8 @@ class Full(Visibility):
     def in_whole_blocks(self, length: int) -> int:
         return length
 
-    def spans(self, forward: Forward) -> tuple[Seen, ...]:
-        return (Seen(forward.window, range(forward.num_keys)),)
+    def num_seen(self, query: int, num_keys: int) -> int:
+        return num_keys
 
     def final(self, forward: Forward) -> range:
         sees_all_final = forward.committed >= forward.num_keys and forward.window.start == 0
@@ -113,14 +109,8 @@ class BlockCausal(Visibility):
     def in_whole_blocks(self, length: int) -> int:
         return -(-length // self.block_length) * self.block_length
 
-    def spans(self, forward: Forward) -> tuple[Seen, ...]:
-        seen, start = [], forward.window.start
-        while start < forward.window.stop:
-            block_end = (start // self.block_length + 1) * self.block_length
-            stop = min(block_end, forward.window.stop)
-            seen.append(Seen(range(start, stop), range(min(block_end, forward.num_keys))))
-            start = stop
-        return tuple(seen)
+    def num_seen(self, query: int, num_keys: int) -> int:
+        return min((query // self.block_length + 1) * self.block_length, num_keys)
 
     def final(self, forward: Forward) -> range:
         start = forward.window.start

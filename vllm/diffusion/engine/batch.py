@@ -11,51 +11,59 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm.diffusion.decoding import Candidates, Work
+from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 from vllm.diffusion.spans import Span
-from vllm.diffusion.visibility import Forward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
+    from vllm.diffusion.decoding import Work
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
+    from vllm.diffusion.visibility import Forward
 
 
 class PackedSequence(NamedTuple):
     """Rows of the batch that attend to the same keys, each to as many as `Span` says.
 
     Attributes:
-        rows: of the batch.
-        keys: rows of the batch, or kept keys by the store's table.
+        start, end: rows of the batch.
+        first: position of the first row.
+        first_key: a row of the batch, or a kept key by the store's table; of position 0.
+        num_keys: from there on.
         is_cached: which of the two; kept ones only where this step does not compute them all.
-        kept: the keys by the store's table, where they are kept.
-        block_length, first: as `Span` has them.
+        first_kept: the first key by the store's table, where it is kept; else `first_key`.
+        block_length: as `Span` has it.
     """
 
-    rows: slice
-    keys: slice
+    start: int
+    end: int
+    first: int
+    first_key: int
+    num_keys: int
     is_cached: bool
-    kept: slice | None = None
-    block_length: int = 0
-    first: int = 0
+    first_kept: int
+    block_length: int
 
-    def part(self, first_row: int, last_row: int) -> PackedSequence:
-        """Some of the rows."""
-        skipped = first_row - self.rows.start if self.block_length else 0
-        return self._replace(rows=slice(first_row, last_row), first=self.first + skipped)
-
-
-Sequences: TypeAlias = tuple[PackedSequence, ...]
+    def counted(self, positions: Array) -> list[tuple[int, PackedSequence]]:
+        """How many rows, at `positions` [r], ascending, read the same of its keys, and which."""
+        if not self.block_length:
+            return [(positions.size, self)]
+        blocks, counts = np.unique(positions // self.block_length, return_counts=True)
+        ends = np.minimum((blocks + 1) * self.block_length, self.num_keys)
+        return [
+            (count, self._replace(num_keys=end, block_length=0))
+            for count, end in zip(counts.tolist(), ends.tolist(), strict=True)
+        ]
 
 
 class SpanGroup(NamedTuple):
@@ -70,25 +78,6 @@ class SpanGroup(NamedTuple):
     rows: slice
     spans: tuple[Span, ...]
     is_cached: bool
-
-
-class _Predicting(NamedTuple):
-    """The sample rows of a request: those that predict some positions of it.
-
-    Attributes:
-        request: its number in the batch.
-        positions: [R] int64, on the canvas.
-        rows: [R] int64, of the batch, ascending.
-        sequences: to which they belong, in order.
-        unconditional_rows, unconditional_sequences: the same of its second sequence, with guidance.
-    """
-
-    request: int
-    positions: Array
-    rows: Array
-    sequences: Sequences
-    unconditional_rows: Array | None = None
-    unconditional_sequences: Sequences = ()
 
 
 class SamplePart(NamedTuple):
@@ -120,16 +109,18 @@ class StepBatch:
             positions those of some.
         canvases: the requests, in the order of their rows.
         works: per request, what the forward is for.
-        predicting: per request, its sample rows.
+        own: per request, its sequences: one, or with guidance a second one, the unconditional.
+        logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
 
     token_ids: Array
     positions: Array
     slot_mapping: Array
-    sequences: Sequences
+    sequences: Sequence[PackedSequence]
     canvases: tuple[Canvas, ...]
     works: tuple[Work, ...]
-    predicting: tuple[_Predicting, ...]
+    own: tuple[tuple[PackedSequence, ...], ...]
+    logit_shift: int
 
     @property
     def num_rows(self) -> int:
@@ -143,16 +134,13 @@ class StepBatch:
     @cached_property
     def shape(self) -> StepShape:
         """What a plan depends on."""
-        unconditional = (part.unconditional_rows for part in self.predicting)
-        num_unconditional = sum(rows.size for rows in unconditional if rows is not None)
+        counts = (w.eligible.size * len(o) for w, o in zip(self.works, self.own, strict=True))
         return StepShape(
             rows=self.num_rows,
-            sample_rows=self.num_sampled + num_unconditional,
-            longest=max(sequence.keys.stop - sequence.keys.start for sequence in self.sequences),
+            sample_rows=sum(counts),
+            longest=max(sequence.num_keys for sequence in self.sequences),
             num_sequences=len(self.sequences),
-            kept_keys=max(
-                (s.keys.stop - s.keys.start for s in self.sequences if s.is_cached), default=0
-            ),
+            kept_keys=max((s.num_keys for s in self.sequences if s.is_cached), default=0),
         )
 
     @property
@@ -166,26 +154,27 @@ class StepBatch:
 
     def span_groups(self, chunk: slice) -> tuple[SpanGroup, ...]:
         """What a chunk of consecutive rows attends to; rows count from the chunk's first."""
-        counts = []
+        parts = []
         for sequence in self.sequences:
-            first, last = max(sequence.rows.start, chunk.start), min(sequence.rows.stop, chunk.stop)
-            if first < last:
-                counts.append((last - first, sequence.part(first, last)))
-        return _group_spans(counts)
+            start, end = max(sequence.start, chunk.start), min(sequence.end, chunk.stop)
+            if start < end:
+                first = sequence.first + start - sequence.start
+                parts.append((end - start, sequence._replace(first=first)))
+        return _group_spans(parts)
 
     def sample_parts(self, rows_per_part: int) -> Iterator[SamplePart]:
         """The sample rows, at most `rows_per_part` at a time (two of a guided request)."""
-        part = _PartBuilder()
-        for own in self.predicting:
-            done, weight = 0, 1 if own.unconditional_rows is None else 2
-            while done < own.rows.size:
+        part = _PartBuilder(self)
+        for number, work in enumerate(self.works):
+            done, weight = 0, len(self.own[number])
+            while done < work.eligible.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
                     yield part.finish()
-                    part = _PartBuilder()
+                    part = _PartBuilder(self)
                     continue
-                piece = slice(done, min(done + max(room, 1), own.rows.size))
-                part.add(own, piece)
+                piece = slice(done, min(done + max(room, 1), work.eligible.size))
+                part.add(number, work.eligible[piece])
                 done = piece.stop
         if part.num_rows:
             yield part.finish()
@@ -245,26 +234,32 @@ class StepBatch:
         return candidates
 
 
-def build_batch(canvases: Sequence[Canvas], logit_shift: int) -> StepBatch:
+def build_batch(canvases: Iterable[Canvas], logit_shift: int) -> StepBatch:
     """Pack what `canvases` need computed in this step, and list the sample rows.
 
     Args:
         canvases: the requests of the step.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
+    # What keeps nothing comes first, what reads keys that this step does not compute last.
+    kinds: tuple[list[_Window], ...] = ([], [], [])
+    for canvas in canvases:
+        work, forward = canvas.next_forward()
+        reads_kept = forward.num_keys > len(forward.window)
+        kind = (canvas.cache is not None) + reads_kept
+        kinds[kind].append(_Window(canvas, work, forward, reads_kept))
+    windows = [window for kind in kinds for window in kind]
     packing = _Packing()
-    windows = sorted(map(_Window.of, canvases), key=_Window.place)
-    predicting = tuple(
-        packing.add(number, window, logit_shift) for number, window in enumerate(windows)
-    )
+    own = tuple(map(packing.add, windows))
     return StepBatch(
         token_ids=np.concatenate(packing.token_ids),
         positions=np.concatenate(packing.positions),
         slot_mapping=np.concatenate([_NO_SLOTS, *packing.slots]),
-        sequences=tuple(packing.sequences),
+        sequences=packing.sequences,
         canvases=tuple(window.canvas for window in windows),
         works=tuple(window.work for window in windows),
-        predicting=predicting,
+        own=own,
+        logit_shift=logit_shift,
     )
 
 
@@ -277,19 +272,7 @@ class _Window(NamedTuple):
     canvas: Canvas
     work: Work
     forward: Forward
-
-    @classmethod
-    def of(cls, canvas: Canvas) -> _Window:
-        return cls(canvas, *canvas.next_forward())
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether it may read keys that this step does not compute."""
-        return self.forward.num_keys > len(self.forward.window)
-
-    def place(self) -> tuple[bool, bool]:
-        """In the batch: what keeps nothing comes first, what reads kept keys last."""
-        return self.canvas.cache is not None, self.is_cached
+    reads_kept: bool  # keys that this step does not compute
 
 
 class _Packing:
@@ -302,116 +285,87 @@ class _Packing:
         self.sequences: list[PackedSequence] = []
         self._num_rows = 0
 
-    def add(self, number: int, window: _Window, logit_shift: int) -> _Predicting:
+    def add(self, window: _Window) -> tuple[PackedSequence, ...]:
+        """Put a request's rows behind those so far."""
         canvas = window.canvas
-        positions = window.work.eligible
-        rows = np.maximum(positions - logit_shift, 0) if logit_shift else positions
-        first_row, own = self._append(window, canvas.tokens, rows)
-        on_canvas = positions - canvas.prompt_length
-        predicting = _Predicting(number, on_canvas, rows + first_row, own)
+        own = self._append(window, canvas.tokens)
         if not canvas.is_guided:
-            return predicting
+            return (own,)
         hidden = canvas.unconditional_tokens()
-        first_row, unconditional = self._append(window, hidden, rows, canvas.unconditional_start)
-        return predicting._replace(
-            unconditional_rows=rows + first_row, unconditional_sequences=unconditional
-        )
+        return own, self._append(window, hidden, canvas.unconditional_start)
 
-    def _append(
-        self, window: _Window, tokens: Array, sampled: Array, kept_start: int = 0
-    ) -> tuple[int, Sequences]:
-        """Put a window behind the rows so far.
+    def _append(self, window: _Window, tokens: Array, kept_start: int = 0) -> PackedSequence:
+        """Put a window of a sequence behind the rows so far.
 
         Args:
             window: what is computed.
-            tokens: [T] int64, of its sequence.
-            sampled: [R], positions of its sample rows, ascending.
+            tokens: [T] int64, of the sequence.
             kept_start: where position 0 is among the kept positions of the request.
-
-        Returns:
-            where position 0 would be among the rows, and the sequences of the sample rows.
         """
-        canvas, forward = window.canvas, window.forward
-        computed = slice(forward.window.start, forward.window.stop)
-        self.token_ids.append(tokens[computed])
-        self.positions.append(canvas.positions[computed])
-        first_row = self._num_rows - computed.start
-        self._num_rows += len(forward.window)
+        canvas, _, forward, reads_kept = window
+        first, stop = forward.window.start, forward.window.stop
+        self.token_ids.append(tokens[first:stop])
+        self.positions.append(canvas.positions[first:stop])
+        start = self._num_rows
+        self._num_rows = end = start + stop - first
+        first_key = first_kept = start - first
         if canvas.cache is not None:
-            self.slots.append(canvas.cache.slots[kept_start:][computed])
-
-        block_length, keys = canvas.visibility.block_length, range(forward.num_keys)
-        if block_length and computed.start // block_length == (computed.stop - 1) // block_length:
-            ((_, keys),) = canvas.visibility.spans(forward)  # all rows read the same
-            block_length = 0
-
-        def sequence(queries: range, keys: range, block_length: int = 0) -> PackedSequence:
-            rows, kept = _moved(queries, first_row), None
-            first = queries.start if block_length else 0
-            if canvas.cache is not None:
-                kept = _moved(keys, canvas.cache.start + kept_start)
-            read = kept if kept is not None and window.is_cached else _moved(keys, first_row)
-            return PackedSequence(rows, read, window.is_cached, kept, block_length, first)
-
-        whole = sequence(forward.window, keys, block_length)
-        self.sequences.append(whole)
-        if not block_length or not sampled.size:
-            return first_row, (whole,)
-        # Sample rows do not follow one another: they are listed block by block.
-        queries = range(int(sampled[0]), int(sampled[-1]) + 1)
-        seen = canvas.visibility.spans(Forward(queries, kept=forward.num_keys))
-        return first_row, tuple(sequence(*own) for own in seen)
-
-
-def _moved(positions: range, start: int) -> slice:
-    """Positions of a sequence, counted by where its position 0 is."""
-    return slice(start + positions.start, start + positions.stop)
+            self.slots.append(canvas.cache.slots[kept_start + first : kept_start + stop])
+            first_kept = canvas.cache.start + kept_start
+            first_key = first_kept if reads_kept else first_key
+        num_keys, block_length = forward.num_keys, canvas.visibility.block_length
+        seen = canvas.visibility.num_seen(first, num_keys)
+        if seen == canvas.visibility.num_seen(stop - 1, num_keys):  # all rows read the same
+            num_keys, block_length = seen, 0
+        sequence = PackedSequence(
+            start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
+        )
+        self.sequences.append(sequence)
+        return sequence
 
 
 class _PartBuilder:
     """Sample rows as they are put one after the other, in the order of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: StepBatch) -> None:
         self.num_rows = 0
-        self._rows: list[Array] = []
+        self._batch = batch
         self._positions: list[Array] = []
-        self._counted: list[tuple[int, PackedSequence]] = []
+        self._prompt_lengths: list[int] = []
+        self._sequences: list[PackedSequence] = []
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
-    def add(self, own: _Predicting, piece: slice) -> None:
-        positions = own.positions[piece]
-        rows = self._append(own.rows[piece], positions, own.sequences)
-        unconditional = None
-        if own.unconditional_rows is not None:
-            unconditional = self._append(
-                own.unconditional_rows[piece], positions, own.unconditional_sequences
-            )
-        self._pieces.append((own.request, rows, unconditional))
+    def add(self, number: int, positions: Array) -> None:
+        """The rows that predict `positions` [r] of a request, by its number in the batch."""
+        own, unconditional = self._batch.own[number][0], self._batch.own[number][1:]
+        prompt_length = self._batch.canvases[number].prompt_length
+        rows = self._append(positions, own, prompt_length)
+        others = [self._append(positions, sequence, prompt_length) for sequence in unconditional]
+        self._pieces.append((number, rows, others[0] if others else None))
 
-    def _append(self, rows: Array, positions: Array, sequences: Sequences) -> slice:
-        place = slice(self.num_rows, self.num_rows + rows.size)
-        self._rows.append(rows)
+    def _append(self, positions: Array, sequence: PackedSequence, prompt_length: int) -> slice:
+        place = slice(self.num_rows, self.num_rows + positions.size)
         self._positions.append(positions)
-        self._counted += _counted(rows, sequences)
+        self._sequences.append(sequence)
+        self._prompt_lengths.append(prompt_length)
         self.num_rows = place.stop
         return place
 
     def finish(self) -> SamplePart:
+        counts = [positions.size for positions in self._positions]
+        positions = np.concatenate(self._positions)
+        read = np.maximum(positions - self._batch.logit_shift, 0)
+        first_rows = [sequence.start - sequence.first for sequence in self._sequences]
+        counted, end = [], 0
+        for sequence, count in zip(self._sequences, counts, strict=True):
+            counted += sequence.counted(read[end : end + count])
+            end += count
         return SamplePart(
-            np.concatenate(self._rows),
-            np.concatenate(self._positions),
-            _group_spans(self._counted),
+            read + np.repeat(first_rows, counts),
+            positions - np.repeat(self._prompt_lengths, counts),
+            _group_spans(counted),
             tuple(self._pieces),
         )
-
-
-def _counted(rows: Array, sequences: Sequences) -> list[tuple[int, PackedSequence]]:
-    """How many of the rows [r], ascending, belong to each of the sequences that have some."""
-    if len(sequences) == 1:
-        return [(rows.size, sequences[0])]
-    ends = np.searchsorted(rows, [sequence.rows.stop for sequence in sequences])
-    counts = np.diff(ends, prepend=0).tolist()
-    return [(n, sequence) for n, sequence in zip(counts, sequences, strict=True) if n]
 
 
 def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:
@@ -421,8 +375,8 @@ def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGro
         spans, end = [], 0
         for count, sequence in counted:
             if sequence.is_cached == is_cached:
-                keys, grid = sequence.keys, (sequence.block_length, sequence.first)
-                spans.append(Span(end, end + count, keys.start, keys.stop, *grid))
+                _, _, first, key, num_keys, _, _, block_length = sequence
+                spans.append(Span(end, end + count, key, key + num_keys, block_length, first))
                 end += count
         if spans:
             groups.append(SpanGroup(slice(start, start + end), tuple(spans), is_cached))

@@ -131,14 +131,13 @@ def fill(inputs: StepInputs[Array], batch: StepBatch) -> None:
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
     ((bounds,),) = inputs.bounds
     size, num_rows = inputs.token_ids.size, batch.num_rows
-    rows = [sequence.rows for sequence in batch.sequences]
-    keys = [sequence.kept or sequence.keys for sequence in batch.sequences]
+    _, ends, firsts, _, counts, _, kept, block_lengths = zip(*batch.sequences, strict=True)
     num_padding_keys = 0 if inputs.slot_mapping.size else size - num_rows
-    _fill(bounds.query_ends, [0, *(r.stop for r in rows), size], size)
-    _fill(bounds.key_starts, [*(k.start for k in keys), num_rows], 0)
-    _fill(bounds.key_counts, [*(k.stop - k.start for k in keys), num_padding_keys], 0)
-    _fill(bounds.block_lengths, [sequence.block_length for sequence in batch.sequences], 0)
-    _fill(bounds.firsts, [sequence.first for sequence in batch.sequences], 0)
+    _fill(bounds.query_ends, (0, *ends, size), size)
+    _fill(bounds.key_starts, (*kept, num_rows), 0)
+    _fill(bounds.key_counts, (*counts, num_padding_keys), 0)
+    _fill(bounds.block_lengths, block_lengths, 0)
+    _fill(bounds.firsts, firsts, 0)
 
 
 def layout_of(
@@ -159,6 +158,6 @@ def layout_of(
     )
 
 
-def _fill(array: Array, values: Array | list[int], rest: int) -> None:
+def _fill(array: Array, values: Array | tuple[int, ...], rest: int) -> None:
     array[: len(values)] = values
     array[len(values) :] = rest
