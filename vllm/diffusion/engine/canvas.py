@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.visibility import Visibility
 
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
-
-
-class Progress(NamedTuple):
-    """What a commit came to.
-
-    Attributes:
-        end: canvas positions from 0 that are final.
-        tokens: of the last of them, those that became final.
-        num_committed: canvas positions that are not masked.
-        view: of the canvas, where the request asks to see it.
-    """
-
-    end: int
-    tokens: list[int]
-    num_committed: int = 0
-    view: CanvasView | None = None
 
 
 class Canvas:
@@ -87,7 +71,9 @@ class Canvas:
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
-        self._progress = Progress(0, [])
+        self._num_final = 0  # canvas positions from 0
+        self._newest: list[int] = []  # tokens that the newest commit made final
+        self._seen: tuple[int, CanvasView | None] | None = None  # see `_look`
         length = self.length if cache is None else cache.length
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
@@ -242,6 +228,7 @@ class Canvas:
         if work is None:
             return Work(_NO_POSITIONS, (0, self.length))
         if work.fill is not None:
+            self._look()
             start, token = work.fill
             self.tokens[start:] = token
             if self._proposals is not None:
@@ -267,8 +254,11 @@ class Canvas:
         if self._forward is not None:
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self._windows.computed(self._forward, num_final)
-        self._forward, self._is_for_rule, self._wish = None, True, None
-        self._settle(num_settled)
+        self._forward, self._is_for_rule, self._wish, self._seen = None, True, None, None
+        start = self._num_final
+        self._num_final = max(start, min(num_settled - self.prompt_length, self._canvas.size))
+        self._newest = self._canvas[start : self._num_final].tolist()
+        self.is_complete = self.params.answer_end(self._newest, start) is not None
 
     @property
     def _first_hole(self) -> int:
@@ -279,47 +269,47 @@ class Canvas:
         return int(masked[0]) if masked.size else self.length
 
     def _let_rule_choose(self, candidates: Candidates) -> int:
-        """Write what the rule chooses; positions from 0 that keep the token they had."""
+        """Write what the rule chooses; positions from 0 that it leaves as they are."""
         self._work = None
         commit = self._select(candidates)
-        positions, tokens = commit
-        changed = positions[self.tokens[positions] != tokens]
-        self.tokens[positions] = tokens
+        self.tokens[commit.positions] = commit.tokens
         if self._proposals is not None:
             self._proposals.note(candidates, commit)
         self.num_forwards += 1
-        return min(changed.tolist(), default=self.length)
+        return min(commit.positions.tolist(), default=self.length)
 
     def _select(self, candidates: Candidates) -> Commit:
         if self._selector is None:
             return self.rule.decide(candidates)
         return select(self._selector, self.rule, self.tokens, candidates)
 
-    def _settle(self, num_settled: int) -> None:
-        """Note how far the canvas has come, before tokens are filled for the next forward."""
-        canvas, start = self._canvas, self._progress.end
-        end = max(start, min(num_settled - self.prompt_length, canvas.size))
-        final = canvas[start:end].tolist()
-        self.is_complete = self.params.answer_end(final, start) is not None
-        view = None
-        if self._proposals is not None and self.params.stream_canvas:
-            view = self._proposals.view(self.num_forwards, canvas)
-        num_masked = int(np.count_nonzero(canvas[end:] == self.params.mask_id))
-        self._progress = Progress(end, final, canvas.size - num_masked, view)
+    def _look(self) -> tuple[int, CanvasView | None]:
+        """Committed positions, and the canvas where the request asks to see it.
+
+        As the newest commit left them: to be looked at before tokens are filled for what follows.
+        """
+        if self._seen is None:
+            num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
+            view = None
+            if self._proposals is not None and self.params.stream_canvas:
+                view = self._proposals.view(self.num_forwards, self._canvas)
+            self._seen = self._canvas.size - num_masked, view
+        return self._seen
 
     def report(self) -> StepResult:
         """What clients are told of the newest commit."""
-        new, logprobs = self._progress, None
+        logprobs, (num_committed, view) = None, self._look()
         if self._proposals is not None and self.params.logprobs is not None:
-            logprobs = self._proposals.logprobs(new.end - len(new.tokens), new.end)
+            start = self._num_final - len(self._newest)
+            logprobs = self._proposals.logprobs(start, self._num_final)
         return StepResult(
-            new_token_ids=new.tokens,
+            new_token_ids=self._newest,
             num_forwards=self.num_forwards,
-            num_committed=new.num_committed,
+            num_committed=num_committed,
             next_rows=0 if self.is_complete else self.next_rows,
             infilled=self._infilled() if self._prompt_holes.size else {},
             logprobs=logprobs,
-            canvas=new.view,
+            canvas=view,
             scores=self.rule.scores,
             num_kept=self.num_kept,
         )

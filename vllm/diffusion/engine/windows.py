@@ -137,6 +137,8 @@ class Exact(Windows):
         return Forward(range(self.kept, end), self.kept)
 
     def computed(self, forward: Forward, committed: int) -> None:
+        if committed < self.kept + self._visibility.block_length:
+            return  # most often: no block was finished
         ended = Forward(forward.window, forward.kept, committed)
         self.kept = max(self.kept, self._visibility.final(ended).stop)
 
