@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request between two steps: what stands before the next launch, and what is told after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.pages import store_with
+from vllm.diffusion import decision, fields
+from vllm.diffusion.decoding import Candidates
+from vllm.diffusion.engine.batch import build_batch
+from vllm.diffusion.engine.canvas import Canvas
+from vllm.diffusion.engine.graphs import Bucket
+from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.step_inputs import fill
+from vllm.diffusion.families import LLADA, SDAR
+from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.sampling import PhiloxNoise
+
+if TYPE_CHECKING:
+    from vllm.diffusion.families import Family
+
+MASK, EOS = 95, 94
+PROMPT = [2 + i % 90 for i in range(8)]
+
+
+def canvas(family: Family, **asked: Any) -> Canvas:
+    """A request of 8 positions and 16 masked ones."""
+    ids = SpecialIds(mask=MASK, eos=EOS, eot=None, stop=frozenset({EOS}))
+    model = ServedModel(family=family, ids=ids, max_model_len=4096, vocab_size=96)
+    asked = {"gen_length": 16, "block_length": 4, "seed": 0, **asked}
+    decided = decision.decide(fields.canonical(asked), model, PROMPT)
+    return Canvas(NewCanvas("a", PROMPT, decided), visibility=family.visibility)
+
+
+class TorchCalls(TorchFunctionMode):
+    """Notes the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("algorithm", ["low_confidence_dynamic", "semi_ar", "joint_threshold"])
+def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str) -> None:
+    """There may be hundreds of requests, and a tensor costs many times what an array does."""
+    _, keys = store_with(24, 24)
+    made = [canvas(SDAR, algorithm=algorithm, cache="exact") for _ in keys]
+    for one, cache in zip(made, keys, strict=True):
+        one.assign(cache, 8)
+    batch = build_batch(made, logit_shift=0)
+    inputs = Bucket(16, 4, is_cached=True).inputs()
+    sampled = torch.rand(3, batch.num_sampled, dtype=torch.float64)
+    with TorchCalls() as calls:
+        for one, found in zip(made, batch.candidates(sampled, PhiloxNoise()), strict=True):
+            one.commit(found)
+        assert all(one.wish.rows == 4 for one in made)
+        fill(inputs, build_batch(made, logit_shift=0))
+    assert calls.names == ["numpy"]
+
+
+def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> None:
+    """The next step, for which `early_stop` fills the canvas, is launched before the report."""
+    asked = {"algorithm": "local_leap", "early_stop": True, "stream_canvas": True}
+    made = canvas(LLADA, **asked, threshold=0.5)
+    positions = made.begin().eligible
+    made.commit(Candidates(positions, np.full(4, EOS), np.full(4, 0.9)))
+    made.begin()
+    assert made.tokens.tolist() == [*PROMPT, *[EOS] * 16]
+    report = made.report()
+    assert report.num_committed == 4 and report.canvas is not None
+    assert list(report.canvas.committed) == [1] * 4 + [0] * 12
