@@ -144,8 +144,14 @@ def tell_who_ended() -> None:
         pass
 
 
-def run(arguments: Sequence[str], log: str, variables: Mapping[str, str]) -> None:
-    """What the interpreter does with these arguments, in a session of its own."""
+def run(
+    arguments: Sequence[str], log: str, variables: Mapping[str, str], added: Mapping[str, str]
+) -> None:
+    """What the interpreter does with these arguments, in a session of its own.
+
+    `added` is what importing set of the environment. It stands last there: setproctitle of a
+    spawned engine looks for its place beside the first variable, which importing must not touch.
+    """
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -154,6 +160,8 @@ def run(arguments: Sequence[str], log: str, variables: Mapping[str, str]) -> Non
     os.chdir(os.path.dirname(log))
     os.environ.clear()
     os.environ.update(variables)
+    for name, value in added.items():
+        os.environ.setdefault(name, value)
     if arguments[0] == "-m":
         sys.argv = [*arguments[1:]]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -171,4 +179,4 @@ if __name__ == "__main__":
     gc.freeze()  # the garbage collector of a program leaves alone what all of them share
     _added = {name: value for name, value in os.environ.items() if _given.get(name) != value}
     if (_told := forked()) is not None:
-        run(_told["arguments"], _told["log"], {**_added, **_told["variables"]})
+        run(**_told, added=_added)
