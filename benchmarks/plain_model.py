@@ -215,10 +215,11 @@ def randomise(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         put = getattr(parameter, "take_part", None)
         if put is not None and parameter.dim() > 1:
-            count = max(1, DRAWN_AT_ONCE // parameter[0].numel())
+            depth = parameter.num_weights // parameter[..., 0].numel()  # bytes may hold two
+            count = max(1, DRAWN_AT_ONCE // (parameter[0, ..., 0].numel() * depth))
             for start in range(0, len(parameter), count):
                 rows = slice(start, min(start + count, len(parameter)))
-                shape = (rows.stop - rows.start, *parameter.shape[1:])
+                shape = (rows.stop - rows.start, *parameter.shape[1:-1], depth)
                 drawn = torch.empty(shape, dtype=torch.float32, device=parameter.device)
                 put(rows, drawn.normal_(std=WEIGHT_STD))
         elif parameter.dim() > 1:

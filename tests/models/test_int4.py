@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmarks.plain_model import WEIGHT_STD, randomise
 from gather_gemm import Packed, pack, unpack
 from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config, load, logits, some_ids, staged_logits
@@ -152,6 +153,25 @@ def test_weights_become_4_bits_as_they_are_loaded(
     assert not torch.equal(given, logits(plain, ids)) and given.isfinite().all()
     (found,) = staged_logits(quantised, [ids], rows=7, keep_queries=False)
     torch.testing.assert_close(found, given, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llada", "int4"), ("llada", "nf4"), ("llada", "fp8"), ("moe", "fp8")]
+)
+def test_benchmarks_draw_weights_to_be_quantised(
+    family: str, kind: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    model = load_model(make_checkpoint(tmp_path, family=family, seed=3), quantization=kind)
+    randomise(model)
+    if kind == "fp8":
+        matrix = model.layers[0].mlp.w2 if family == "moe" else model.layers[0].mlp.down_proj
+        drawn = matrix.weight.float() * matrix.weight_scale[..., None]
+    else:
+        matrix = model.layers[0].mlp.down_proj
+        drawn = meant(
+            Packed(matrix.weight.data, matrix.weight_scale, matrix.weight_zero, matrix.table)
+        )
+    assert abs(drawn.std().item() - WEIGHT_STD) < 0.1 * WEIGHT_STD
 
 
 def test_sizes_of_large_matrices() -> None:

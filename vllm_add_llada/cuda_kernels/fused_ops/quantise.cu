@@ -193,7 +193,6 @@ __global__ void __launch_bounds__(kMaxThreads / kRows)
   }
 }
 
-// How a row is spread over threads depends on its width alone: so do the bits of a norm.
 template <Source kSource, int kRows, int kParts>
 cudaError_t launch_parts(const QuantiseParams& params, cudaStream_t stream) {
   const int num_parts = params.num_columns / kWidth;
@@ -212,11 +211,15 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
   }
   const int num_parts = params.num_columns / kWidth;
   if (num_parts <= 128) return launch_parts<kSource, 1, 1>(params, stream);
-  if (num_parts <= 256) return launch_parts<kSource, 1, 2>(params, stream);
   if (num_parts > 4 * kMaxThreads) return launch_parts<kSource, 1, 8>(params, stream);
+  // Whatever the number of rows, the squares of one are summed in the same order.
+  const bool fits = num_parts <= 2 * kMaxThreads;
+  const bool is_many = params.num_rows >= kManyRows;
+  if (fits && (kSource == Source::kNorm || !is_many)) {
+    return launch_parts<kSource, 1, 2>(params, stream);
+  }
   if constexpr (kSource == Source::kGated) {  // several rows share the scales of their columns
-    const bool shares = params.num_rows >= kManyRows && num_parts <= 2 * kMaxThreads;
-    if (shares) return launch_parts<kSource, 2, 4>(params, stream);
+    if (fits && is_many) return launch_parts<kSource, 2, 4>(params, stream);
   }
   return launch_parts<kSource, 1, 4>(params, stream);
 }

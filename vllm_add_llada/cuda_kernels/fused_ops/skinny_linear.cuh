@@ -15,9 +15,8 @@
 //
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and for each row of the weight,
 // by which the sums are multiplied before anything else is done with them. A stage has as many
-// bytes of either, so fp8 goes twice as deep. Kernels of fp8 take half of a multiprocessor's shared
-// memory where that is enough for the bytes in flight: the next product finds room beside them, and
-// its weights are on their way before these have ended.
+// bytes of either, so fp8 goes twice as deep. Half of the shared memory for them, so that the next
+// product's weights find room beside these, was tried and slower at 32 rows.
 
 #pragma once
 
@@ -32,8 +31,6 @@ namespace {
 
 constexpr int kMaxStages = 16;
 constexpr int kBarrierBytes = kMaxStages * 16;
-constexpr int kHalfSharedBytes = 113 * 1024;
-constexpr int kLeastStages = 3;
 
 // Elements of a stage's depth.
 template <bool kIsFp8>
@@ -327,11 +324,9 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
-  int stages = (kSharedBytes - overhead) / kernel_params.stage_bytes;
-  if (kIsFp8 && (kHalfSharedBytes - overhead) / kernel_params.stage_bytes >= kLeastStages) {
-    stages = (kHalfSharedBytes - overhead) / kernel_params.stage_bytes;
-  }
-  kernel_params.num_stages = std::min({kMaxStages, stages, params.depth / kSplit / kElements});
+  kernel_params.num_stages =
+      std::min({kMaxStages, (kSharedBytes - overhead) / kernel_params.stage_bytes,
+                params.depth / kSplit / kElements});
   // The sums of a tile take the place of the stages.
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
   const int shared_bytes =

@@ -1,0 +1,352 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What quantised weights change: answers, likeliest tokens, and the order of committing.
+
+    benchmarks/quantisation_quality.py [--models llada-tiny dream-tiny] [--limit N]
+        [--quantization fp8 int4 nf4] [--gen-length 32] [--block-length 8]
+    benchmarks/quantisation_quality.py --models /path/to/LLaDA-8B-Instruct --facts gsm8k.jsonl
+
+Questions of facts.jsonl (of the checkpoint, or --facts; lines with question and answer) are decoded
+block by block, at temperature 0, with logits of the served model and nothing else of the engine:
+
+    right           answers that are exactly the fact's
+    top-1           share of masked positions whose likeliest token is that of the plain weights, on
+                    the canvases that those went through
+    KL              mean over the same positions, nats: of the plain distribution from the other
+    order           Spearman's rank correlation of the steps in which positions are committed, one a
+                    step, with those of the plain weights; mean over the answers
+    equal steps     share of positions that are committed in the same step as with those
+    tokens/forward  where all positions of at least --threshold are committed at once
+
+A quantisation may keep the likeliest token of a position and still change which position is the
+surest, and so the order, which a decoding rule follows: that is why the order is told apart.
+
+Written: quantisation_quality.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+
+import torch  # noqa: E402
+
+from benchmarks.quality_speed import (  # noqa: E402
+    BenchmarkError,
+    checkpoint,
+    positive,
+    read_facts,
+    worded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+PLAIN = "plain"
+
+
+@dataclass
+class Trace:
+    """How one answer came about.
+
+    Attributes:
+        tokens: of the canvas.
+        steps: the step in which each of its positions was committed.
+        num_forwards: steps in all.
+        states: before each step: ids, masked positions of the block, and their log probabilities.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    num_forwards: int = 0
+    states: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of weights on one model, all questions."""
+
+    model: str
+    quantization: str
+    questions: int
+    right: int
+    weight_bytes: int
+    top_1: float
+    kl: float
+    order: float
+    equal_steps: float
+    tokens_per_forward: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    rows: list[Row] = []
+    try:
+        for name in options.models:
+            folder = checkpoint(name) if options.facts is None else Path(name)
+            rows += measure_model(folder, options)
+    except (BenchmarkError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    write_results(options.output_dir, rows)
+    print(markdown(rows))
+    print(f"written: {options.output_dir}")
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="What quantised weights change.")
+    parser.add_argument("--models", nargs="+", default=["llada-tiny"], metavar="MODEL")
+    parser.add_argument("--quantization", nargs="+", default=["fp8", "int4", "nf4"], metavar="NAME")
+    parser.add_argument("--facts", type=Path, help="JSONL of questions and answers")
+    parser.add_argument("--wording", choices=("taught", "reworded"), default="taught")
+    parser.add_argument("--limit", type=positive, help="questions per model (default: all)")
+    parser.add_argument("--gen-length", type=positive, default=32)
+    parser.add_argument("--block-length", type=positive, default=8)
+    parser.add_argument("--threshold", type=float, default=0.9)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "quantisation")
+    return parser.parse_args(arguments)
+
+
+# --- decoding --------------------------------------------------------------------------------
+
+
+class Decoder:
+    """A served model, decoded without the engine.
+
+    Args:
+        llm: the engine.
+        runner: its model runner.
+        options: lengths of canvas and blocks.
+    """
+
+    def __init__(self, llm: Any, runner: Any, options: argparse.Namespace) -> None:
+        from vllm.diffusion.config import served_model
+
+        self.model, self.device = runner.model, runner.device
+        self.tokenizer = llm.get_tokenizer()
+        self.facts = served_model(llm.llm_engine.vllm_config)
+        self.gen_length, self.block_length = options.gen_length, options.block_length
+        if self.model.family.is_block_causal:
+            self.block_length = self.model.config.block_length
+
+    @torch.inference_mode()
+    def log_probabilities(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[P, V] fp32 at these positions, without the mask token."""
+        hidden = self.model(ids, torch.arange(len(ids), device=ids.device))
+        rows = (positions - self.model.family.logit_shift).clamp(min=0)
+        logits = self.model.compute_logits(hidden[rows]).float()
+        logits[:, self.facts.ids.mask] = -torch.inf
+        return logits.log_softmax(dim=-1)
+
+    def decode(self, prompt: Sequence[int], threshold: float | None, keeps: bool = False) -> Trace:
+        """One answer: a position a step, or all that are as sure as the threshold."""
+        start, mask = len(prompt), self.facts.ids.mask
+        end = start + self.gen_length
+        if self.model.family.is_block_causal:
+            end = -(-end // self.block_length) * self.block_length
+        ids = torch.tensor([*prompt, *[mask] * (end - start)], device=self.device)
+        trace, steps = Trace(), torch.zeros(end, dtype=torch.long)
+        for first, last in self._blocks(start, end):
+            while True:
+                masked = (ids[first:last] == mask).nonzero().flatten() + first
+                if not len(masked):
+                    break
+                found = self.log_probabilities(ids, masked)
+                if keeps:
+                    trace.states.append((ids.clone(), masked, found))
+                best, tokens = found.max(dim=-1)
+                is_sure = best == best.max() if threshold is None else best.exp() >= threshold
+                is_sure[best.argmax()] = True
+                chosen = is_sure.nonzero().flatten()
+                chosen = chosen[:1] if threshold is None else chosen
+                ids[masked[chosen]] = tokens[chosen]
+                steps[masked[chosen].cpu()] = trace.num_forwards
+                trace.num_forwards += 1
+        trace.tokens, trace.steps = ids[start:].tolist(), steps[start:].tolist()
+        return trace
+
+    def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Of the canvas; block-causal models count blocks from the first position on."""
+        offset = 0 if self.model.family.is_block_causal else start
+        first = start
+        while first < end:
+            last = offset + ((first - offset) // self.block_length + 1) * self.block_length
+            yield first, min(last, end)
+            first = last
+
+    def prompt(self, question: str) -> list[int]:
+        """A question through the chat template."""
+        turn = [{"role": "user", "content": question}]
+        text = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """An answer up to its first stop token."""
+        stop = next((i for i, token in enumerate(tokens) if token in self.facts.ids.stop), None)
+        decoded: str = self.tokenizer.decode(tokens[:stop], skip_special_tokens=True)
+        return decoded.strip()
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+
+def measure_model(folder: Path, options: argparse.Namespace) -> list[Row]:
+    """A row for the plain weights and one for each quantisation, printed as they come."""
+    facts = worded(facts_of(folder, options), options.wording)
+    plain: list[Trace] = []
+    rows = []
+    for quantization in (None, *options.quantization):
+        settings = {"dtype": options.dtype, "quantization": quantization, "enforce_eager": True}
+        with in_process.engine(folder, dummy_weights=False, **settings) as (llm, runner):
+            decoder = Decoder(llm, runner, options)
+            prompts = [decoder.prompt(question) for question, _ in facts]
+            traces = [decoder.decode(p, None, keeps=quantization is None) for p in prompts]
+            plain = plain or traces
+            fast = [decoder.decode(prompt, options.threshold) for prompt in prompts]
+            texts = [decoder.text(trace.tokens) for trace in traces]
+            top_1, kl = compared(decoder, plain)
+            rows.append(
+                Row(
+                    model=folder.name,
+                    quantization=quantization or PLAIN,
+                    questions=len(facts),
+                    right=sum(t == answer for t, (_, answer) in zip(texts, facts, strict=True)),
+                    weight_bytes=weight_bytes(runner.model),
+                    top_1=top_1,
+                    kl=kl,
+                    order=statistics.mean(map(rank_correlation, steps_of(plain), steps_of(traces))),
+                    equal_steps=equal_share(plain, traces),
+                    tokens_per_forward=sum(len(trace.tokens) for trace in fast)
+                    / sum(trace.num_forwards for trace in fast),
+                )
+            )
+            print(line_of(rows[-1]), flush=True)
+    return rows
+
+
+def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Questions and answers, of the checkpoint or of --facts."""
+    if options.facts is None:
+        return read_facts(folder, options.limit)
+    lines = options.facts.read_text(encoding="utf-8").splitlines()[: options.limit]
+    return [(fact["question"], fact["answer"]) for fact in map(json.loads, lines)]
+
+
+def compared(decoder: Decoder, plain: Sequence[Trace]) -> tuple[float, float]:
+    """Top-1 agreement and mean KL on the canvases that the plain weights went through."""
+    same = positions = 0
+    divergence = 0.0
+    for trace in plain:
+        for ids, masked, wanted in trace.states:
+            found = decoder.log_probabilities(ids, masked)
+            same += int((found.argmax(dim=-1) == wanted.argmax(dim=-1)).sum())
+            terms = wanted.exp() * (wanted - found)
+            divergence += float(torch.where(wanted.isfinite(), terms, 0.0).sum())
+            positions += len(masked)
+    return same / positions, divergence / positions
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of the layers: matrices, scales, norms."""
+    layers: Any = model
+    tensors = {*layers.model.layers.parameters(), *layers.model.layers.buffers()}
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def steps_of(traces: Sequence[Trace]) -> list[list[int]]:
+    """Of each answer the steps of its positions."""
+    return [trace.steps for trace in traces]
+
+
+def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
+    """Spearman's, of two orders of the same positions without ties."""
+    count = len(first)
+    if count < 2:
+        return 1.0
+    distance = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+    return 1 - 6 * distance / (count * (count**2 - 1))
+
+
+def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
+    """Share of positions with the same step in both."""
+    pairs = [
+        pair
+        for one, other in zip(first, second, strict=True)
+        for pair in zip(one.steps, other.steps, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+# --- telling ---------------------------------------------------------------------------------
+
+HEADER = (
+    "| model | weights | layers, MiB | right | top-1 | KL | order | equal steps |"
+    " tokens/forward |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line_of(row: Row) -> str:
+    """One row of the table."""
+    return (
+        f"| {row.model} | {row.quantization} | {row.weight_bytes / 2**20:.2f} | "
+        f"{row.right} of {row.questions} | {row.top_1:.4f} | {row.kl:.5f} | {row.order:.3f} | "
+        f"{row.equal_steps:.3f} | {row.tokens_per_forward:.2f} |"
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table."""
+    return "\n".join([HEADER, *map(line_of, rows)])
+
+
+def write_results(folder: Path, rows: Sequence[Row]) -> None:
+    """Write the table as JSON and Markdown, and the plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"rows": list(map(asdict, rows))}, indent=2)
+    (folder / "quantisation_quality.json").write_text(content + "\n", encoding="utf-8")
+    (folder / "quantisation_quality.md").write_text(markdown(rows) + "\n", encoding="utf-8")
+    plot(folder / "quantisation_quality.png", rows)
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Order against likeliest tokens, a point a row; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        sys.stderr.write("no plot: matplotlib is missing\n")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(5, 4))
+    for row in rows:
+        if row.quantization != PLAIN:
+            axis.scatter(row.top_1, row.order)
+            axis.annotate(f"{row.model} {row.quantization}", (row.top_1, row.order), fontsize=7)
+    axis.set_xlabel("likeliest token as with plain weights")
+    axis.set_ylabel("rank correlation of the commit order")
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
