@@ -420,6 +420,7 @@ def test_schemes_of_configurations() -> None:
     [
         ({"targets": ["q_proj"]}, "config_groups"),
         ({"weights": WEIGHTS | {"num_bits": 4}}, "quantization_config.weights"),
+        ({"weights": WEIGHTS | {"num_bits": 4, "type": "int"}}, "4 bits with plain rows"),
         ({"weights": WEIGHTS | {"strategy": "group"}}, "given 'group'"),
         ({"input_activations": None}, "input_activations"),
         ({"input_activations": {"dynamic": False, "strategy": "token"}}, "tensor where static"),

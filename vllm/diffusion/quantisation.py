@@ -43,13 +43,19 @@ class PackedScheme:
     Attributes:
         name: as --quantization has it: "int4", whole numbers with a scale and a zero point a group,
             or "nf4", quantiles of a normal distribution with a scale a group.
-        group: numbers of a group, at most.
+        group: numbers of a group, at most; of a checkpoint exactly, or -1 for all of a row.
         ignored: as of `Fp8Scheme`.
+        layout: "gptq" or "compressed-tensors" of a checkpoint that has such; None for a plain one.
+        has_order: groups are no neighbours (GPTQ's desc_act).
+        zero_offset: what zero points of GPTQ are stored less by.
     """
 
     name: str
     group: int
     ignored: tuple[str, ...] = ()
+    layout: str | None = None
+    has_order: bool = False
+    zero_offset: int = 1
 
 
 Scheme: TypeAlias = Fp8Scheme | PackedScheme
@@ -79,17 +85,19 @@ def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Sch
         return _compressed_tensors(config)
     if method == "modelopt":
         return _modelopt(config)
-    return None
+    return _gptq(config) if method == "gptq" else None
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
-    """Of one group that takes all linear layers; fp8, by tensor or by channel."""
+    """Of one group that takes all linear layers: fp8 by tensor or channel, or 4 bits."""
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1 or list(groups[0].get("targets") or []) != ["Linear"]:
         raise _refused("config_groups", groups, "one group whose targets are Linear")
     weights, rows = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    if weights.get("type") == "int" and weights.get("num_bits") == 4 and rows is None:
+        return _packed(config, weights)
     if weights.get("type") != "float" or weights.get("num_bits") != 8:
-        raise _refused("weights", dict(weights), "type float, num_bits 8 and symmetric")
+        raise _refused("weights", dict(weights), "fp8, or 4 bits with plain rows")
     if weights.get("strategy") not in ("tensor", "channel") or not weights.get("symmetric", True):
         raise _refused("weights.strategy", weights.get("strategy"), "tensor or channel, symmetric")
     if rows is None:
@@ -100,6 +108,33 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
     if rows.get("strategy") != "tensor":
         raise _refused("input_activations.strategy", rows.get("strategy"), "tensor where static")
     return replace(scheme, has_input_scale=True)
+
+
+def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
+    """Symmetric 4 bits in groups, or with a scale a channel."""
+    group = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
+    if not weights.get("symmetric", True) or not isinstance(group, int):
+        raise _refused("weights", dict(weights), "symmetric, strategy group or channel")
+    if weights.get("actorder") in ("group", "dynamic"):
+        raise _refused("weights.actorder", weights["actorder"], "null, weight or static")
+    ignored = tuple(config.get("ignore") or ())
+    return PackedScheme("int4", group, ignored, layout="compressed-tensors")
+
+
+def _gptq(config: Mapping[str, Any]) -> Scheme:
+    """4 bits, with or without desc_act and zero points."""
+    if config.get("bits") != 4:
+        raise _refused("bits", config.get("bits"), "4")
+    for key in ("dynamic", "modules_in_block_to_quantize", "lm_head"):
+        if config.get(key):
+            raise _refused(key, config[key], "none: all layers' matrices, and no other")
+    return PackedScheme(
+        "int4",
+        int(config.get("group_size", -1)),
+        layout="gptq",
+        has_order=bool(config.get("desc_act")),
+        zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1,
+    )
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme | None:

@@ -120,8 +120,9 @@ def load_checkpoint(
             continue
         if not _is_quantised(model.get_submodule(destination.module)):
             shape = destination.shape if kind == "weight" else destination.shape[:1]
-            if not kind.endswith("_scale"):  # of a matrix, or of its rows: its layer knows
-                _check_shape(name, tensor, shape)
+            is_streamed = isinstance(parameters[target], ops.StreamedParameter)
+            if kind == "weight" or not (is_streamed or kind.endswith("_scale")):
+                _check_shape(name, tensor, shape)  # of others their layers know the shape
         _load(name, parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)

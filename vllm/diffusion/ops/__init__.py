@@ -21,6 +21,7 @@ from vllm.diffusion.ops.kinds import (
 )
 from vllm.diffusion.ops.loading import StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection
+from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm.diffusion.ops.projection import (
     Matrix,
     PlainProjection,
@@ -49,6 +50,7 @@ __all__ = [
     "HostCopy",
     "Matrices",
     "Matrix",
+    "OrderedProjection",
     "PackedProjection",
     "PlainProjection",
     "Projection",

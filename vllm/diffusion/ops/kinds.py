@@ -11,6 +11,11 @@ import torch
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops.fp8 import Fp8Method, Fp8Projection
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
+from vllm.diffusion.ops.packed_checkpoints import (
+    OrderedMethod,
+    OrderedProjection,
+    PackedCheckpointMethod,
+)
 from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
 from vllm.diffusion.quantisation import Fp8Scheme, scheme_of
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -31,6 +36,8 @@ _KIND_OF_METHOD: dict[type, type[Projection]] = {
     UnquantizedEmbeddingMethod: PlainProjection,
     Fp8Method: Fp8Projection,
     PackedMethod: PackedProjection,
+    PackedCheckpointMethod: PackedProjection,
+    OrderedMethod: OrderedProjection,
 }
 _FP8_CAPABILITY = (9, 0)
 
@@ -75,7 +82,11 @@ class SchemeConfig(QuantizationConfig):
         if self.ignores(prefix):
             return UnquantizedLinearMethod()
         scheme = self.scheme
-        return Fp8Method(scheme) if isinstance(scheme, Fp8Scheme) else PackedMethod(scheme)
+        if isinstance(scheme, Fp8Scheme):
+            return Fp8Method(scheme)
+        if scheme.layout is None:
+            return PackedMethod(scheme)
+        return OrderedMethod(scheme) if scheme.has_order else PackedCheckpointMethod(scheme)
 
     def ignores(self, path: str) -> bool:
         """Whether a module of the model stays as it is; of a fused one, whether all parts do.
@@ -148,6 +159,8 @@ def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
         return (PlainProjection,)
     if not isinstance(quantisation, SchemeConfig):
         return (QuantisedProjection, PlainProjection)
-    is_fp8 = isinstance(quantisation.scheme, Fp8Scheme)
-    kind: type[Projection] = Fp8Projection if is_fp8 else PackedProjection
-    return (kind, PlainProjection) if quantisation.scheme.ignored else (kind,)
+    scheme = quantisation.scheme
+    kind: type[Projection] = Fp8Projection
+    if not isinstance(scheme, Fp8Scheme):
+        kind = OrderedProjection if scheme.has_order else PackedProjection
+    return (kind, PlainProjection) if scheme.ignored else (kind,)

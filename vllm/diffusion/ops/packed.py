@@ -169,8 +169,7 @@ class PackedMethod(LinearMethodBase):
         layer.register_buffer("weight_scale", packed.scales, persistent=False)
         layer.register_buffer("weight_zero", packed.zeros, persistent=False)
         layer.register_buffer("table", packed.table, persistent=False)
-        most_rows = min(num_rows, _UNPACKED // depth + _COLUMN_STEP)
-        _reserve(packed.values.device, most_rows * depth, params_dtype)
+        reserve_unpacked(packed.values.device, num_rows, depth, params_dtype)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Upstream's way to multiply, which no stage goes."""
@@ -235,10 +234,13 @@ class PackedProjection(Projection):
             yield part, weight
 
 
-def _reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
-    """See to it that so many numbers can be unpacked on a GPU without asking for memory."""
+def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:
+    """See to it that parts of a matrix can be unpacked on a GPU without asking for memory."""
+    if device.type != "cuda":
+        return
+    count = min(num_rows, _UNPACKED // depth + _COLUMN_STEP) * depth
     there = _scratch.get(device)
-    if device.type == "cuda" and (there is None or there.numel() < count or there.dtype != dtype):
+    if there is None or there.numel() < count or there.dtype != dtype:
         _scratch[device] = torch.empty(count, dtype=dtype, device=device)
 
 

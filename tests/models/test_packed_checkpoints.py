@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit checkpoints of GPTQ and of compressed-tensors, by writers of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from tests.models.support import assert_same_logits, logits, some_ids, staged_logits
+from tests.reference.llada_model import LLaDAReference
+from vllm.diffusion import ops
+from vllm.diffusion.errors import CheckpointError, ModelConfigError
+from vllm.diffusion.quantisation import PackedScheme, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+GROUP = 16
+SUFFIXES = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
+
+
+def words_of(numbers: Tensor) -> Tensor:
+    """Eight 4-bit numbers of the last dimension in each int32, the first lowest."""
+    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // 8, dtype=torch.int64)
+    for place in range(8):
+        words |= numbers[..., place::8].long() << (4 * place)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def gptq(weight: Tensor, path: str, order: str, offset: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a matrix, of its own random numbers, and what they mean."""
+    num_rows, depth = weight.shape
+    # of matrices that multiply the same rows the same
+    of_inputs = "attention" if path.endswith(("q_proj", "k_proj", "v_proj")) else path
+    of_inputs = "mlp" if path.endswith(("ff_proj", "up_proj")) else of_inputs
+    generator = torch.Generator().manual_seed(sum(map(ord, path)))
+    of_order = torch.Generator().manual_seed(sum(map(ord, of_inputs)))
+    numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
+    zeros = torch.randint(1, 16, (depth // GROUP, num_rows), generator=generator)
+    scales = (torch.rand(depth // GROUP, num_rows, generator=generator) / 16).half()
+    places = torch.arange(depth) // GROUP
+    if order == "permuted":
+        places = places[torch.randperm(depth, generator=of_order)]
+    meaning = (numbers - zeros[places]).float() * scales.float()[places]
+    tensors = {
+        "qweight": words_of(numbers.t()).t().contiguous(),
+        "qzeros": words_of(zeros - offset),
+        "scales": scales,
+        "g_idx": places.int(),
+    }
+    return tensors, meaning.t()
+
+
+def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(dim=2) / 7).bfloat16()
+    numbers = (groups / scales.float()[:, :, None]).round().clamp(-8, 7)
+    tensors = {
+        "weight_packed": words_of((numbers + 8).flatten(1)),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, (numbers * scales.float()[:, :, None]).flatten(1)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
+    "gptq_order": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": True,
+        "sym": False,
+        "checkpoint_format": "gptq",
+        "lm_head": False,
+    },
+    "gptq_v2": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": True,
+        "checkpoint_format": "gptq_v2",
+    },
+    "compressed": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "strategy": "group",
+                    "group_size": GROUP,
+                    "symmetric": True,
+                },
+                "input_activations": None,
+            }
+        },
+    },
+}
+
+
+def write(folder: Path, format_: str) -> LLaDAReference:
+    """A quantised checkpoint in `folder`, and the reference over what its weights mean."""
+    make_checkpoint(folder, seed=11, num_shards=1, n_kv_heads=2)
+    reference = LLaDAReference.from_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = CONFIGS[format_]
+    (folder / "config.json").write_text(json.dumps(config))
+    (file,) = folder.glob("*.safetensors")
+    tensors, weights = load_file(file), dict(reference.weights)
+    for name in list(tensors):
+        path, _, kind = name.rpartition(".")
+        if ".blocks." not in name or kind != "weight" or path.split(".")[-1] not in SUFFIXES:
+            continue
+        weight = tensors.pop(name)
+        if format_ == "compressed":
+            own, weights[name] = compressed(weight)
+        else:
+            order = "neighbours" if format_ == "gptq" else "permuted"
+            own, weights[name] = gptq(weight, path, order, 0 if format_ == "gptq_v2" else 1)
+        tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
+    save_file(tensors, file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink()
+    return LLaDAReference(reference.settings, weights)
+
+
+@pytest.mark.parametrize("format_", CONFIGS)
+def test_checkpoints_mean_what_they_say(
+    format_: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    reference = write(tmp_path / format_, format_)
+    model = load_model(tmp_path / format_)
+    kind = ops.PackedProjection if format_ in ("gptq", "compressed") else ops.OrderedProjection
+    assert type(model.layers[1].attention.out_proj) is kind
+    ids = some_ids(30)
+    wanted = reference.logits(ids[None])[0]
+    assert_same_logits(logits(model, ids), wanted)
+    (chunked,) = staged_logits(model, [ids], rows=7, keep_queries=False)
+    assert_same_logits(chunked, wanted)
+
+
+def test_parts_of_one_matrix_have_one_order(tmp_path: Path, load_model: Callable[..., Any]) -> None:
+    write(tmp_path / "gptq", "gptq_order")
+    (file,) = (tmp_path / "gptq").glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.transformer.blocks.1.k_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="several orders for one matrix"):
+        load_model(tmp_path / "gptq")
+
+
+def test_order_without_desc_act_is_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
+    write(tmp_path / "gptq", "gptq_order")
+    path = tmp_path / "gptq" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["desc_act"] = False
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="out of order without desc_act"):
+        load_model(tmp_path / "gptq")
+
+
+def test_schemes_of_configurations() -> None:
+    gptq_scheme = scheme_of("auto_gptq", CONFIGS["gptq_order"])
+    assert gptq_scheme == PackedScheme("int4", GROUP, layout="gptq", has_order=True)
+    wanted = PackedScheme("int4", GROUP, ("lm_head",), layout="compressed-tensors")
+    assert scheme_of(None, CONFIGS["compressed"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 8}, "quantization_config.bits: given 8"),
+        ({"lm_head": True}, "quantization_config.lm_head"),
+        ({"dynamic": {"-:.*up_proj": {}}}, "quantization_config.dynamic"),
+    ],
+)
+def test_other_forms_of_gptq_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        scheme_of("gptq", CONFIGS["gptq_order"] | changes)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit weights as checkpoints hold them, turned into ours once a layer is loaded.
+
+GPTQ (Frantar et al. 2022, arXiv:2210.17323): `qweight` int32 [K / 8, N], `qzeros` int32
+[groups, N / 8], `scales` [groups, N] and `g_idx` int32 [K], which group a column belongs to. Where
+columns were quantised in the order of their importance (desc_act) groups are no neighbours: then
+the columns are stored group by group here, and rows are put into that order before a product.
+
+compressed-tensors ("pack-quantized"): `weight_packed` int32 [N, K / 8], `weight_scale` [N, groups]
+and `weight_shape`; the zero point is 8.
+
+Eight numbers lie in 32 bits, the first in the lowest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gather_gemm import pack
+from vllm.diffusion.errors import CheckpointError, ServerConfigError
+from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
+from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.ops.projection import ParallelLayer
+    from vllm.diffusion.quantisation import PackedScheme
+
+_IN_WORD = 8
+
+
+def numbers_in(words: Tensor) -> Tensor:
+    """The 4-bit numbers [..., 8 n], uint8, of int32 [..., n]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & 15).flatten(-2).to(torch.uint8)
+
+
+@register_weight_loader_v2_supported_method
+class PackedCheckpointMethod(LinearMethodBase):
+    """How upstream's linear layers take 4-bit weights of a checkpoint."""
+
+    def __init__(self, scheme: PackedScheme) -> None:
+        self._scheme = scheme
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Make a parameter for each tensor, and what `process_weights_after_loading` fills."""
+        scheme, num_rows, depth = (
+            self._scheme,
+            sum(output_partition_sizes),
+            input_size_per_partition,
+        )
+        group = scheme.group if scheme.group > 0 else input_size
+        if scheme.has_order and depth < input_size and get_tensor_model_parallel_world_size() > 1:
+            raise ServerConfigError(
+                "tensor_parallel_size: given more than 1 for GPTQ with desc_act; wanted 1"
+            )
+        if depth % group or depth % _IN_WORD:
+            raise ServerConfigError(
+                f"quantization: given groups of {group} for a matrix of depth {depth} on a rank; "
+                "wanted whole groups"
+            )
+        size = (num_rows, depth // group)
+        words = torch.zeros(num_rows, depth // _IN_WORD, dtype=torch.int32)
+        scales, zeros = torch.ones(size), torch.full(size, 8, dtype=torch.uint8)
+        self._register(layer, attributes["weight_loader"], words, scales, zeros)
+        reserve_unpacked(words.device, num_rows, depth, params_dtype)
+
+    def _register(
+        self, layer: torch.nn.Module, loader: Any, words: Tensor, scales: Tensor, zeros: Tensor
+    ) -> None:
+        is_gptq = self._scheme.layout == "gptq"
+
+        def parameter(name: str, data: Tensor, unit: int = 1) -> None:
+            def take(rows: slice, part: Tensor) -> None:
+                data[rows].copy_(part)
+
+            def load(param: Any, tensor: Tensor, *shard: Any) -> None:
+                loader(param, tensor.t() if is_gptq else tensor, *shard)
+
+            count = data.numel() * _IN_WORD if data is words else 0
+            made = StreamedParameter(data=data, loader=load, take_part=take, num_weights=count)
+            layer.register_parameter(name, made)
+
+        parameter("qweight" if is_gptq else "weight_packed", words)
+        parameter("scales" if is_gptq else "weight_scale", scales)
+        layer.register_buffer("weight_zero", zeros, persistent=False)
+        if not is_gptq:
+            shape = StreamedParameter(
+                data=torch.zeros(2, dtype=torch.int64), loader=None, take_part=_ignore
+            )
+            shape.weight_loader = _ignore
+            layer.register_parameter("weight_shape", shape)
+            return
+
+        def load_zeros(param: Any, tensor: Tensor, *shard: Any) -> None:
+            loader(param, (numbers_in(tensor) + self._scheme.zero_offset).t(), *shard)
+
+        def take_zeros(rows: slice, part: Tensor) -> None:
+            zeros[rows].copy_(part)
+
+        layer.register_parameter(
+            "qzeros", StreamedParameter(data=zeros, loader=load_zeros, take_part=take_zeros)
+        )
+        places = torch.full((words.shape[1] * _IN_WORD,), -1, dtype=torch.int32)
+        order = StreamedParameter(data=places, loader=None, take_part=_ignore)
+        order.weight_loader = _load_order
+        layer.register_parameter("g_idx", order)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the numbers as ours, in groups of neighbours."""
+        is_gptq = self._scheme.layout == "gptq"
+        words = (layer.qweight if is_gptq else layer.weight_packed).data
+        numbers, depth = numbers_in(words), words.shape[1] * _IN_WORD
+        scales = (layer.scales if is_gptq else layer.weight_scale).data
+        zeros: Tensor = layer.weight_zero
+        order = None
+        if is_gptq:
+            order = self._order(layer, depth, scales.shape[1])
+            numbers = numbers if order is None else numbers[:, order]
+        group = min(depth // scales.shape[1], group_of(depth, 128))
+        repeats = depth // group // scales.shape[1]
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        weight = torch.nn.Parameter(pack(numbers, group), requires_grad=False)
+        vars(weight)["num_weights"] = numbers.numel()
+        layer.register_parameter("weight", weight)
+        layer.weight_zero = zeros.repeat_interleave(repeats, 1)
+        for name, tensor in (
+            ("weight_scale", scales.repeat_interleave(repeats, 1)),
+            ("table", None),
+            ("order", order),
+        ):
+            layer.register_buffer(name, tensor, persistent=False)
+
+    def _order(self, layer: torch.nn.Module, depth: int, num_groups: int) -> Tensor | None:
+        """The columns group by group; None where they lie so.
+
+        Raises:
+            CheckpointError: groups are of several sizes, or unexpectedly no neighbours.
+        """
+        places = layer.g_idx.data.long()
+        neighbours = torch.arange(num_groups, device=places.device)
+        neighbours = neighbours.repeat_interleave(depth // num_groups)
+        order = places.argsort(stable=True) if self._scheme.has_order else None
+        if not torch.equal(places if order is None else places[order], neighbours):
+            raise CheckpointError(
+                f"{layer.prefix}.g_idx: given groups of several sizes, or out of order without "
+                "desc_act; wanted groups of one size"
+            )
+        return order
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Upstream's way to multiply, which no stage goes."""
+        raise NotImplementedError("4-bit weights are multiplied by their projections")
+
+
+@register_weight_loader_v2_supported_method
+class OrderedMethod(PackedCheckpointMethod):
+    """The same with the columns of a matrix in an order of their own."""
+
+
+class OrderedProjection(PackedProjection):
+    """A matrix whose groups are no neighbours: rows are put into its order first."""
+
+    can_slice = False
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        super().__init__(layer)
+        self._order: Tensor = layer.order
+
+    @classmethod
+    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+        row_bytes = {"ordered rows": matrix.depth * matrix.dtype.itemsize}
+        return Workspace(row_bytes | super().workspace(use, matrix).row_bytes)
+
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        super().project(self._ordered(x, scratch), out, scratch, columns)
+
+    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
+        return super().product(self._ordered(h, scratch), scratch, features)
+
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        in_place = self._adds_in_place  # else by `product`, which puts them into order
+        super().add_to(x, self._ordered(h, scratch) if in_place else h, scratch, features)
+
+    def _ordered(self, x: Tensor, scratch: Buffers) -> Tensor:
+        out = scratch.take("ordered rows", (x.shape[0], x.shape[1]), x.dtype)
+        return torch.index_select(x, 1, self._order, out=out)
+
+
+def _load_order(param: Any, tensor: Tensor, *_shard: Any) -> None:
+    """One order serves all parts of a matrix.
+
+    Raises:
+        CheckpointError: they have several.
+    """
+    known = param.data
+    if known[0] >= 0 and not torch.equal(known, tensor.to(known)):
+        raise CheckpointError("g_idx: given several orders for one matrix; wanted one")
+    known.copy_(tensor)
+
+
+def _ignore(*_: Any) -> None:
+    """The shape of a matrix is known."""
