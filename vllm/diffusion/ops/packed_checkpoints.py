@@ -107,7 +107,7 @@ class PackedCheckpointMethod(LinearMethodBase):
             shape = StreamedParameter(
                 data=torch.zeros(2, dtype=torch.int64), loader=None, take_part=_ignore
             )
-            shape.weight_loader = _ignore
+            shape.weight_loader = _ignore_tensor
             layer.register_parameter("weight_shape", shape)
             return
 
@@ -125,12 +125,12 @@ class PackedCheckpointMethod(LinearMethodBase):
         order.weight_loader = _load_order
         layer.register_parameter("g_idx", order)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the numbers as ours, in groups of neighbours."""
         is_gptq = self._scheme.layout == "gptq"
-        words = (layer.qweight if is_gptq else layer.weight_packed).data
+        words: Tensor = (layer.qweight if is_gptq else layer.weight_packed).data
         numbers, depth = numbers_in(words), words.shape[1] * _IN_WORD
-        scales = (layer.scales if is_gptq else layer.weight_scale).data
+        scales: Tensor = (layer.scales if is_gptq else layer.weight_scale).data
         zeros: Tensor = layer.weight_zero
         order = None
         if is_gptq:
@@ -151,7 +151,7 @@ class PackedCheckpointMethod(LinearMethodBase):
         ):
             layer.register_buffer(name, tensor, persistent=False)
 
-    def _order(self, layer: torch.nn.Module, depth: int, num_groups: int) -> Tensor | None:
+    def _order(self, layer: Any, depth: int, num_groups: int) -> Tensor | None:
         """The columns group by group; None where they lie so.
 
         Raises:
@@ -160,7 +160,7 @@ class PackedCheckpointMethod(LinearMethodBase):
         places = layer.g_idx.data.long()
         neighbours = torch.arange(num_groups, device=places.device)
         neighbours = neighbours.repeat_interleave(depth // num_groups)
-        order = places.argsort(stable=True) if self._scheme.has_order else None
+        order: Tensor | None = places.argsort(stable=True) if self._scheme.has_order else None
         if not torch.equal(places if order is None else places[order], neighbours):
             raise CheckpointError(
                 f"{layer.prefix}.g_idx: given groups of several sizes, or out of order without "
@@ -219,5 +219,9 @@ def _load_order(param: Any, tensor: Tensor, *_shard: Any) -> None:
     known.copy_(tensor)
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(rows: slice, part: Tensor) -> None:
+    """Nothing comes in parts."""
+
+
+def _ignore_tensor(*_: Any) -> None:
     """The shape of a matrix is known."""

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/quantisation_quality.py: its measures, and a run over a tiny model."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks import quantisation_quality
+from benchmarks.quantisation_quality import Trace, equal_share, rank_correlation
+from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_orders_are_compared_by_rank() -> None:
+    assert rank_correlation([0, 1, 2, 3], [0, 1, 2, 3]) == 1
+    assert rank_correlation([0, 1, 2, 3], [3, 2, 1, 0]) == -1
+    assert rank_correlation([0, 1, 2], [0, 2, 1]) == pytest.approx(0.5)
+    first, second = Trace(steps=[0, 1, 2, 3]), Trace(steps=[0, 2, 1, 3])
+    assert equal_share([first, first], [first, second]) == 0.75
+
+
+def test_a_run_tells_plain_from_quantised_weights(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family="llada", seed=5)
+    facts = [{"question": f"What is {number}?", "answer": "nothing"} for number in range(2)]
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, facts)))
+    arguments = ["--models", str(folder), "--facts", str(tmp_path / "facts.jsonl")]
+    arguments += ["--gen-length", "8", "--block-length", "4", "--quantization", "int4"]
+    arguments += ["--dtype", "float32", "--output-dir", str(tmp_path)]
+    assert quantisation_quality.main(arguments) == 0
+    rows = json.loads((tmp_path / "quantisation_quality.json").read_text())["rows"]
+    plain, int4 = rows
+    assert plain["quantization"] == "plain" and int4["quantization"] == "int4"
+    assert (plain["top_1"], plain["kl"], plain["order"], plain["equal_steps"]) == (1, 0, 1, 1)
+    assert int4["top_1"] <= 1 and int4["kl"] > 0
+    assert int4["weight_bytes"] < 0.3 * plain["weight_bytes"]  # of fp32
+    assert all(1 <= row["tokens_per_forward"] <= 8 for row in rows)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised weights in an engine: batches, caches, chunks, and the line of the log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.engine.harness import BLOCKS, as_request, running, shrink
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DREAM = {"gen_length": 16, "steps": 8}
+# Family, --quantization, parameters, caches, and KiB of a pool that a step does not fit as a whole.
+CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...], int]] = [
+    ("llada", "fp8", BLOCKS, ("none", "dual"), 0),
+    ("llada", "int4", BLOCKS, ("none",), 112),
+    ("dream", "nf4", DREAM, ("none",), 112),
+    ("moe", "fp8", BLOCKS, ("none",), 128),
+    ("llada2", "fp8", {"gen_length": 32}, ("exact", "none"), 0),
+]
+
+
+@pytest.mark.parametrize(("family", "quantization", "asked", "caches", "budget_kib"), CASES)
+def test_answers_depend_neither_on_neighbours_nor_on_chunks(
+    family: str,
+    quantization: str,
+    asked: dict[str, Any],
+    caches: tuple[str, ...],
+    budget_kib: int,
+    tmp_path: Path,
+) -> None:
+    folder = make_checkpoint(tmp_path / family, family=family, seed=14)
+    asks = [
+        as_request(random_prompt(length, seed), **asked, cache=cache)
+        for cache in caches
+        for seed, length in enumerate((20, 5, 33))
+    ]
+    with running(folder, quantization=quantization) as engine:
+        together = [answer.token_ids for answer in engine.ask(*asks)]
+        assert [engine.ask(ask)[0].token_ids for ask in asks] == together
+        assert all(len(tokens) == asked["gen_length"] for tokens in together)
+        if budget_kib:
+            shrink(engine.runner, budget_kib * 1024)
+            answers = [engine.ask(ask)[0] for ask in asks]
+            assert [answer.token_ids for answer in answers] == together
