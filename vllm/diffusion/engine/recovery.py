@@ -63,6 +63,7 @@ class Recovery:
     def __init__(self, runner: StepRunner, *, may_fail_alone: bool) -> None:
         self._runner = runner
         self._may_fail_alone = may_fail_alone
+        self._begun_anew: str | None = None  # whose long step has run out of memory once
 
     def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
         """Take in requests; the failures of those for whose keys and values there is no memory."""
@@ -114,7 +115,11 @@ class Recovery:
         return Attempt(None, failures)
 
     def advance_slice(self, asked: Slice) -> Outcomes:
-        """The next slice of a request's step, committed if that was the last one."""
+        """The next slice of a request's step, committed if that was the last one.
+
+        Where memory runs out, what steps have left behind is given back, and the step begins anew
+        with the next slice, once.
+        """
         failures: dict[str, Exception] = {}
         step = None
         if self._is_ready(asked.req_id, failures, asked.rows):
@@ -124,8 +129,14 @@ class Recovery:
                 self._runner.drop_slices()
                 if not self._may_fail_alone:
                     raise
+                if isinstance(error, OUT_OF_MEMORY) and self._begun_anew != asked.req_id:
+                    self._begun_anew = asked.req_id
+                    self._runner.pool.trim()
+                    return {}
                 logger.exception("denoise step failed; request %s ends", asked.req_id)
                 failures[asked.req_id] = error.with_traceback(None)
+        if step is not None:
+            self._begun_anew = None
         return self.collect(Attempt(step, failures))
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
