@@ -124,6 +124,11 @@ POOL_IN_USE = Metric(
     "gauge",
     "Bytes in use between two steps: keys and values that requests keep.",
 )
+HOST_IN_USE = Metric(
+    "dllm:host_cache_in_use_bytes",
+    "gauge",
+    "Bytes of host memory for kept keys and values that the pool has no room for, on a rank.",
+)
 POOL_PEAK = Metric(
     "dllm:activation_pool_peak_bytes",
     "gauge",
@@ -179,6 +184,7 @@ METRICS: tuple[Metric, ...] = (
     TIME_TO_FIRST_COMMIT,
     POOL_BUDGET,
     POOL_IN_USE,
+    HOST_IN_USE,
     POOL_PEAK,
     PLANNER_TIME,
     REQUESTS_REFUSED,

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.memory import UsageMeter
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vllm.diffusion.engine.messages import StepUsage
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
 
 
@@ -26,14 +27,19 @@ class StepMemory(NamedTuple):
     unseen_bytes: int  # of the budget, taken by what the pool does not see
     meter: UsageMeter | None  # where the average is measured; else it is as planned
 
-    def usage(self, budget_bytes: int, in_use_bytes: int) -> StepUsage:
-        """To be asked when the step is over."""
+    def usage(self, idle: StepUsage) -> StepUsage:
+        """To be asked when the step is over, with what is so without one."""
         plan, peak = self.plan, self.unseen_bytes + self.peak_bytes
         if self.meter is not None:
             average = self.unseen_bytes + self.meter.usage().average_bytes
         else:
             average = peak * plan.predicted_average_bytes / max(plan.predicted_peak_bytes, 1)
-        return StepUsage(budget_bytes, in_use_bytes, peak, round(average), self.planner_us)
+        return replace(
+            idle,
+            peak_bytes=peak,
+            average_bytes=round(average),
+            planner_us=self.planner_us,
+        )
 
 
 class Ledger:

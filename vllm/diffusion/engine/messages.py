@@ -104,6 +104,7 @@ class StepUsage:
     Attributes:
         budget_bytes: what buffers of steps and kept keys and values may take together.
         in_use_bytes: what stays between steps: kept keys and values.
+        host_bytes: of host memory, for keys and values that are kept there.
         peak_bytes: the most in use at any time of the step; 0 when nothing ran.
         average_bytes: weighted by time.
         planner_us: microseconds that the plan took.
@@ -111,6 +112,7 @@ class StepUsage:
 
     budget_bytes: int
     in_use_bytes: int = 0
+    host_bytes: int = 0
     peak_bytes: int = 0
     average_bytes: int = 0
     planner_us: float = 0.0

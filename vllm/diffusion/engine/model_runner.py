@@ -157,7 +157,7 @@ class DiffusionModelRunner:
             for canvas, found in zip(step.batch.canvases, candidates, strict=True)
             if self.canvases.get(canvas.req_id) is canvas
         }
-        self._usage = step.memory.usage(self.budget_bytes, self.caches.num_bytes)
+        self._usage = step.memory.usage(self._idle_usage())
         self._log.step(step.started, step.batch, self._usage)
         return outcomes
 
@@ -291,4 +291,4 @@ class DiffusionModelRunner:
         return self._ledger.kept_bytes
 
     def _idle_usage(self) -> StepUsage:
-        return StepUsage(self.budget_bytes, self.caches.num_bytes)
+        return StepUsage(self.budget_bytes, self.caches.num_bytes, self.caches.host_bytes)

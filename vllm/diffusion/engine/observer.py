@@ -86,6 +86,7 @@ class Observer:
             self.peak_bytes = max(self.peak_bytes, done.usage.peak_bytes)
             self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)
             self._seen.observe(metrics.POOL_IN_USE, done.usage.in_use_bytes)
+            self._seen.observe(metrics.HOST_IN_USE, done.usage.host_bytes)
             self._seen.observe(metrics.POOL_PEAK, self.peak_bytes)
         if not done.results:
             return

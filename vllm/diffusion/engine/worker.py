@@ -18,6 +18,7 @@ from vllm.diffusion.engine.paging import most_positions
 from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
+from vllm.diffusion.memory.planner import readable
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -109,6 +110,9 @@ class DiffusionWorker(WorkerBase):
         )
         if self.is_driver_worker:
             log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
+            if not model.family.is_block_causal:
+                host = readable(self.model_runner.planner.host_bytes)
+                logger.info("kept keys and values: in the pool, else %s of host memory", host)
 
     def build_info(self) -> dict[str, str]:
         """What the engine runs on; the API server asks for it."""
