@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader import get_model
 from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.visibility import FULL, Forward
+from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -136,10 +136,12 @@ def _spans(lengths: Sequence[int], start: int, end: int, visibility: Visibility)
     """What the rows `start` to `end` of sequences one after the other read."""
     spans, first = [], 0
     for length in lengths:
-        for queries, keys in visibility.spans(Forward(range(length))):
-            low, high = max(first + queries.start, start), min(first + queries.stop, end)
+        step = visibility.block_length or length
+        for block in range(0, length, step):
+            low, high = max(first + block, start), min(first + min(block + step, length), end)
             if low < high:
-                spans.append(Span(low - start, high - start, first + keys.start, first + keys.stop))
+                num_keys = visibility.num_seen(block, length)
+                spans.append(Span(low - start, high - start, first, first + num_keys))
         first += length
     return spans
 
