@@ -103,11 +103,17 @@ class Engine:
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[Engine]:
     """An engine that is gone, process groups and all, when the block ends."""
-    name, before = (
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING"),
-    )
-    os.environ[name] = "0"
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if torch.distributed.is_initialized():  # forked ranks would have the groups of another engine
+        from vllm.envs import disable_envs_cache
+
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        disable_envs_cache()  # that engine has made upstream remember what it was
+    with mock.patch.dict(os.environ, environment):
+        yield from _running(folder, settings)
+
+
+def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
     torch.set_num_threads(1)  # many threads on tiny matrices only wait for each other
     freeze_imports()
     with mock.patch.object(gc, "freeze"):  # else the engine is kept for good
@@ -119,9 +125,6 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
             engine.llm.llm_engine.engine_core.shutdown()
         del engine.llm
         gc.collect()
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 @cache

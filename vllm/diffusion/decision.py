@@ -72,7 +72,7 @@ _PLAIN: tuple[str, ...] = tuple(
 )
 
 
-def attach(sampling: Any, decided: DiffusionParams, index: int = 0, num_answers: int = 1) -> None:
+def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     """Let a request's `SamplingParams` carry its decision, in place of what was decided from.
 
     Args:
@@ -80,10 +80,7 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0, num_answers:
         decided: the decision.
         index: which of the request's answers; it adds to the seed, which travels beside the
             decision.
-        num_answers: of the request, each of which comes to the engine by itself.
     """
-    if num_answers != decided.num_answers:
-        decided = dataclasses.replace(decided, num_answers=num_answers)
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
     sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS

@@ -151,5 +151,9 @@ class DiffusionParams(AlgorithmParams):
                 return index + 1
         return room if len(tokens) >= room else None
 
+    def with_answers(self, num_answers: int) -> DiffusionParams:
+        """Of a request for so many answers, each of which comes to the engine by itself."""
+        return dataclasses.replace(self, num_answers=num_answers)
+
     def with_seed(self, seed: int) -> DiffusionParams:
         return dataclasses.replace(self, seed=seed % 2**SEED_BITS)

@@ -83,11 +83,12 @@ class ChoicesClient:
             decided = sampling.extra_args[DECISION]
         else:
             decided = self._validator.decide_sampling(sampling, engine_input["prompt_token_ids"])
+        decided = decided.with_answers(sampling.n)
 
         def run(index: int, own_id: str) -> AsyncGenerator[RequestOutput, None]:
             own = copy(sampling)
             own.n = 1
-            attach(own, decided, index, sampling.n)
+            attach(own, decided, index)
             return answers(self._engine, engine_input, own, own_id, **options)
 
         if sampling.n == 1:

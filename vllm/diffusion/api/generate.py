@@ -103,9 +103,10 @@ class GenerateHandler:
         found: list[_Choice] = []
         for engine_input in inputs:
             decided = self._validator.decide(asked, engine_input["prompt_token_ids"])
+            decided = decided.with_answers(body.n)
             for index in range(body.n):
                 sampling = _sampling(body, decided)
-                attach(sampling, decided, index, body.n)
+                attach(sampling, decided, index)
                 found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling, decided))
         return found
 

@@ -127,5 +127,5 @@ def _process_inputs(
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
         decided = validator.decide_sampling(params, request.prompt_token_ids or [])
-    attach(request.sampling_params, decided, num_answers=params.n)
+    attach(request.sampling_params, decided.with_answers(params.n))
     return request

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from vllm.diffusion.engine.messages import Slice, StepResult
-    from vllm.diffusion.engine.recovery import Attempt, Outcomes, Recovery
-    from vllm.diffusion.engine.step import StepRunner
+    from vllm.diffusion.engine.recovery import Attempt, Recovery
+    from vllm.diffusion.engine.step import Outcomes, StepRunner
 
 MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
 

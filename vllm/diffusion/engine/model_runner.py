@@ -23,7 +23,7 @@ from vllm.diffusion.engine.loop import StepLoop
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
 from vllm.diffusion.engine.recovery import Recovery
 from vllm.diffusion.engine.slices import Slices
-from vllm.diffusion.engine.step import Step
+from vllm.diffusion.engine.step import Outcomes, Step
 from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.errors import ActivationBudgetError
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         NewPages,
         Slice,
     )
-    from vllm.diffusion.engine.recovery import Outcomes
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
     from vllm.diffusion.models.base import DiffusionModel
 

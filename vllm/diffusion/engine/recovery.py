@@ -8,7 +8,7 @@ step, unless other ranks run the same step and would wait for this one: then it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,15 +24,11 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.messages import NewCanvas, Slice
-    from vllm.diffusion.engine.step import Step, StepRunner
+    from vllm.diffusion.engine.step import Outcomes, Step, StepRunner
 
 logger = init_logger(__name__)
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, PoolExhaustedError, ActivationBudgetError)
-
-
-# The requests of a step, and why those failed that did.
-Outcomes: TypeAlias = "dict[str, Exception | None]"
 
 
 class Attempt(NamedTuple):

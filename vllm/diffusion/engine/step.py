@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.diffusion import ops
@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.ledger import StepMemory
     from vllm.diffusion.engine.messages import NewCanvas, Slice
-    from vllm.diffusion.engine.recovery import Outcomes
     from vllm.diffusion.engine.turns import Shares
     from vllm.diffusion.memory import ActivationPool, PageStore, Planner
+
+# The requests of a step, and why those failed that did.
+Outcomes: TypeAlias = "dict[str, Exception | None]"
 
 
 class Step(NamedTuple):

@@ -26,15 +26,9 @@ namespace {
 constexpr int kGroups = 2;                       // of four warps that multiply
 constexpr int kHalfRows = kGroups * kGroupRows;  // of the weight, in each half of a stage
 constexpr int kRows = 160;                       // of a tile, at most
-constexpr int kWarps = kGroups * kGroupThreads / 32;
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kVectors = kRowBytes / 16;             // of a row of a stage
-constexpr int kPassRows = kGroupThreads / kVectors;  // gathered at once
-constexpr int kChunkRows = 32;                       // of the result, written at once
+constexpr int kChunkRows = 32;  // of the result, written at once
 constexpr int kChunkBytes = kChunkRows * kRowBytes;
-// Registers of a thread that multiplies, and of one that copies; together those of the card.
-constexpr int kMultiplyRegisters = 224;
-constexpr int kCopyRegisters = 56;
 
 struct Sizes {
   static constexpr int weight_bytes = 2 * kHalfRows * kRowBytes;
@@ -56,6 +50,13 @@ struct KernelParams {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kWarps = kGroups * kGroupThreads / 32;
+constexpr int kVectors = kRowBytes / 16;             // of a row of a stage
+constexpr int kPassRows = kGroupThreads / kVectors;  // gathered at once
+// Registers of a thread that multiplies, and of one that copies; together those of the card.
+constexpr int kMultiplyRegisters = 224;
+constexpr int kCopyRegisters = 56;
 
 struct Tile {
   int first_row, num_rows;  // no rows: the end
