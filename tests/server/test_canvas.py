@@ -183,7 +183,8 @@ def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
         aborted = client.metric("dllm:requests_aborted_total")
         body = body_for(route, **long, stream_canvas=True, stream=True)
         with client.http.stream("POST", route, json=body) as response:
-            next(events(response.iter_lines()))
+            begun = json.loads(next(events(response.iter_lines())))
+            assert "error" not in begun, begun
             client.wait_for_num_requests(1)
         client.wait_for_num_requests(0)
         assert client.metric("dllm:requests_aborted_total") == aborted + 1
