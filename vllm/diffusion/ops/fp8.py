@@ -11,19 +11,17 @@ Off the GPU the same numbers are multiplied in fp32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
-from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, summed
-from vllm.model_executor.layers.linear import (
-    LinearMethodBase,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.diffusion.quantisation import Fp8Scheme
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
     Epilogue,
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
-    from vllm.diffusion.quantisation import Fp8Scheme
 
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
@@ -62,26 +59,14 @@ def quantise_weight(part: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 @register_weight_loader_v2_supported_method
-class Fp8Method(LinearMethodBase):
+class Fp8Method(StreamedMethod[Fp8Scheme]):
     """How upstream's linear layers store fp8 weights; `Fp8Projection` multiplies by them."""
 
-    def __init__(self, scheme: Fp8Scheme) -> None:
-        self._scheme = scheme
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes: Any,
-    ) -> None:
+    def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make `weight` [N, K] fp8 and `weight_scale` [N], and `input_scale` [1] where rows do
         not have their own."""
-        loader, num_rows = attributes["weight_loader"], sum(output_partition_sizes)
-        values = torch.empty(num_rows, input_size_per_partition, dtype=FP8)
+        loader, num_rows = matrix.loader, matrix.num_rows
+        values = torch.empty(num_rows, matrix.depth, dtype=FP8)
         if values.is_cuda and any(size % _ALIGNMENT for size in values.shape):
             raise ServerConfigError(
                 f"quantization: given fp8 for a matrix {list(values.shape)} of a rank; wanted "
@@ -119,10 +104,6 @@ class Fp8Method(LinearMethodBase):
                 data=fixed, loader=loader, take_part=put_largest, is_per_column=False
             )
             layer.register_parameter("input_scale", scale)
-
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Upstream's way to multiply, which no stage goes."""
-        raise NotImplementedError("fp8 weights are multiplied by their projections")
 
 
 class Fp8Projection(Projection):

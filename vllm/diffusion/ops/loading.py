@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose parts are worked on as they come from a checkpoint.
+"""Parameters whose parts are worked on as they come from a checkpoint, and methods that make them.
 
 Upstream's layers say which part of a parameter a tensor of the checkpoint is; here that part, cut
 to this rank, is handed to a function. So a weight can be quantised tensor by tensor, and the whole
@@ -8,12 +8,17 @@ of it exists nowhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.parameter import BasevLLMParameter
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+S = TypeVar("S")  # the scheme of a method
 
 
 class TakePart(Protocol):
@@ -90,3 +95,53 @@ class StreamedParameter(BasevLLMParameter):
     def _put_rows(self, first: int, count: int, rank: int, tensor: Tensor) -> None:
         part = tensor.reshape(1) if tensor.numel() == 1 else tensor.narrow(0, rank * count, count)
         self.take_part(slice(first, first + count), part)
+
+
+class RankMatrix(NamedTuple):
+    """What a rank has of a linear layer's weight.
+
+    Attributes:
+        num_rows, depth: of the rank's part.
+        full_depth: of all ranks together.
+        dtype: of the model.
+        loader: upstream's, of the layer.
+    """
+
+    num_rows: int
+    depth: int
+    full_depth: int
+    dtype: torch.dtype
+    loader: Any
+
+
+class StreamedMethod(LinearMethodBase, Generic[S]):
+    """How upstream's linear layers store weights of a scheme of ours.
+
+    A projection of the same kind multiplies by them.
+    """
+
+    def __init__(self, scheme: S) -> None:
+        self._scheme = scheme
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Upstream's way to ask for parameters."""
+        num_rows, loader = sum(output_partition_sizes), attributes["weight_loader"]
+        matrix = RankMatrix(num_rows, input_size_per_partition, input_size, params_dtype, loader)
+        self.make_parameters(layer, matrix)
+
+    @abstractmethod
+    def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
+        """Give a layer the parameters of its weight."""
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Upstream's way to multiply, which no stage goes."""
+        raise NotImplementedError("quantised weights are multiplied by their projections")

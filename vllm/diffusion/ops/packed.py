@@ -8,19 +8,17 @@ weights and so counts beside them, and then multiplied by cuBLAS.
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from gather_gemm import Packed, pack, unpack
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops.fused import silu_mul
-from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, summed
-from vllm.model_executor.layers.linear import (
-    LinearMethodBase,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.diffusion.quantisation import PackedScheme
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
-    from vllm.diffusion.quantisation import PackedScheme
 
 _ROWS_AT_ONCE = 1024  # of a weight that is being quantised
 _UNPACKED = 1 << 25  # numbers unpacked at a time on a GPU
@@ -128,24 +125,12 @@ def _not_zero(scales: Tensor) -> Tensor:
 
 
 @register_weight_loader_v2_supported_method
-class PackedMethod(LinearMethodBase):
+class PackedMethod(StreamedMethod[PackedScheme]):
     """How upstream's linear layers store 4-bit weights; `PackedProjection` multiplies by them."""
 
-    def __init__(self, scheme: PackedScheme) -> None:
-        self._scheme = scheme
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes: Any,
-    ) -> None:
+    def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make `weight` [N, K / 2], `weight_scale` [N, K / G] and `weight_zero`, or `table`."""
-        num_rows, depth = sum(output_partition_sizes), input_size_per_partition
+        num_rows, depth = matrix.num_rows, matrix.depth
         group = group_of(depth, self._scheme.group)
         size = (num_rows, depth // group)
         is_int = self._scheme.name == "int4"
@@ -161,7 +146,7 @@ class PackedMethod(LinearMethodBase):
 
         weight = StreamedParameter(
             data=packed.values,
-            loader=attributes["weight_loader"],
+            loader=matrix.loader,
             take_part=take,
             num_weights=num_rows * depth,
         )
@@ -169,11 +154,7 @@ class PackedMethod(LinearMethodBase):
         layer.register_buffer("weight_scale", packed.scales, persistent=False)
         layer.register_buffer("weight_zero", packed.zeros, persistent=False)
         layer.register_buffer("table", packed.table, persistent=False)
-        reserve_unpacked(packed.values.device, num_rows, depth, params_dtype)
-
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Upstream's way to multiply, which no stage goes."""
-        raise NotImplementedError("4-bit weights are multiplied by their projections")
+        reserve_unpacked(packed.values.device, num_rows, depth, matrix.dtype)
 
 
 class PackedProjection(Projection):

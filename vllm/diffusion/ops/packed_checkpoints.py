@@ -20,21 +20,18 @@ import torch
 
 from gather_gemm import pack
 from vllm.diffusion.errors import CheckpointError, ServerConfigError
-from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
 from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
+from vllm.diffusion.quantisation import PackedScheme
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import (
-    LinearMethodBase,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
-    from vllm.diffusion.quantisation import PackedScheme
 
 _IN_WORD = 8
 
@@ -46,28 +43,13 @@ def numbers_in(words: Tensor) -> Tensor:
 
 
 @register_weight_loader_v2_supported_method
-class PackedCheckpointMethod(LinearMethodBase):
+class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
     """How upstream's linear layers take 4-bit weights of a checkpoint."""
 
-    def __init__(self, scheme: PackedScheme) -> None:
-        self._scheme = scheme
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes: Any,
-    ) -> None:
+    def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make a parameter for each tensor, and what `process_weights_after_loading` fills."""
-        scheme, num_rows, depth = (
-            self._scheme,
-            sum(output_partition_sizes),
-            input_size_per_partition,
-        )
+        scheme, num_rows, depth = self._scheme, matrix.num_rows, matrix.depth
+        input_size = matrix.full_depth
         group = scheme.group if scheme.group > 0 else input_size
         if scheme.has_order and depth < input_size and get_tensor_model_parallel_world_size() > 1:
             raise ServerConfigError(
@@ -81,8 +63,8 @@ class PackedCheckpointMethod(LinearMethodBase):
         size = (num_rows, depth // group)
         words = torch.zeros(num_rows, depth // _IN_WORD, dtype=torch.int32)
         scales, zeros = torch.ones(size), torch.full(size, 8, dtype=torch.uint8)
-        self._register(layer, attributes["weight_loader"], words, scales, zeros)
-        reserve_unpacked(words.device, num_rows, depth, params_dtype)
+        self._register(layer, matrix.loader, words, scales, zeros)
+        reserve_unpacked(words.device, num_rows, depth, matrix.dtype)
 
     def _register(
         self, layer: torch.nn.Module, loader: Any, words: Tensor, scales: Tensor, zeros: Tensor
@@ -167,10 +149,6 @@ class PackedCheckpointMethod(LinearMethodBase):
                 "desc_act; wanted groups of one size"
             )
         return order
-
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Upstream's way to multiply, which no stage goes."""
-        raise NotImplementedError("4-bit weights are multiplied by their projections")
 
 
 @register_weight_loader_v2_supported_method
