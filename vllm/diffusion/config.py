@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion import envs, families, startup_log
 from vllm.diffusion.decision import PENALTIES
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 WORKER = "vllm.diffusion.engine.worker.DiffusionWorker"
 _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a single byte
 SCHEDULER = "vllm.diffusion.engine.scheduler.DiffusionScheduler"
+EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -55,6 +57,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     check_settings(server_settings(vllm_config.additional_config), family_of(vllm_config))
+    _divide_rows(vllm_config)
 
     # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -64,6 +67,41 @@ def configure(vllm_config: VllmConfig) -> None:
         family = family_of(vllm_config)
         usual = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", usual)
+
+
+def _divide_rows(vllm_config: VllmConfig) -> None:
+    """Let upstream start a process for every rank, sequence-parallel ones included.
+
+    Raises:
+        ServerConfigError: the model or the machine cannot be divided so.
+    """
+    size, parallel = sequence_parallel(vllm_config).size, vllm_config.parallel_config
+    if size == 1:
+        return
+    wanted = _why_not_divided(vllm_config, size)
+    if wanted is not None:
+        raise ServerConfigError(f"sequence_parallel_size: given {size}; wanted {wanted}")
+    parallel.world_size = parallel.tensor_parallel_size * size
+    parallel.distributed_executor_backend = EXECUTOR
+
+
+def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
+    """What is wanted in place of so many sequence-parallel ranks; None where they can be."""
+    parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_config
+    family = family_of(vllm_config)
+    if family is not None and family.is_block_causal:
+        return f"1: {config.architectures[0]} is block-causal, whose steps are short"
+    if parallel.distributed_executor_backend not in (None, "uni", "mp", EXECUTOR):
+        return f"1 with distributed_executor_backend {parallel.distributed_executor_backend}"
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = max(getattr(config, name) // parallel.tensor_parallel_size, 1)
+        if heads % size:
+            return f"a divisor of the {heads} heads of a rank ({name})"
+    num_ranks = size * parallel.tensor_parallel_size
+    platform = platforms.current_platform
+    if platform.is_cuda() and parallel.nnodes == 1 and num_ranks > platform.device_count():
+        return f"no more ranks than GPUs: {num_ranks} ranks, {platform.device_count()} GPUs"
+    return None
 
 
 def family_of(vllm_config: VllmConfig) -> Family | None:
@@ -148,7 +186,8 @@ class Sharing:
         Raises:
             ServerConfigError: naming the setting, the given and the wanted value.
         """
-        found = cls(**{name: settings[name] for name in _SHARING if name in settings})
+        names = (field.name for field in fields(cls))
+        found = cls(**{name: settings[name] for name in names if name in settings})
         _check_number("long_share", found.long_share, 0, 0.95)
         if found.longest_pause_ms is False or found.longest_pause_ms != 0:
             _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
@@ -163,7 +202,50 @@ def _check_number(name: str, value: Any, least: float, most: float, also: str = 
         )
 
 
-_SHARING = frozenset(field.name for field in fields(Sharing))
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Into how many ranks the rows of a long step are divided.
+
+    Attributes:
+        size: ranks; 1 divides nothing.
+        min_tokens: rows of a step from which it is divided; None for where that pays.
+    """
+
+    size: int = 1
+    min_tokens: int | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> SequenceParallel:
+        """As settings of the server say. Raises as `Sharing.of` does."""
+        names = {field.name: f"{_PREFIX}{field.name}" for field in fields(cls)}
+        found = cls(**{own: settings[name] for own, name in names.items() if name in settings})
+        _check_count(f"{_PREFIX}size", found.size, 1)
+        if found.min_tokens is not None:
+            _check_count(f"{_PREFIX}min_tokens", found.min_tokens, 0)
+        return found
+
+
+_PREFIX = "sequence_parallel_"
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ServerConfigError(
+            f"dllm settings: {name}: given {value!r}; wanted a whole number from {least} on"
+        )
+
+
+def sequence_parallel(vllm_config: VllmConfig) -> SequenceParallel:
+    """How the engine of a configuration divides rows."""
+    return SequenceParallel.of(server_settings(vllm_config.additional_config))
+
+
+_OF_THE_ENGINE = frozenset(
+    {
+        *(field.name for field in fields(Sharing)),
+        *(f"{_PREFIX}{field.name}" for field in fields(SequenceParallel)),
+    }
+)
 
 
 def sharing(vllm_config: VllmConfig) -> Sharing:
@@ -178,7 +260,8 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
         ServerConfigError: as `Sharing.of` and `server_defaults`.
     """
     Sharing.of(settings)
-    rest = {name: value for name, value in settings.items() if name not in _SHARING}
+    SequenceParallel.of(settings)
+    rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
     return server_defaults(rest, family)
 
 

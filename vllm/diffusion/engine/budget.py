@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from vllm.diffusion import envs
 from vllm.diffusion.errors import ServerConfigError
-from vllm.distributed import get_tp_group
+
+if TYPE_CHECKING:
+    from vllm.diffusion.ranks import Peers
 
 # What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
 # tensors of steps that a graph runs.
@@ -22,28 +25,22 @@ ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def activation_budget(device: torch.device, utilization: float) -> int:
+def activation_budget(device: torch.device, utilization: float, ranks: Peers) -> int:
     """Bytes of the activation pool of this rank: as set, else what is free now less a margin.
 
     Args:
         device: with the weights loaded.
         utilization: of the device's memory, upstream's `gpu_memory_utilization`.
+        ranks: all of the engine.
 
     Returns:
-        the least that any tensor-parallel rank has, as all of them follow the same plans.
+        the least that any rank has, as all of them follow the same plans.
 
     Raises:
         ServerConfigError: nothing is free.
     """
     free_bytes = _free_bytes(device, utilization)
-    budget = envs.activation_pool_size_bytes() or free_bytes
-    group = get_tp_group()
-    if group.world_size > 1:
-        least = torch.tensor(budget)
-        torch.distributed.all_reduce(
-            least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group
-        )
-        budget = int(least)
+    budget = ranks.least(envs.activation_pool_size_bytes() or free_bytes)
     if budget < 1:
         raise ServerConfigError(
             f"gpu_memory_utilization: given {utilization}; no memory is left for activations "

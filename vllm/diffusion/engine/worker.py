@@ -10,7 +10,7 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs, pages, startup_log, watchdog
-from vllm.diffusion.config import row_budget, served_model
+from vllm.diffusion.config import row_budget, sequence_parallel, served_model
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
@@ -20,9 +20,9 @@ from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
 from vllm.diffusion.memory.planner import readable
 from vllm.diffusion.models.weights import quantised_sizes
+from vllm.diffusion.ranks import Ranks
 from vllm.distributed import (
     ensure_model_parallel_initialized,
-    get_tensor_model_parallel_world_size,
     init_distributed_environment,
     set_custom_all_reduce,
 )
@@ -44,6 +44,7 @@ class DiffusionWorker(WorkerBase):
     """Loads the model and runs denoise steps."""
 
     model_runner: DiffusionModelRunner
+    ranks: Ranks
 
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not passed the plugin
@@ -68,6 +69,9 @@ class DiffusionWorker(WorkerBase):
         )
         ensure_model_parallel_initialized(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
+        self.ranks = Ranks.join(
+            parallel.tensor_parallel_size, sequence_parallel(self.vllm_config).size
         )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -104,7 +108,7 @@ class DiffusionWorker(WorkerBase):
             pool,
             device,
             is_reporting=self.is_driver_worker,
-            may_fail_alone=get_tensor_model_parallel_world_size() == 1,
+            may_fail_alone=not self.ranks.are_several,
             graph_memory=self._graph_memory(model, pool),
             max_model_len=self.model_config.max_model_len,
         )
@@ -123,7 +127,7 @@ class DiffusionWorker(WorkerBase):
     def _activation_budget(self) -> int:
         """Bytes of the activation pool, the same on all ranks."""
         utilization = self.vllm_config.cache_config.gpu_memory_utilization
-        return activation_budget(self._device(), utilization)
+        return activation_budget(self._device(), utilization, self.ranks.every)
 
     def activation_budget_bytes(self) -> int:
         """What steps and kept keys and values may take; the API server asks for it."""
@@ -143,7 +147,7 @@ class DiffusionWorker(WorkerBase):
             return "none (--enforce-eager)"
         if not envs.use_chunkwise_graph():
             return "none (VLLM_USE_CHUNKWISE_GRAPH=0)"
-        if get_tensor_model_parallel_world_size() > 1:
+        if self.ranks.tensor.size > 1:
             return "none (tensor parallel)"
         if not model.can_be_captured(device):
             return f"none (attention of {model.dtype} heads of {model.head_dim} on this GPU)"

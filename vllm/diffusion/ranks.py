@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes with whom: the ranks of one engine, in two directions.
+
+Tensor-parallel ranks have a part of the weights each and all rows of a step. Sequence-parallel
+ranks have all of these weights and a part of the rows. Rank r of an engine is number r % TP in its
+tensor-parallel group and number r // TP in its sequence-parallel group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+class Peers(Protocol):
+    """The ranks of one group and what they tell each other, all of them at the same place.
+
+    Attributes:
+        rank: this one's number in the group.
+        size: how many there are.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Give every rank its part of `given`, and get one of each.
+
+        Args:
+            out: contiguous, written: what comes, by rank.
+            given: contiguous: what goes, by rank.
+            received: of the first dimension of `out`, the part of every rank.
+            sent: of the first dimension of `given`, the part of every rank.
+        """
+
+    def gather(self, given: Tensor) -> Tensor:
+        """[size, ...]: a tensor of each rank, all of one shape."""
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0, in place of this rank's."""
+
+    def least(self, number: int) -> int:
+        """The least number of any rank."""
+
+
+class Alone:
+    """One rank, which has nobody to tell anything."""
+
+    rank, size = 0, 1
+
+    def exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        out.copy_(given)
+
+    def gather(self, given: Tensor) -> Tensor:
+        return given[None]
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def least(self, number: int) -> int:
+        return number
+
+
+ALONE = Alone()
+
+
+class Group:
+    """Ranks in processes of their own, by torch's collectives."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self._device, self._host = group.device_group, group.cpu_group
+        self.rank, self.size = group.rank_in_group, group.world_size
+
+    def exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        dist.all_to_all_single(out, given, list(received), list(sent), group=self._device)
+
+    def gather(self, given: Tensor) -> Tensor:
+        out = given.new_empty(self.size * given.shape[0], *given.shape[1:])
+        dist.all_gather_into_tensor(out, given.contiguous(), group=self._device)
+        return out.view(self.size, *given.shape)
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, group=self._device, group_src=0)
+        return tensor
+
+    def least(self, number: int) -> int:
+        found = torch.tensor(number)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._host)
+        return int(found)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that this one computes with, itself among them.
+
+    Attributes:
+        tensor: those that share its rows and have the other parts of its weights.
+        sequence: those that share its weights and have the other rows.
+        every: all ranks of the engine.
+    """
+
+    tensor: Peers = ALONE
+    sequence: Peers = ALONE
+    every: Peers = ALONE
+
+    @classmethod
+    def join(cls, tensor_size: int, sequence_size: int) -> Ranks:
+        """Those of this process, once upstream's groups are there; every process comes here."""
+        size = tensor_size * sequence_size
+        engines = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+        tensor = Group(get_tp_group())
+        if sequence_size == 1:
+            return cls(tensor, ALONE, tensor)
+        every = _group("ranks", [list(engine) for engine in engines])
+        if tensor_size == 1:
+            return cls(ALONE, every, every)
+        rows = [list(e[number::tensor_size]) for e in engines for number in range(tensor_size)]
+        return cls(tensor, _group("rows", rows), every)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether another rank waits where this one does not come."""
+        return self.every.size > 1
+
+    def rows(self, num_rows: int) -> list[slice]:
+        """Of a divided step, the consecutive rows of every sequence-parallel rank.
+
+        None has more than the first one; the last ones may have fewer, or none.
+        """
+        size = -(-num_rows // self.sequence.size)
+        starts = [min(rank * size, num_rows) for rank in range(self.sequence.size + 1)]
+        return [slice(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def _group(name: str, members: list[list[int]]) -> Group:
+    """The group of this process, of several that all processes make together."""
+    world = get_world_group()
+    backend = dist.get_backend(world.device_group)
+    return Group(
+        init_model_parallel_group(
+            members, world.local_rank, backend, group_name=name, use_device_communicator=False
+        )
+    )
