@@ -72,6 +72,18 @@ def test_requests_start_in_order_while_they_fit() -> None:
     assert started(line, items[0]) == [items[2]]
 
 
+def test_who_waits_for_something_else_is_not_overtaken() -> None:
+    """However many start before it, and however many such there are."""
+    others = [waiting(1) for _ in range(MAX_PASSED + 1)]
+    line = line_of(*others, waiting(2))
+    for _ in range(MAX_OVERTAKEN + 1):
+        line.append(waiting(2))
+        started = [i for i, _ in line.admit([], PLANNER, waits=lambda item: item in others)]
+        assert started
+        assert not any(item in others for item in started)
+    assert [i for i, _ in line.admit([], PLANNER)] == others
+
+
 def test_at_most_so_many_run() -> None:
     items = [waiting(1) for _ in range(4)]
     assert started(line_of(*items, max_running=3)) == items[:3]

@@ -426,3 +426,34 @@ def test_upstreams_metrics_tell_what_was_found(checkpoint: Callable[[str], Path]
     assert told["vllm:prefix_cache_queries"] == 2 * len(SHARED)
     assert told["vllm:prefix_cache_hits"] == 128
     assert told["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_several_answers_compute_their_prompt_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others start behind the first one's forward, and find its pages."""
+    rows: list[int] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(
+        engine.runner,
+        "launch",
+        lambda ids: (step := launch(ids), rows.append(step.batch.num_rows))[0],
+    )
+    noisy = {"temperature": 0.8, "n": 3, "seed": 5}
+    one = ask(SHARED, block_length=4, gen_length=8, algorithm="semi_ar", temperature=0.8)
+    alone, counts = [], []
+    for seed in (5, 6, 7):
+        assert engine.scheduler.reset_prefix_cache()
+        rows.clear()
+        alone += engine.ask(Ask(one.prompt, one.extra, {**noisy, "n": 1, "seed": seed}))
+        counts.append(sum(rows))
+    assert engine.scheduler.reset_prefix_cache()
+    rows.clear()
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": SHARED}],
+        [sampling_params(Ask(SHARED, one.extra, noisy))],
+        use_tqdm=False,
+    )
+    assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
+    num_shared = len(SHARED) // PAGE_SIZE * PAGE_SIZE
+    assert sum(rows) == sum(counts) - 2 * num_shared

@@ -142,19 +142,20 @@ def test_layers_in_host_memory_change_no_token(
 
 
 @pytest.mark.parametrize("prompt_length", [3, 150])
-def test_several_answers_compute_their_prompt_once(
-    pair: tuple[Engine, Any], prompt_length: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cache", ["frozen", "none"])
+def test_what_several_answers_have_in_common_is_computed_once(
+    pair: tuple[Engine, Any], prompt_length: int, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are those of requests of their own, guided ones too, and the last may come alone."""
     engine, _ = pair
     rows = []
-    planned = engine.runner._planned
+    launch = engine.runner.launch
     monkeypatch.setattr(
         engine.runner,
-        "_planned",
-        lambda *a: (found := planned(*a), rows.append(found[0].num_rows))[0],
+        "launch",
+        lambda ids: (step := launch(ids), rows.append(step.batch.num_rows))[0],
     )
-    asked = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True, **FROZEN}
+    asked = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True, "cache": cache}
     for guidance in (0.0, 0.5):
         extra = {**asked, "cfg_scale": guidance}
         prompt, whole = random_prompt(prompt_length), prompt_length + 16
@@ -171,8 +172,11 @@ def test_several_answers_compute_their_prompt_once(
         )
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         whole *= 2 if guidance else 1
-        if prompt_length > 64:
+        if cache == "none":  # few rows are computed anew
+            assert sum(rows) == whole * (3 * 8 if prompt_length < 64 else 1 + 3 * 7)
+        elif prompt_length > 64:
             assert rows[0] == whole
             assert max(rows[1:]) < whole
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
+        assert not engine.runner._compute.first_forwards._known

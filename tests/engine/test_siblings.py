@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a prompt for several answers, and who counts what they keep."""
+"""Who computes a first forward for several answers, and who counts what they keep."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from vllm.diffusion.engine.siblings import Siblings
 from vllm.diffusion.memory import Demand
@@ -13,15 +17,37 @@ from vllm.diffusion.pages import PAGE_SIZE
 PROMPT = [3] * (2 * PAGE_SIZE + 10)
 
 
-def item(name: str, siblings: Siblings, prompt: list[int] = PROMPT, **params: Any) -> Any:
-    """A waiting request for one of three answers."""
-    asked = {"num_answers": 3, "cache": "frozen", "gen_length": 20, "cfg_scale": 0.0}
-    asked |= {"mask_id": 9, "logit_shift": 0, **params}
+@dataclass(frozen=True)
+class Params:
+    """What siblings want to know of a request's parameters."""
+
+    num_answers: int = 3
+    cache: str = "frozen"
+    gen_length: int = 20
+    cfg_scale: float = 0.0
+    mask_id: int = 9
+    logit_shift: int = 0
+    seed: int = field(default_factory=count().__next__)
+
+
+def item(
+    name: str,
+    siblings: Siblings,
+    prompt: list[int] = PROMPT,
+    *,
+    skips_prefixes: bool = False,
+    **params: Any,
+) -> Any:
+    """A waiting request, for one of three answers where nothing else is said."""
     length = len(prompt) + 20
     made = SimpleNamespace(
         req_id=name,
-        params=SimpleNamespace(**asked),
-        request=SimpleNamespace(prompt_token_ids=prompt, num_prompt_tokens=len(prompt)),
+        params=Params(**params),
+        request=SimpleNamespace(
+            prompt_token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            skip_reading_prefix_cache=skips_prefixes,
+        ),
         demand=Demand(length, 20, keeps_cache=True, window=20),
         prompt_of=None,
         num_forwards=0,
@@ -34,7 +60,12 @@ def start(siblings: Siblings, waiting: list[Any]) -> list[tuple[str, str | None]
     """Those that start now, in order, and whose prompt they read."""
     for one in waiting:
         siblings.place(one)
-    return [(one.req_id, one.prompt_of) for one in waiting if siblings.is_ready(one)]
+    started = []
+    for one in waiting:
+        if not siblings.waits(one):
+            siblings.start(one)
+            started.append((one.req_id, one.prompt_of))
+    return started
 
 
 def test_one_computes_the_prompt_and_the_others_wait_for_it() -> None:
@@ -74,3 +105,26 @@ def test_guidance_and_shifted_logits_need_more_room_of_their_own() -> None:
     assert shifted.demand.spare == 2 * 2 * PAGE_SIZE  # the page of the row before the canvas, too
     straight = item("b", siblings, [3] * 2 * PAGE_SIZE)
     assert straight.demand.spare == 2 * PAGE_SIZE
+
+
+@pytest.mark.parametrize("cache", ["none", "exact"])
+def test_other_caches_wait_for_the_first_forward_and_keep_no_room(cache: str) -> None:
+    siblings = Siblings()
+    a, b, c = (item(name, siblings, cache=cache) for name in "abc")
+    counted = a.demand
+    assert start(siblings, [a, b, c]) == [("a", None)]
+    a.num_forwards = 1
+    assert start(siblings, [b]) == [("b", "a")]
+    b.num_forwards = 1
+    siblings.left(a)
+    assert start(siblings, [c]) == [("c", "b")]  # which has what it had of the first one
+    assert [one.demand for one in (a, b, c)] == [counted] * 3
+
+
+def test_who_has_nothing_to_share_does_not_wait() -> None:
+    siblings = Siblings()
+    few = [item(name, siblings, PROMPT[:60], cache="none") for name in "ab"]
+    unread = [item(name, siblings, cache="exact", skips_prefixes=True) for name in "cd"]
+    writing = [item(name, siblings, cache="dual") for name in "ef"]
+    everybody = [*few, *unread, *writing]
+    assert start(siblings, everybody) == [(one.req_id, None) for one in everybody]

@@ -55,6 +55,7 @@ class WaitingLine:
         planner: Planner,
         has_pages: Callable[[Scheduled], bool] = lambda _: True,
         is_long: Callable[[Scheduled], bool] = lambda _: False,
+        waits: Callable[[Scheduled], bool] = lambda _: False,
     ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
         """Take out those that start now, and those that never can, with the reason.
 
@@ -64,11 +65,15 @@ class WaitingLine:
             planner: knows what fits.
             has_pages: gives one that may start what else it needs, if that is there.
             is_long: whether all steps of a request come in slices, so that it shares none.
+            waits: whether a request waits for something else than room; whoever starts meanwhile
+                does not overtake it.
         """
         passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
         for item in list(self._waiting):
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return
+            if waits(item):
+                continue
             error = _refusal(item, planner)
             may_start = error is None and self._may_start(item, running, planner, is_long)
             if error is None and not (may_start and has_pages(item)):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
+from vllm.diffusion import ops
+from vllm.diffusion.engine.first_forwards import FirstForwards
 from vllm.diffusion.engine.forward import (
     run_body,
     run_last_layer,
@@ -39,6 +41,9 @@ class Compute:
         graphs: of the layers at small row counts, if there are any.
         noise: source of random numbers.
         device: where the model lives.
+
+    Attributes:
+        first_forwards: that several requests share.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Compute:
         self._graphs, self._noise, self._device = graphs, noise, device
         self._head = PooledHead(model, pool)
         self._last_sizes: tuple[int, ...] = ()
+        self.first_forwards = FirstForwards()
 
     def whole(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> torch.Tensor:
         """What is sampled of a batch, as `sample` returns it; arguments as for `chunks`."""
@@ -95,10 +101,28 @@ class Compute:
                 for part in samples:
                     yield plan.chunk_seconds.read
                     groups = batch.row_groups(part.part, part.positions)
-                    found.append(sample(self._head, [(next(hidden), groups)], self._noise))
+                    sample_rows = next(hidden)
+                    self.first_forwards.note(batch, part.part, sample_rows)
+                    found.append(sample(self._head, [(sample_rows, groups)], self._noise))
             if batch.slot_mapping.size:
                 caches.end_step()
             return joined(found)
+
+    def known(self, batch: StepBatch, of: str) -> torch.Tensor | None:
+        """What is sampled of a request's first forward, where that of a sibling is known.
+
+        Args:
+            batch: the forward, of which nothing is computed.
+            of: the sibling.
+        """
+        found = []
+        for part, hidden in self.first_forwards.share(batch.canvases[0].req_id, of):
+            (positions,) = ops.to_device([part.positions], self._device)
+            sample_rows = hidden.wait().to(self._device, non_blocking=True)
+            groups = batch.row_groups(part, positions)
+            with self._pool.temporaries(), self._pool.scope("step"):
+                found.append(sample(self._head, [(sample_rows, groups)], self._noise))
+        return joined(found) if found else None
 
     def _make_room(self, batch: StepBatch, plan: Plan) -> None:
         """Give back buffers and PyTorch's temporaries of other sizes, where steps are long."""

@@ -22,8 +22,8 @@ class NewCanvas:
 
     `selector` is its say in what is committed, where it has one; every rank gets a copy.
     `host_layers` is of how many layers its kept keys and values lie in host memory. `prompt_of`
-    names a running request whose frozen prompt it reads; `spare_positions` of kept keys and values
-    are for requests that will read its own.
+    names a running request that has computed what its first forward begins with (`siblings.py`);
+    `spare_positions` of kept keys and values are for requests that will read its own.
     """
 
     req_id: str

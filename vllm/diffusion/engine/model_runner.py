@@ -17,6 +17,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
+from vllm.diffusion.engine.first_forwards import is_shared
 from vllm.diffusion.engine.graphs import GraphRunner, buckets_of
 from vllm.diffusion.engine.ledger import Ledger
 from vllm.diffusion.engine.loop import StepLoop
@@ -247,7 +248,7 @@ class DiffusionModelRunner:
         """Take in a request. Raises where there is no memory for what it keeps."""
         canvas = Canvas(new, visibility=self.model.family.visibility)
         length, layers = canvas.num_kept_positions, new.host_layers
-        if new.prompt_of is not None:
+        if new.prompt_of is not None and new.params.cache == "frozen":
             canvas.read_prompt(
                 self.caches.share(new.req_id, new.prompt_of, length, canvas.frozen_positions)
             )
@@ -256,6 +257,19 @@ class DiffusionModelRunner:
         if layers:
             self._log.host_layers(new.req_id, self.caches)
         self.canvases[new.req_id] = canvas
+
+    @torch.inference_mode()
+    def step_known(self, new: NewCanvas) -> Outcomes:
+        """The first step of a request that has started, where a sibling has computed it."""
+        canvas = self.canvases[new.req_id]
+        if new.prompt_of is None or not is_shared(canvas):
+            return {}
+        batch = self._batch([new.req_id])
+        sampled = self._compute.known(batch, new.prompt_of)
+        if sampled is None:
+            return {}
+        (found,) = batch.candidates(ops.HostCopy(sampled).wait(), self.noise)
+        return {new.req_id: self._recovery.commit(canvas, found)}
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in what pages requests get, where the scheduler hands them out."""
@@ -275,6 +289,7 @@ class DiffusionModelRunner:
             self._slices.drop()
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
+        self._compute.first_forwards.forget(req_id)
         self._loop.forget()
 
     # ---- what memory there is ----

@@ -83,7 +83,7 @@ class Paging:
         request.cache_salt = f"{request.cache_salt or ''}|B{item.params.block_length}"
         request.block_hashes.clear()
         request.update_block_hashes()
-        if not _shares(item):
+        if not (self._manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
 
     def provide(self, running: Iterable[Scheduled], under_way: Collection[str]) -> None:

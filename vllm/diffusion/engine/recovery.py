@@ -62,16 +62,33 @@ class Recovery:
         self._begun_anew: str | None = None  # whose long step has run out of memory once
 
     def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
-        """Take in requests; the failures of those for whose keys and values there is no memory."""
-        failed = {}
+        """Take in requests.
+
+        Returns:
+            the failures of those for whose keys and values there is no memory, and the results of
+            those whose first step needs none but what a sibling has computed.
+        """
+        results = {}
         for new in admitted:
             try:
                 self._start(new)
             except OUT_OF_MEMORY as error:
                 if not self._may_fail_alone:
                     raise
-                failed[new.req_id] = self._result(new.req_id, error)
-        return failed
+                results[new.req_id] = self._result(new.req_id, error)
+            else:
+                results |= self._step_known(new)
+        return results
+
+    def _step_known(self, new: NewCanvas) -> dict[str, StepResult]:
+        """Where that fails, the request computes its first step itself."""
+        try:
+            return self.results(self._runner.step_known(new))
+        except Exception:
+            if not self._may_fail_alone:
+                raise
+            logger.exception("request %s computes its first step itself", new.req_id)
+            return {}
 
     def _start(self, new: NewCanvas) -> None:
         try:

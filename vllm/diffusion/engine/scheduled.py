@@ -30,7 +30,7 @@ class Scheduled:
         next_rows: of its next forward.
         num_kept: positions from 0 whose keys and values are kept.
         num_pages: that it has, where they are handed out.
-        prompt_of: the request whose frozen prompt it reads.
+        prompt_of: the request that has computed what its first forward begins with.
         largest: of its steps, the one with the highest peak.
     """
 

@@ -205,20 +205,17 @@ class DiffusionScheduler(CanvasInterface):
             return self.slicing.is_long(item, item.demand.steady_rows, planner)
 
         for item, error in self._waiting.admit(
-            self._running.values(), planner, self._has_place, is_long
+            self._running.values(), planner, self._paging.admits, is_long, self._siblings.waits
         ):
             if error is not None:
                 self._siblings.left(item)
                 self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
+            self._siblings.start(item)
             admitted.append(item.start())
             self._observer.started(item.request)
         return admitted
-
-    def _has_place(self, item: Scheduled) -> bool:
-        """Whether the keys and values that it is to read or to write have a place."""
-        return self._siblings.is_ready(item) and self._paging.admits(item)
 
     def _next_step(self, sliced: Collection[str]) -> dict[str, int]:
         """Who takes part in the next step, with their rows, but for those who step in slices."""

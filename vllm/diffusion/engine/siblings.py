@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to one prompt whose keys and values are frozen: the prompt is computed once for all.
+"""Answers to one prompt: what is the same in the first forward of all is computed once.
 
-A request for n answers comes as n requests, which differ in their seeds alone. The first forward
-of all of them is the same, and so are the keys and values of the prompt that they keep. So one of
-them computes it, and keeps room for what the others do not share. These start when its first
-forward is over, read the prompt's keys and values where they are, and compute the canvas: in their
-first forward it is the same computation.
+A request for n answers comes as n requests, which differ in their seeds alone. One of them computes
+its first forward, and the others wait for it. What they read of it depends on what they keep:
+
+- `frozen`: the prompt's keys and values, where they are, for which the first one keeps room for
+  what the others do not share. In their first forward they compute the canvas.
+- `none`: the hidden states of the sample rows. Their first forward is over when they start.
+- `exact`: the prompt's keys and values, as anybody whose prompt begins alike.
+
+Other caches have keys and values of the canvas, too, which the second forward writes.
 """
 
 from __future__ import annotations
@@ -19,19 +23,23 @@ from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduled import Scheduled
+    from vllm.diffusion.params import DiffusionParams
+
+# First forwards that have fewer rows all together cost no more than one of them.
+FEWEST_ROWS = 256
+MOST_SAMPLE_ROWS = 8_192  # whose hidden states are kept
 
 
 class Prompt(NamedTuple):
-    """What the frozen keys and values of a prompt depend on."""
+    """What the first forward depends on; parameters are without their seed."""
 
     token_ids: bytes
-    gen_length: int
-    is_guided: bool
+    params: DiffusionParams
 
 
 @dataclass
 class _Group:
-    """The running requests that read one prompt's keys and values.
+    """The running requests that share what one of them has computed.
 
     Attributes:
         members: the first of them counts what all keep.
@@ -43,7 +51,7 @@ class _Group:
 
 
 class Siblings:
-    """Says which waiting requests may read the prompt of a running one."""
+    """Says which waiting requests may begin with what a running one has computed."""
 
     def __init__(self) -> None:
         self._groups: dict[Prompt, _Group] = {}
@@ -51,12 +59,10 @@ class Siblings:
 
     def arrived(self, item: Scheduled) -> None:
         """A request waits; its demand is that of one that computes its prompt."""
-        params, token_ids = item.params, item.request.prompt_token_ids or []
-        if params.num_answers == 1 or params.cache != "frozen" or params.mask_id in token_ids:
-            return
-        prompt = Prompt(np.array(token_ids).tobytes(), params.gen_length, params.cfg_scale > 0)
-        self._prompts[item.req_id] = prompt
-        self._compute(item)
+        if item.params.num_answers > 1 and _may_share(item):
+            token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
+            self._prompts[item.req_id] = Prompt(token_ids, replace(item.params, seed=None))
+            self._compute(item)
 
     def place(self, item: Scheduled) -> None:
         """Before it may start: let its demand say whose prompt it reads."""
@@ -68,39 +74,42 @@ class Siblings:
             self._compute(item)
             return
         item.prompt_of = group.members[0].req_id
-        item.demand = replace(item.demand, reads_prompt=True, spare=0, host_layers=0)
-        item.next_rows = item.demand.first_rows
+        if item.params.cache == "frozen":
+            item.demand = replace(item.demand, reads_prompt=True, spare=0, host_layers=0)
+            item.next_rows = item.demand.first_rows
 
     def _compute(self, item: Scheduled) -> None:
         """It computes its prompt, and keeps room for its siblings."""
         item.prompt_of = None
-        demand = replace(item.demand, reads_prompt=False)
-        spare = (item.params.num_answers - 1) * own_positions(item) * demand.num_sequences
-        item.demand = replace(demand, spare=spare)
-        item.next_rows = item.demand.first_rows
+        if item.params.cache == "frozen":
+            demand = replace(item.demand, reads_prompt=False)
+            spare = (item.params.num_answers - 1) * own_positions(item) * demand.num_sequences
+            item.demand = replace(demand, spare=spare)
+            item.next_rows = item.demand.first_rows
 
-    def is_ready(self, item: Scheduled) -> bool:
-        """Whether the prompt that it is to read is there; it starts now, if so."""
-        prompt = self._prompts.get(item.req_id)
+    def waits(self, item: Scheduled) -> bool:
+        """Whether it is to begin with what a sibling has not computed yet."""
+        group = self._group_of(item)
+        if group is None or not group.num_places:  # it is to be placed anew
+            return item.prompt_of is not None
+        return item.prompt_of is None or not group.members[0].num_forwards
+
+    def start(self, item: Scheduled) -> None:
+        """It starts now: with what a sibling has computed, or as the one that computes it."""
+        prompt, group = self._prompts.get(item.req_id), self._group_of(item)
         if prompt is None:
-            return True
-        group = self._groups.get(prompt)
+            return
         if group is None:
-            if item.demand.spare and not item.demand.host_layers:
+            demand = item.demand
+            if item.params.cache != "frozen" or (demand.spare and not demand.host_layers):
                 self._groups[prompt] = _Group([item], item.params.num_answers - 1)
-            return item.prompt_of is None
-        if not group.num_places:
-            return item.prompt_of is None
-        if item.prompt_of is None or not group.members[0].num_forwards:
-            return False
-        group.members.append(item)
-        group.num_places -= 1
-        return True
+        elif item.prompt_of is not None:
+            group.members.append(item)
+            group.num_places -= 1
 
     def left(self, item: Scheduled) -> None:
         """A request is over. Another one counts what all keep from now on."""
-        prompt = self._prompts.pop(item.req_id, None)
-        group = None if prompt is None else self._groups.get(prompt)
+        group, prompt = self._group_of(item), self._prompts.pop(item.req_id, None)
         if prompt is None or group is None or item not in group.members:
             return
         was_first = group.members[0] is item
@@ -109,6 +118,22 @@ class Siblings:
             del self._groups[prompt]
         elif was_first:
             group.members[0].demand = item.demand
+
+    def _group_of(self, item: Scheduled) -> _Group | None:
+        prompt = self._prompts.get(item.req_id)
+        return None if prompt is None else self._groups.get(prompt)
+
+
+def _may_share(item: Scheduled) -> bool:
+    """Whether its first forward has something for its siblings, and enough of it."""
+    params, demand, request = item.params, item.demand, item.request
+    if params.cache == "frozen":
+        return params.mask_id not in (request.prompt_token_ids or [])
+    if params.num_answers * demand.first_rows < FEWEST_ROWS:
+        return False
+    if params.cache == "exact":
+        return not request.skip_reading_prefix_cache
+    return params.cache == "none" and demand.sample_rows <= MOST_SAMPLE_ROWS
 
 
 def own_positions(item: Scheduled) -> int:
