@@ -15,6 +15,7 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/decoding.md",
+    "docs/evaluation.md",
     "docs/memory.md",
     "docs/metrics.md",
     "docs/performance.md",

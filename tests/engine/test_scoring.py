@@ -127,6 +127,40 @@ def test_many_rows_in_small_parts(engine: Engine, model: Any, monkeypatch: Any) 
     assert_scored(answer, by_reference(model, prompt, positions, token_ids))
 
 
+def test_the_most_likely_tokens_of_a_row(engine: Engine, model: Any) -> None:
+    prompt = holed_prompt()
+    ask = score(prompt)
+    ask.extra["score"]["num_top"] = 3
+    (answer,) = engine.ask(ask)
+    assert_scored(answer, by_reference(model, prompt))
+    logits = decode.aligned(model, model.logits(torch.tensor([prompt])))[0][POSITIONS]
+    values, tokens = torch.log_softmax(logits.double(), dim=-1).topk(3)
+    scores = answer.report["scores"]
+    assert scores["top_tokens"] == tokens.tolist()
+    torch.testing.assert_close(torch.tensor(scores["top_logprobs"]), values.float())
+
+
+def test_guidance_hides_the_context_alone(engine: Engine, model: Any) -> None:
+    """What is known of the target stays visible in the second sequence."""
+    prompt, length = holed_prompt(), 9
+    ask = score(prompt)
+    ask.extra["score"] |= {"cfg_scale": 1.5, "context_length": length}
+    (answer,) = engine.ask(ask)
+    free = [*[MASK_ID] * length, *prompt[length:]]
+    own, other = decode.aligned(model, model.logits(torch.tensor([prompt, free])))
+    logits = (other + 2.5 * (own - other))[POSITIONS]
+    assert_scored(answer, plain(logits, TOKEN_IDS), tolerance=5e-5)
+    assert "infilled" not in answer.report
+
+
+@pytest.mark.parametrize("beside", [{"priority": 3}, {"timeout_s": 60.0}])
+def test_what_may_stand_beside_a_score(engine: Engine, beside: dict[str, Any]) -> None:
+    ask = score(holed_prompt())
+    ask.extra.update(beside)
+    (answer,) = engine.ask(ask)
+    assert answer.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -141,6 +175,19 @@ def test_many_rows_in_small_parts(engine: Engine, model: Any, monkeypatch: Any) 
         ({"positions": [1], "token_ids": [[]]}, f"wanted token ids from 0 to {VOCAB_SIZE - 1}"),
         ({"positions": [1], "token_ids": [[VOCAB_SIZE]]}, "wanted token ids from 0"),
         ({"positions": [1], "token_ids": 7}, "wanted 1 lists, one a position"),
+        ({"positions": [1], "token_ids": [[1]], "top": 1}, "wanted positions and token_ids"),
+        (
+            {"positions": [1], "token_ids": [[1]], "num_top": -1},
+            f"score.num_top: given -1; wanted a whole number from 0 to {VOCAB_SIZE}",
+        ),
+        (
+            {"positions": [1], "token_ids": [[1]], "cfg_scale": "a"},
+            "score.cfg_scale: given 'a'; wanted a finite number from 0",
+        ),
+        (
+            {"positions": [1], "token_ids": [[1]], "context_length": 20},
+            "score.context_length: given 20; wanted a whole number from 0 to 19",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused(engine: Engine, asked: Any, message: str) -> None:

@@ -22,7 +22,7 @@ from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, canonical, named_algorithm
 from vllm.diffusion.lengths import decide_lengths
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
-from vllm.diffusion.scoring import ONLY_READ, SCORE, score_request
+from vllm.diffusion.scoring import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
 from vllm.diffusion.values import in_words
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.algorithms import Algorithm
     from vllm.diffusion.params import SpecialIds
+    from vllm.diffusion.scoring import ScoreRequest
     from vllm.diffusion.values import Field
 
 DECISION = "dllm_decision"  # the key of extra_args under which it travels
@@ -120,11 +121,12 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     penalties = _autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     score = extra.pop(SCORE, None)
-    if score is not None and extra:
-        raise InvalidParameterError(SCORE, score, f"wanted it without {in_words(sorted(extra))}")
+    others = sorted(extra.keys() - BESIDE_A_SCORE)
+    if score is not None and others:
+        raise InvalidParameterError(SCORE, score, f"wanted it without {in_words(others)}")
     given = canonical(extra)
     if score is not None:
-        given |= {SCORE: score, "gen_length": 1, "allow_infill": True}
+        given |= {SCORE: score, **SCORED_AS}
     own = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -232,9 +234,20 @@ def decide(
     )
     if score is not None:
         wanted = score_request(score, len(prompt_token_ids), model.vocab_size)
-        return dataclasses.replace(params, **ONLY_READ, score=wanted)
+        return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
+    """The other parameters of a request that is only read."""
+    if score.cfg_scale > 0 and model.family.is_block_causal:
+        raise InvalidParameterError(
+            f"{SCORE}.cfg_scale",
+            score.cfg_scale,
+            f"wanted 0: a model of family {model.family.name} has no guidance",
+        )
+    return {**ONLY_READ, "cfg_scale": float(score.cfg_scale)}
 
 
 def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:

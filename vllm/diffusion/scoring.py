@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,14 @@ COMMIT = 3  # whether a position is committed
 CHOICE = 4  # which positions are committed
 
 SCORE = "score"  # key of SamplingParams.extra_args that asks for a `ScoreRequest`
+
+_OPTIONAL: Mapping[str, tuple[type, ...]] = MappingProxyType(  # its keys that may be left out
+    {"num_top": (int,), "cfg_scale": (int, float), "context_length": (int,)}
+)
+
+BESIDE_A_SCORE = frozenset({"priority", "timeout_s"})  # what else such a request may ask for
+# What a decision takes it for until it knows better: the smallest canvas, and masks in the prompt.
+SCORED_AS: Mapping[str, Any] = MappingProxyType({"gen_length": 1, "allow_infill": True})
 
 # What the other parameters of such a request are: the model as it is, and no canvas.
 ONLY_READ: Mapping[str, Any] = MappingProxyType(
@@ -81,10 +90,16 @@ class ScoreRequest:
     Attributes:
         positions: ascending, of the prompt; masked or not.
         token_ids: for every position at least one.
+        num_top: of the most likely tokens, so many are told at every position, too.
+        cfg_scale: guidance; above 0 a second sequence is computed, whose context is masked.
+        context_length: positions from 0 that are masked in it.
     """
 
     positions: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
+    num_top: int = 0
+    cfg_scale: float = 0.0
+    context_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,19 +110,26 @@ class TokenScores:
         logprobs: of the tokens that were asked for, fp32: of the model's own distribution over all
             tokens, whatever the request's temperature.
         likeliest: the token with the largest logit, the lowest of equals.
+        top_tokens: the most likely tokens, the likeliest first, as many as were asked for.
+        top_logprobs: of these.
     """
 
     logprobs: list[list[float]]
     likeliest: list[int]
+    top_tokens: list[list[int]]
+    top_logprobs: list[list[float]]
 
 
 def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
     """What `{"positions": [...], "token_ids": [[...], ...]}` asks of a prompt.
 
+    `num_top`, and `cfg_scale` with `context_length`, may stand beside.
+
     Raises:
         InvalidParameterError: it is something else, or names what the prompt or the model lacks.
     """
-    if not isinstance(given, dict) or given.keys() != {"positions", "token_ids"}:
+    wanted = {"positions", "token_ids"}
+    if not isinstance(given, dict) or not wanted <= given.keys() <= wanted | _OPTIONAL.keys():
         raise InvalidParameterError(SCORE, given, "wanted positions and token_ids")
     positions, token_ids = given["positions"], given["token_ids"]
     if not _are_below(positions, prompt_length) or list(positions) != sorted(set(positions)):
@@ -125,7 +147,24 @@ def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreReque
             raise InvalidParameterError(
                 f"{SCORE}.token_ids", ids, f"wanted token ids from 0 to {vocab_size - 1}"
             )
-    return ScoreRequest(tuple(positions), tuple(tuple(ids) for ids in token_ids))
+    return ScoreRequest(
+        tuple(positions),
+        tuple(tuple(ids) for ids in token_ids),
+        **_options(given, prompt_length, vocab_size),
+    )
+
+
+def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
+    """What is given of the optional keys."""
+    most = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
+    found = {name: given[name] for name in _OPTIONAL if name in given}
+    for name, value in found.items():
+        kinds = _OPTIONAL[name]
+        if type(value) not in kinds or not 0 <= value <= most[name] or value == math.inf:
+            kind = "a finite number" if float in kinds else "a whole number"
+            limit = "" if most[name] == math.inf else f" to {most[name]}"
+            raise InvalidParameterError(f"{SCORE}.{name}", value, f"wanted {kind} from 0{limit}")
+    return found
 
 
 def _are_below(numbers: Any, bound: int) -> bool:

@@ -7,6 +7,7 @@ a streamed request only when the status line is already sent.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from copy import copy
 from http import HTTPStatus
@@ -19,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import merge_async_iterators
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
@@ -118,6 +119,40 @@ async def answers(
             if is_whole and late is not None:
                 raise RequestTimedOut(late)
             yield output
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """The newest output of a request that has ended.
+
+    Raises:
+        GenerationError: there was none.
+    """
+    newest = None
+    async for output in outputs:
+        newest = output
+    if newest is None:
+        raise GenerationError("the request ended without an answer")
+    return newest
+
+
+class Cancelling:
+    """Tasks that are cancelled together when the block is left before they are done."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, coroutine: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
+        self._tasks.append(task)
+        return task
+
+    async def __aenter__(self) -> Cancelling:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def _in_turn(

@@ -12,6 +12,7 @@ from vllm.diffusion.api import gate, metrics
 from vllm.diffusion.api.arguments import warn_of_arguments_without_effect
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
+from vllm.diffusion.api.likelihood import LikelihoodHandler, LikelihoodRequest, LikelihoodResponse
 from vllm.diffusion.api.openai_protocol import (
     ChatAnswer,
     ChatCompletionBody,
@@ -43,11 +44,14 @@ from vllm.renderers.params import ChatParams
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from vllm.diffusion.api.likelihood import LikelihoodBody
     from vllm.diffusion.api.protocol import GenerateBody
     from vllm.engine.protocol import EngineClient
 
 router = APIRouter()
 openai_router = APIRouter()  # replaces upstream's routes of the same paths
+
+_NOT_OURS = "the served model is not a diffusion language model"
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse},
@@ -69,7 +73,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     """Denoise one or more canvases."""
     handler: GenerateHandler | None = raw_request.app.state.diffusion_generate
     if handler is None:
-        raise NotImplementedError("the served model is not a diffusion language model")
+        raise NotImplementedError(_NOT_OURS)
     request_id = raw_request.headers[gate.REQUEST_ID]
     body: GenerateBody = request
     set_priority(body, raw_request.headers)
@@ -78,6 +82,25 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
         events = await handler.stream(choices, request_id)
         return StreamingResponse(events, media_type="text/event-stream")
     answer = await handler.answer(body, request_id)
+    return JSONResponse(answer.content())
+
+
+@openai_router.post(
+    "/v1/loglikelihood",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
+)
+@with_cancellation
+@load_aware_call
+async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """How likely the model finds a continuation of a context."""
+    body: LikelihoodBody = request
+    set_priority(body, raw_request.headers)
+    handler: LikelihoodHandler | None = raw_request.app.state.diffusion_likelihood
+    if handler is None:
+        raise NotImplementedError(_NOT_OURS)
+    answer = await handler.answer(body, raw_request.headers[gate.REQUEST_ID])
     return JSONResponse(answer.content())
 
 
@@ -147,6 +170,7 @@ class DiffusionEndpoint:
         validator = None if engine_client is None else validator_of(engine_client.input_processor)
         if engine_client is None or validator is None:
             state.diffusion_generate = state.diffusion_lifecycle = None
+            state.diffusion_likelihood = None
             return
         family = family_of(engine_client.vllm_config)
         has_prefixes = family is not None and family.is_block_causal
@@ -166,10 +190,12 @@ class DiffusionEndpoint:
         state.openai_serving_responses = adopt(
             state.openai_serving_responses, DiffusionServingResponses, validator
         )
+        model_names = args.served_model_name or [args.model]
+        state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         state.diffusion_generate = GenerateHandler(
             engine_client,
             validator,
-            args.served_model_name or [args.model],
+            model_names,
             ChatParams(
                 chat_template=load_chat_template(args.chat_template),
                 chat_template_content_format=args.chat_template_content_format,

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import RequestTimedOut, answers, primed
+from vllm.diffusion.api.choices import Cancelling, RequestTimedOut, answers, last, primed
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
@@ -21,6 +21,7 @@ from vllm.diffusion.api.protocol import (
     TokenLogprob,
     Usage,
     check_body,
+    check_model,
     split_prompt,
 )
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
@@ -30,7 +31,7 @@ from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import canonical
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import GenerationError, VLLMError, VLLMNotFoundError
+from vllm.exceptions import VLLMError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -90,10 +91,7 @@ class GenerateHandler:
             RequestRefused: HTTP 400, naming the field.
             VLLMNotFoundError: HTTP 404, for a model that is not served.
         """
-        if body.model is not None and body.model not in self._model_names:
-            raise VLLMNotFoundError(
-                f"model: given {body.model!r}; wanted one of: {', '.join(self._model_names)}"
-            )
+        check_model(body.model, self._model_names)
         try:
             asked = _asked(body)
             check_logprobs("logprobs", body.logprobs, self._engine.model_config)
@@ -113,8 +111,8 @@ class GenerateHandler:
     async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
         """Run a request to its end; cancelling this coroutine aborts it."""
         choices = await self.choices(body, request_id)
-        async with _Cancelling() as tasks:
-            finals = await asyncio.gather(*(tasks.start(self._last(c)) for c in choices))
+        async with Cancelling() as tasks:
+            finals = await asyncio.gather(*(tasks.start(last(self._run(c))) for c in choices))
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
@@ -191,14 +189,6 @@ class GenerateHandler:
     def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
         return answers(self._engine, choice.engine_input, choice.sampling, choice.request_id)
 
-    async def _last(self, choice: _Choice) -> RequestOutput:
-        last = None
-        async for output in self._run(choice):
-            last = output
-        if last is None:
-            raise GenerationError("the request ended without an answer")
-        return last
-
     def _response(
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]
     ) -> GenerateResponse:
@@ -253,26 +243,6 @@ def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
         max_tokens=decided.max_tokens,
         output_kind=RequestOutputKind.CUMULATIVE if body.stream else RequestOutputKind.FINAL_ONLY,
     )
-
-
-class _Cancelling:
-    """Tasks that are cancelled together when the block is left before they are done."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def start(self, coroutine: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
-        self._tasks.append(task)
-        return task
-
-    async def __aenter__(self) -> _Cancelling:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def _answer_ids(completion: Any) -> list[int]:

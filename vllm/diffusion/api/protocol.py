@@ -16,9 +16,10 @@ from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
 from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
+from vllm.exceptions import VLLMNotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class GenerateBody(BaseModel):
@@ -62,10 +63,20 @@ class GenerateBody(BaseModel):
 GenerateRequest = with_diffusion_fields(GenerateBody, "GenerateRequest", "Body of POST /generate.")
 
 
-def set_priority(body: GenerateBody, headers: Mapping[str, str]) -> None:
+def check_model(name: str | None, served: Sequence[str]) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        VLLMNotFoundError: HTTP 404.
+    """
+    if name is not None and name not in served:
+        raise VLLMNotFoundError(f"model: given {name!r}; wanted one of: {', '.join(served)}")
+
+
+def set_priority(body: Any, headers: Mapping[str, str]) -> None:
     """Take the priority of upstream's header, which wins over the body's, as on OpenAI's routes."""
     with suppress(ValueError, KeyError):
-        body.priority = int(headers[PRIORITY_HEADER])  # type: ignore[attr-defined]
+        body.priority = int(headers[PRIORITY_HEADER])
 
 
 def check_body(body: GenerateBody) -> None:

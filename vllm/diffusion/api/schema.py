@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model
 
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import FIELDS
+from vllm.diffusion.fields import FIELDS, check
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Mapping
 
     from pydantic import BaseModel
 
@@ -43,15 +43,47 @@ def with_diffusion_fields(
         name, doc: of the new class.
         keep: parameters that `base` declares with types of its own.
     """
-    fields: dict[str, Any] = {}
-    for field in FIELDS:
-        for spelling in (field.name, *field.aliases):
-            fields[spelling] = (Any, _described(field))
+    fields = described(FIELDS)
     for spelling in keep:
         own = copy(base.model_fields[spelling])
         own.description = own.description or fields[spelling][1].description
         fields[spelling] = (own.annotation, own)
     return create_model(name, __base__=base, __doc__=doc, **fields)
+
+
+def described(table: Iterable[Parameter]) -> dict[str, Any]:
+    """Every spelling of the parameters, as `create_model` takes them; values are checked later."""
+    return {
+        spelling: (Any, _described(field))
+        for field in table
+        for spelling in (field.name, *field.aliases)
+    }
+
+
+def checked(
+    given: Mapping[str, Any], table: Iterable[Parameter], also_known: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Values under the canonical names of a route's own table; None counts as not given.
+
+    Raises:
+        InvalidParameterError: for an unknown name, a value that is none of the parameter's, or two
+            spellings of one that disagree.
+    """
+    fields = {spelling: f for f in table for spelling in (f.name, *f.aliases)}
+    found: dict[str, Any] = {}
+    for spelling, value in given.items():
+        if spelling not in fields:
+            known = ", ".join(sorted({*fields, *also_known}))
+            raise InvalidParameterError(spelling, value, f"unknown parameter; known: {known}")
+        if value is None:
+            continue
+        name = fields[spelling].name
+        own = check(fields[spelling], spelling, value)
+        if found.setdefault(name, own) != own:
+            raise InvalidParameterError(
+                spelling, value, f"it contradicts another spelling of {name}: {found[name]!r}"
+            )
+    return found
 
 
 def check_logprobs(name: str, given: int | None, model_config: Any) -> None:

@@ -59,6 +59,32 @@ class Validator:
         return served_model(self._vllm_config)
 
     @property
+    def mask_id(self) -> int:
+        """The model's mask token."""
+        return self._model.ids.mask
+
+    @property
+    def block_length(self) -> int | None:
+        """Positions of a block of a block-causal family; None of others."""
+        if not self._model.family.is_block_causal:
+            return None
+        return decide({"gen_length": 1}, self._model, [0]).block_length
+
+    def refuse_blocks(self, what: str, instead: str) -> None:
+        """Refuse what has no clear meaning where a position sees its own block and those before.
+
+        Raises:
+            InvalidParameterError: naming `model`.
+        """
+        family = self._model.family
+        if family.is_block_causal:
+            raise InvalidParameterError(
+                "model",
+                family.name,
+                f"{what} is of families whose positions all see each other; wanted {instead}",
+            )
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether requests find keys and values of others that began alike."""
         return bool(self._vllm_config.cache_config.enable_prefix_caching)

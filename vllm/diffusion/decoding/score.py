@@ -23,8 +23,8 @@ class ScoreTokens(DecodingRule):
         if params.score is None:
             raise ValueError("score: wanted positions and token ids, got None")
         self._asked = params.score
-        width = max(len(ids) for ids in self._asked.token_ids)
-        padded = [ids + ids[:1] * (width - len(ids)) for ids in self._asked.token_ids]
+        self._width = max(len(ids) for ids in self._asked.token_ids)
+        padded = [ids + ids[:1] * (self._width - len(ids)) for ids in self._asked.token_ids]
         self.token_ids = np.array(padded, dtype=np.int64)
 
     def prepare(self, tokens: Array) -> Work | None:
@@ -35,11 +35,16 @@ class ScoreTokens(DecodingRule):
     def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:
             raise ValueError("logprobs: a scoring request needs them, got None")
-        found = candidates.logprobs.T.astype(np.float32).tolist()
+        width, num_top = self._width, self._asked.num_top
+        found = candidates.logprobs.T.astype(np.float32)
+        top_tokens = candidates.logprobs[width + num_top : width + 2 * num_top].T
         self.scores = TokenScores(
             logprobs=[
-                values[: len(ids)] for values, ids in zip(found, self._asked.token_ids, strict=True)
+                values[: len(ids)]
+                for values, ids in zip(found.tolist(), self._asked.token_ids, strict=True)
             ],
             likeliest=candidates.tokens.tolist(),
+            top_tokens=top_tokens.astype(np.int64).tolist(),
+            top_logprobs=found[:, width : width + num_top].tolist(),
         )
         return np.empty(0, dtype=np.int64)

@@ -64,6 +64,8 @@ class Canvas:
         self.positions = np.arange(self.tokens.size)
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
+        if self.params.score is not None:  # the target of a likelihood stays where it is known
+            self._known[self.params.score.context_length :] = False
         self.rule = make_rule(self.params, self.prompt_length)
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._selector = new.selector

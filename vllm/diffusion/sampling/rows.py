@@ -59,6 +59,11 @@ class RowGroup:
     token_ids: ops.Array | None = None
 
     @property
+    def num_top(self) -> int:
+        """How many of the most likely tokens are wanted beside those of `token_ids`."""
+        return 0 if self.params.score is None else self.params.score.num_top
+
+    @property
     def has_extras(self) -> bool:
         """Whether more is wanted of the logits than candidates."""
         wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None

@@ -45,7 +45,8 @@ def sample(
     Returns:
         [3, R] float64 on the model's device: token, score, greedy token of every row. Where a group
         wants log probabilities there are more rows (zero for other groups): those of
-        `Logprobs.packed`, or one per column of its `token_ids`. One tensor, so that one copy
+        `Logprobs.packed`, or one per column of its `token_ids`, one for each of its `num_top` most
+        likely tokens, and the ids of these. One tensor, so that one copy
         brings it to the host: token ids are exact in float64.
     """
     found = []
@@ -151,10 +152,16 @@ def _sample_alone(
     # Log probabilities before the choice, which may overwrite the logits.
     if group.token_ids is not None:
         (token_ids,) = ops.to_device([group.token_ids], logits.device)
+        top = None
+        if group.num_top:  # ranks exchange their columns for the best of all tokens
+            whole = ops.gather_columns(logits, model.vocab_size)
+            top = whole.topk(group.num_top, dim=-1).indices
+            token_ids = torch.cat([token_ids, top], dim=1)
         scores = ops.token_logprobs(
             logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
         )
-        return torch.cat([_packed(sample_group(logits, group, model, noise)), scores.T])
+        parts = [_packed(sample_group(logits, group, model, noise)), scores.T]
+        return torch.cat(parts if top is None else [*parts, top.T.double()])
     if group.params.num_logprobs is None:
         return _packed(sample_group(logits, group, model, noise))
     # Ranks exchange their columns for ranks among all tokens.

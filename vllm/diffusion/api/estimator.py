@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The likelihood of a continuation under a masked diffusion model, as LLaDA's authors estimate it.
+
+Nie et al., arXiv:2502.09992, Algorithm 3, and their `eval_llada.py`: of a continuation of L tokens
+x are masked, x from 1 to L, which x is drawn from a permutation; the cross entropy of the masked
+tokens, times L / x, is an unbiased estimate of what bounds the negative log likelihood. Numbers
+and permutations come in the order of the published script, from the generator that it seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Masking = tuple[int, ...]  # positions of the continuation that are masked, ascending from 0
+
+
+class Estimate(NamedTuple):
+    """A log likelihood and its standard error; None where one sample says nothing of it."""
+
+    loglikelihood: float
+    stderr: float | None
+
+
+def draw_maskings(length: int, mc_num: int, batch_size: int, seed: int) -> list[Masking]:
+    """The maskings of `mc_num` samples, `batch_size` of them from one number k.
+
+    Args:
+        length: L, tokens of the continuation, at least one.
+        mc_num: samples, a multiple of `batch_size`.
+        batch_size: samples whose numbers of masks are spread evenly over 1 to L, from k on.
+        seed: of the generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[Masking] = []
+    for _ in range(mc_num // batch_size):
+        k = int(torch.randint(1, length + 1, (), generator=generator))
+        last = k + (batch_size - 1) * (length / batch_size)
+        spread = torch.linspace(float(k), last, steps=batch_size).round().long()
+        for count in ((spread - 1) % length + 1).tolist():
+            order = torch.randperm(length, generator=generator)
+            # Place j is masked where the permutation puts one of the first `count` numbers.
+            drawn.append(tuple((order < count).nonzero()[:, 0].tolist()))
+    return drawn
+
+
+def estimate(
+    maskings: Sequence[Masking], logprobs: Mapping[Masking, Sequence[float]], length: int
+) -> Estimate:
+    """The estimate of samples.
+
+    The error is that of samples drawn one by one. Those of a batch are spread evenly, so it errs on
+    the large side.
+
+    Args:
+        maskings: of every sample.
+        logprobs: by masking, of the masked tokens.
+        length: tokens of the continuation.
+    """
+    samples = [length / len(masked) * math.fsum(logprobs[masked]) for masked in maskings]
+    mean = math.fsum(samples) / len(samples)
+    if len(set(samples)) == 1 and length == 1:
+        return Estimate(mean, 0.0)
+    if len(samples) == 1:
+        return Estimate(mean, None)
+    return Estimate(mean, statistics.stdev(samples) / math.sqrt(len(samples)))

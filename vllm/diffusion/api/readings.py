@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards that are read and not written, as the HTTP handlers ask for them.
+
+Every reading is a request of its own to the engine, so readings share steps with each other and
+with everything else, and priority, timeouts and aborts act on them as on any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from vllm.diffusion.api.choices import Cancelling, answers, last
+from vllm.diffusion.api.report import told
+from vllm.diffusion.decision import attach
+from vllm.diffusion.scoring import SCORE, SCORED_AS, ScoreRequest, TokenScores
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.diffusion.api.validator import Validator
+    from vllm.diffusion.params import DiffusionParams
+    from vllm.engine.protocol import EngineClient
+
+_SAMPLING: dict[str, Any] = {  # what upstream's front end does with the output
+    "temperature": 0.0,
+    "max_tokens": 1,
+    "detokenize": False,
+    "output_kind": RequestOutputKind.FINAL_ONLY,
+}
+
+MOST_AT_ONCE = 256  # readings of one HTTP request that are in the engine at a time
+
+
+class Reading(NamedTuple):
+    """One forward.
+
+    Attributes:
+        prompt: the sequence, masks and all.
+        positions: that are read, ascending.
+        token_ids: for each of them, the tokens whose log probabilities are wanted.
+        num_top: so many of the most likely tokens are wanted as well.
+        cfg_scale, context_length: guidance, see `ScoreRequest`.
+    """
+
+    prompt: list[int]
+    positions: Sequence[int]
+    token_ids: Sequence[Sequence[int]]
+    num_top: int = 0
+    cfg_scale: float = 0.0
+    context_length: int = 0
+
+    @property
+    def score(self) -> ScoreRequest:
+        """The same as the engine is told."""
+        return ScoreRequest(
+            tuple(self.positions),
+            tuple(map(tuple, self.token_ids)),
+            self.num_top,
+            self.cfg_scale,
+            self.context_length,
+        )
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What readings have in common that are decided alike, but for what is read."""
+        return len(self.prompt), self.cfg_scale > 0
+
+
+class Reader:
+    """Reads over one engine.
+
+    Args:
+        engine: the engine's client.
+        validator: decides requests of this engine.
+    """
+
+    def __init__(self, engine: EngineClient, validator: Validator) -> None:
+        self._engine = engine
+        self._validator = validator
+
+    async def read(
+        self,
+        readings: Sequence[Reading],
+        request_id: str,
+        terms: Mapping[str, Any],
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> list[TokenScores]:
+        """What each reading finds; cancelling this coroutine aborts them all.
+
+        Args:
+            readings: forwards; the engine knows number i as `{request_id}-{i}`.
+            request_id: of the HTTP request.
+            terms: `priority` and `timeout_s`, under canonical names, where they are given.
+            trace_headers: as upstream's handlers make them.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field, before anything is sent.
+            RequestTimedOut: HTTP 504.
+            GenerationError: the engine could not go on.
+        """
+        decided = self._decided(readings, terms)
+        room = asyncio.Semaphore(MOST_AT_ONCE)
+
+        async def one(index: int) -> TokenScores:
+            reading = readings[index]
+            sampling = SamplingParams(**_SAMPLING)
+            async with room:
+                attach(sampling, replace(decided[reading.kind], score=reading.score))
+                outputs = answers(
+                    self._engine,
+                    tokens_input(reading.prompt),
+                    sampling,
+                    f"{request_id}-{index}",
+                    trace_headers=trace_headers,
+                )
+                found = told(await last(outputs)).get(0, {})
+            return msgspec.convert(found["scores"], TokenScores)
+
+        async with Cancelling() as tasks:
+            return list(await asyncio.gather(*(tasks.start(one(i)) for i in range(len(readings)))))
+
+    def _decided(
+        self, readings: Sequence[Reading], terms: Mapping[str, Any]
+    ) -> dict[tuple[int, bool], DiffusionParams]:
+        """A decision for every kind of readings."""
+        decided: dict[tuple[int, bool], DiffusionParams] = {}
+        for reading in readings:
+            if reading.kind not in decided:
+                asked = {SCORE: asdict(reading.score), **SCORED_AS, **terms}
+                decided[reading.kind] = self._validator.decide(asked, reading.prompt)
+        return decided
