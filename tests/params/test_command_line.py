@@ -118,3 +118,9 @@ def test_upstreams_command_without_a_model_names_ours(tmp_path: Path) -> None:
     last_line = log.read_text().splitlines()[-1]
     assert last_line.startswith("error: wanted a checkpoint: a folder")
     assert last_line.endswith("makes models/llada-tiny; vllm serve models/llada-tiny serves it")
+
+
+def test_the_page_can_be_left_out() -> None:
+    assert settings("--no-page") == {"dllm": {"page": False}}
+    with pytest.raises(ServerConfigError, match="page: given 'no'; wanted true or false"):
+        settings(additional={"dllm": {"page": "no"}})

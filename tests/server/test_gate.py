@@ -108,13 +108,16 @@ def on_site(**args: Any) -> Callable[[Callable[[Site], Awaitable[None]]], Callab
 
 @on_site(api_key=["first", "second"])
 async def test_every_route_but_probes_wants_a_key(site: Site) -> None:
-    for method, path in (("POST", WORK), ("GET", "/v1/models"), ("POST", "/invocations")):
+    wanted = (("POST", WORK), ("GET", "/v1/models"), ("POST", "/invocations"))
+    for method, path in (*wanted, ("GET", "/page/options.json")):
         for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}):
             response = await site.http.request(method, path, headers=headers)
             assert "API key" in refusal(response, 401)["message"]
         keyed = await site.http.request(method, path, headers={"Authorization": "Bearer second"})
-        assert keyed.status_code == (404 if path == "/invocations" else 200)
+        is_known = path in (WORK, "/v1/models")
+        assert keyed.status_code == (200 if is_known else 404)
     assert (await site.http.get("/health")).status_code == 200
+    assert (await site.http.get("/")).status_code == 404  # the page's, where there is one
     assert (await site.http.options(WORK)).status_code == 405  # the application's own answer
 
 

@@ -242,6 +242,7 @@ def sequence_parallel(vllm_config: VllmConfig) -> SequenceParallel:
 
 _OF_THE_ENGINE = frozenset(
     {
+        "page",
         *(field.name for field in fields(Sharing)),
         *(f"{_PREFIX}{field.name}" for field in fields(SequenceParallel)),
     }
@@ -261,8 +262,16 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
     """
     Sharing.of(settings)
     SequenceParallel.of(settings)
+    if not isinstance(settings.get("page", True), bool):
+        given = settings["page"]
+        raise ServerConfigError(f"dllm settings: page: given {given!r}; wanted true or false")
     rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
     return server_defaults(rest, family)
+
+
+def serves_page(vllm_config: VllmConfig) -> bool:
+    """Whether the server has its web pages (`page` of the settings)."""
+    return bool(server_settings(vllm_config.additional_config).get("page", True))
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:

@@ -341,6 +341,11 @@ def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: S
     return spec.default_for(algorithm.name, is_shifted=model.is_shifted)
 
 
+def default_of(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
+    """The value of a parameter beside an algorithm in a request that does not give it."""
+    return _value(name, {}, algorithm, model)
+
+
 def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> str:
     """The kind of cache. One that was not asked for gives way to guidance."""
     asked = request.get("cache")

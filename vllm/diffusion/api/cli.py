@@ -47,8 +47,10 @@ def want_a_model() -> None:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add `--dllm-algorithm` and `--dllm-algorithm-config`."""
-    group = parser.add_argument_group("Diffusion", "Defaults of requests that do not say.")
+    """Add `--dllm-algorithm`, `--dllm-algorithm-config` and `--no-page`."""
+    group = parser.add_argument_group(
+        "Diffusion", "Defaults of requests that do not say; the page."
+    )
     group.add_argument(
         "--dllm-algorithm",
         metavar="NAME",
@@ -60,10 +62,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FILE.yaml",
         help="parameters of requests, one `name: value` a line",
     )
+    group.add_argument(
+        "--no-page", action="store_true", help="serve no web page at / and /status, only the API"
+    )
 
 
 def fold_into_additional_config(args: Namespace) -> None:
-    """Move the two arguments into `args.additional_config`.
+    """Move these arguments into `args.additional_config`.
 
     Raises:
         ServerConfigError: for a file that cannot be read, or an unknown or unusable setting.
@@ -73,6 +78,8 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings.update(_read(Path(args.dllm_algorithm_config)))
     if args.dllm_algorithm is not None:
         settings["algorithm"] = args.dllm_algorithm
+    if args.no_page:
+        settings["page"] = False
     additional = dict(args.additional_config or {})
     additional["dllm"] = server_settings(additional) | settings
     check_settings(additional["dllm"], family=None)

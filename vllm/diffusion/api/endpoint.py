@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from vllm.diffusion import __version__
 from vllm.diffusion.api import gate, metrics
 from vllm.diffusion.api.arguments import warn_of_arguments_without_effect
 from vllm.diffusion.api.generate import GenerateHandler
@@ -26,9 +27,11 @@ from vllm.diffusion.api.openai_serving import (
     DiffusionServingResponses,
     adopt,
 )
+from vllm.diffusion.api.page import routes as page
+from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
-from vllm.diffusion.config import family_of
+from vllm.diffusion.config import family_of, served_model, serves_page
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -192,6 +195,9 @@ class DiffusionEndpoint:
         )
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
+        if serves_page(engine_client.vllm_config):
+            served = served_model(engine_client.vllm_config)
+            page.install(self._app, page_options(served, model_names[0], __version__))
         state.diffusion_generate = GenerateHandler(
             engine_client,
             validator,

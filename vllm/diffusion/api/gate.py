@@ -17,6 +17,7 @@ from vllm import envs as upstream_envs
 from vllm.diffusion import envs
 from vllm.diffusion.api.lifecycle import LEAVING
 from vllm.diffusion.api.metrics import count_refusal
+from vllm.diffusion.api.page.routes import OPEN_PATHS as _PAGE_PATHS
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import init_logger
@@ -34,9 +35,11 @@ logger = init_logger(__name__)
 REQUEST_ID = "X-Request-Id"
 _MAX_ID_LENGTH = 128
 _CLOSED_BY_CLIENT = 499  # what web servers log where no answer could be sent
-# Probes, metrics and documentation: no key needed, and answered while the server shuts down.
+# Probes, metrics, documentation and the page's files: no key needed, and answered while the server
+# shuts down.
 _OPEN_PATHS = frozenset(
     {
+        *_PAGE_PATHS,
         *("/health", "/ready", "/ping", "/metrics", "/version", "/load"),
         *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
     }

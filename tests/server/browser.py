@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chromium without a window, driven over its debugging pipe: no driver, no package."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+POLL_S = 0.05
+
+
+class PageError(AssertionError):
+    """The page did not do what was waited for, or a script of it failed."""
+
+
+class Browser:
+    """One tab of a browser with a profile of its own.
+
+    Args:
+        profile: folder for what the browser writes.
+        size: width and height in pixels.
+        dark: the colours that the system prefers.
+    """
+
+    def __init__(
+        self, profile: Path, *, size: tuple[int, int] = (1280, 800), dark: bool = False
+    ) -> None:
+        assert CHROMIUM is not None
+        to_read, self._write = os.pipe()
+        self._read, to_write = os.pipe()
+        # The browser reads descriptor 3 and writes 4.
+        self._process = subprocess.Popen(
+            [
+                *("bash", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}', CHROMIUM),
+                *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+                *("--disable-background-networking", "--disable-component-update"),
+                *("--no-proxy-server", "--remote-debugging-pipe", f"--user-data-dir={profile}"),
+                "about:blank",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(to_read, to_write),
+        )
+        os.close(to_read)
+        os.close(to_write)
+        self._number = 0
+        self._rest = b""
+        self.errors: list[str] = []  # what scripts threw, and what a policy stopped
+        self._session: str | None = None
+        targets = self._call("Target.getTargets")["targetInfos"]
+        page = next(t["targetId"] for t in targets if t["type"] == "page")
+        attached = self._call("Target.attachToTarget", targetId=page, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+        self.resize(*size, dark=dark)
+
+    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, url: str) -> None:
+        answer = self._call("Page.navigate", url=url)
+        if "errorText" in answer:
+            raise PageError(f"{url}: {answer['errorText']}")
+        self.wait_for("document.readyState === 'complete'")
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression; a promise is waited for."""
+        found = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in found:
+            raise PageError(f"{script}: {found['exceptionDetails']}")
+        return found["result"].get("value")
+
+    def wait_for(self, condition: str, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.run(f"Boolean({condition})"):
+            if time.monotonic() > deadline:
+                raise PageError(f"not within {timeout_s:g} s: {condition}; {self.errors}")
+            time.sleep(POLL_S)
+
+    def key(self, name: str) -> None:
+        """Press and release a key, by its name as in `KeyboardEvent.key`."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}[name]
+        text = {"Enter": "\r"}.get(name, "")
+        for kind in ("keyDown", "keyUp"):
+            self._call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=name,
+                windowsVirtualKeyCode=code,
+                text=text,
+            )
+
+    def type(self, text: str) -> None:
+        self._call("Input.insertText", text=text)
+
+    def screenshot(self, file: Path) -> None:
+        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _call(self, method: str, **params: Any) -> Any:
+        self._number += 1
+        call: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            call["sessionId"] = self._session
+        os.write(self._write, json.dumps(call).encode() + b"\0")
+        while True:
+            message = self._next()
+            if message.get("id") == self._number:
+                if "error" in message:
+                    raise PageError(f"{method}: {message['error']}")
+                return message["result"]
+            self._hear(message)
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            part = os.read(self._read, 1 << 20)
+            if not part:
+                raise PageError("the browser has ended")
+            self._rest += part
+        first, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(first)
+        return message
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        if message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page's logic without a browser: `node --test`, by tests/server/test_page.py.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
+const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, shown } = await import(`${modules}trace.js`);
+const { curlOf, eachEvent, linkOf, stateIn } = await import(`${modules}request.js`);
+const { layout } = await import(`${modules}board.js`);
+const { svgOf } = await import(`${modules}svg.js`);
+
+const TEXT = { 1: "a", 2: " b", 3: "c&<", 9: "<|mask|>" };
+
+// A canvas of cells "id[p|c]confidence"; "." is masked.
+function canvas(step, ...cells) {
+  const parts = cells.map((cell) => /^(?:(\d)([pc])([\d.]+)|\.)$/.exec(cell));
+  const ids = parts.map((p) => (p[1] ? Number(p[1]) : 9));
+  return {
+    step, token_ids: ids, text: ids.map((id) => TEXT[id]),
+    committed: parts.map((p) => p[2] === "c"), confidence: parts.map((p) => (p[3] ? Number(p[3]) : null)),
+  };
+}
+
+function traced() {
+  const trace = new Trace(3);
+  trace.push(canvas(1, "1c0.5", "2p0.25", "."), 0.1);
+  trace.push(canvas(2, "1c0.5", "3c0.75", "2p0.5"), 0.2);
+  trace.push(canvas(4, "2c0.5", "3c0.75", "2c1"), 0.3);
+  return trace;
+}
+
+test("every step can be shown again, forwards and backwards", () => {
+  const trace = traced();
+  const seen = [[MASKED, MASKED, MASKED], [COMMITTED, PROPOSED, MASKED],
+    [COMMITTED, COMMITTED, PROPOSED], [EDITED, COMMITTED, COMMITTED]];
+  for (const at of [2, 0, 1, -1, 2, -1, 0]) {
+    trace.seek(at);
+    assert.deepEqual([...trace.view.state], seen[at + 1]);
+  }
+  assert.equal(trace.textAt(1), " b");
+  assert.equal(trace.view.confidence[1], 0.25);
+});
+
+test("what a step committed is fresh in that step alone", () => {
+  const trace = traced();
+  const fresh = [-1, 0, 1, 2].map((at) => {
+    trace.seek(at);
+    return [0, 1, 2].filter((i) => trace.isFresh(i));
+  });
+  assert.deepEqual(fresh, [[], [0], [1], [0, 2]]);
+  assert.deepEqual(trace.commits(), [1, 1, 1]);
+});
+
+test("a reader of an old step is not moved by a new one", () => {
+  const trace = traced();
+  trace.seek(0);
+  trace.push(canvas(5, "1c0.5", "3c0.75", "2c1"), 0.4);
+  assert.equal(trace.at, 0);
+  assert.deepEqual([...trace.view.state], [COMMITTED, PROPOSED, MASKED]);
+});
+
+test("rows hold whole blocks, or blocks whole rows", () => {
+  for (const [length, block, width] of [[256, 32, 1000], [256, 4, 1000], [96, 32, 380], [10, 7, 500]]) {
+    const plan = layout(length, block, width, false);
+    const [x, y] = plan.place(plan.columns - 1);
+    assert.ok(x + plan.cell.width <= width, `${length} ${block} ${width}`);
+    if (plan.tidy) assert.ok(plan.columns % block === 0 || block % plan.columns === 0);
+    assert.ok(plan.place(length - 1)[1] < plan.height && y >= 0);
+  }
+});
+
+test("events are heard whole, whatever parts they come in", () => {
+  const text = 'data: {"a":1}\n\ndata: {"a":2}\n\ndata: [DONE]\n\n';
+  for (let cut = 0; cut < text.length; cut++) {
+    const heard = [];
+    const rest = eachEvent(text.slice(0, cut), (e) => heard.push(e.a));
+    assert.equal(eachEvent(rest + text.slice(cut), (e) => heard.push(e.a)), "");
+    assert.deepEqual(heard, [1, 2]);
+  }
+});
+
+test("a link holds the request, and nothing else is taken for one", () => {
+  const state = { question: "Où? “日本” 🙂".repeat(40), panes: [{ settings: { seed: 4294967295 } }] };
+  assert.deepEqual(stateIn(linkOf("http://h/x#old", state)), state);
+  assert.equal(stateIn("http://h/x"), null);
+  assert.equal(stateIn("http://h/x#ask=zz"), null);
+});
+
+test("a curl command survives quotes", () => {
+  assert.match(curlOf("http://h/", { prompt: "it's" }, true), /Bearer \$KEY.*it'\\''s/);
+});
+
+test("a picture has every text, and ends on the last step", () => {
+  const ink = { ink: "#000", muted: "#555", faint: "#999", accent: "#c00", onAccent: "#fff", paper: "#fff" };
+  const trace = traced();
+  trace.seek(1);
+  const svg = svgOf(trace, 2, ink, "a <title>");
+  assert.equal(trace.at, 1);
+  assert.equal(trace.frames.length, 3);
+  assert.match(svg, /^<svg [^]*<title>a &lt;title&gt;<\/title>[^]*c&amp;&lt;[^]*<\/svg>\n$/);
+  const final = [...svg.matchAll(/opacity="1"[^>]*>([^<]*)/g)].map((m) => m[1]);
+  assert.deepEqual(final, ["b", "c&amp;&lt;", "b"]);
+});
+
+test("what cannot be seen has a sign", () => {
+  assert.deepEqual(["\n", " ", " a ", "<|eot|>", "</s>", "<b"].map(shown),
+    ["↵", "␣", "a", "end", "end", "<b"]);
+});

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page offers: the tables of algorithms and parameters, as the served model has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.algorithms import algorithms_for
+from vllm.diffusion.decision import default_of
+from vllm.diffusion.fields import BY_NAME
+from vllm.diffusion.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
+
+if TYPE_CHECKING:
+    from vllm.diffusion.algorithms import Algorithm
+    from vllm.diffusion.params import ServedModel
+
+# In the page's order; an algorithm's own parameters follow.
+COMMON = (
+    *("gen_length", "steps", "block_length", "temperature", "cache"),
+    *("cfg_scale", "remasking", "seed"),
+)
+
+
+def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
+    """The controls of the page.
+
+    Args:
+        model: the facts about the served model.
+        name: under which it is served.
+        version: of this project.
+
+    Returns:
+        `algorithms` by name, each with `fields`: the parameters that act beside it, with defaults.
+    """
+    family = model.family
+    algorithms = algorithms_for(family)
+    default = model.defaults.get("algorithm", family.default_algorithm)
+    return {
+        "version": version,
+        "model": name,
+        "family": family.name,
+        "max_model_len": model.max_model_len,
+        "algorithm": default,
+        "algorithms": {
+            algorithm.name: {
+                "commits": algorithm.commits,
+                "fields": [_control(field, algorithm, model) for field in _fields(algorithm)],
+            }
+            for algorithm in algorithms.values()
+        },
+    }
+
+
+def _fields(algorithm: Algorithm) -> list[str]:
+    kind = algorithm.is_block_causal
+    return [
+        name
+        for name in (*COMMON, *algorithm.parameters)
+        if BY_NAME[name].is_used_by(algorithm.name, is_block_causal=kind)
+    ]
+
+
+def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, Any]:
+    """One parameter beside one algorithm; what is None is left out."""
+    spec = BY_NAME[name]
+    choices = algorithm.caches if name == "cache" else spec.choices
+    found = {
+        "name": name,
+        "type": {int: "integer", float: "number", bool: "boolean", tuple: "list"}.get(
+            spec.kind, "string"
+        ),
+        "doc": spec.doc,
+        "default": _default(name, algorithm, model),
+        "hint": spec.default_text or None,
+        "minimum": spec.minimum,
+        "maximum": spec.maximum,
+        "choices": list(choices) or None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
+    """The value that acts where none is given; None where it follows from others."""
+    if name == "gen_length":
+        return model.default_max_tokens or DEFAULT_CANVAS
+    if name == "block_length":
+        return model.defaults.get(name) or model.block_length or DEFAULT_BLOCK
+    if name == "cache":
+        usual = model.defaults.get(name)
+        return usual if usual in algorithm.caches else algorithm.caches[0]
+    if name == "steps":
+        return model.defaults.get(name) or model.default_steps
+    return default_of(name, algorithm, model)

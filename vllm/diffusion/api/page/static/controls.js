@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The controls of one request, made from the server's own table of algorithms and parameters.
+
+const LABELS = {
+  gen_length: "length", steps: "steps", block_length: "block", temperature: "temperature",
+  cache: "cache", cfg_scale: "guidance", remasking: "remasking", seed: "seed",
+};
+
+export class Controls {
+  // box: the element that holds them. options: the server's. changed: called on every change.
+  constructor(box, options, changed) {
+    this.box = box;
+    this.options = options;
+    this.changed = changed;
+    this.given = {}; // by name; kept while another algorithm is chosen that does not use it
+    this.algorithm = options.algorithm;
+    this.draw();
+  }
+
+  get fields() {
+    return this.options.algorithms[this.algorithm].fields;
+  }
+
+  // What the request says: the algorithm, and every value that is set.
+  settings() {
+    const found = { algorithm: this.algorithm };
+    for (const field of this.fields) {
+      const value = this.given[field.name] ?? field.default;
+      if (value !== undefined) found[field.name] = value;
+    }
+    return found;
+  }
+
+  set({ algorithm, ...given }) {
+    if (algorithm in this.options.algorithms) this.algorithm = algorithm;
+    this.given = given;
+    this.draw();
+  }
+
+  draw() {
+    const { commits } = this.options.algorithms[this.algorithm];
+    const names = Object.keys(this.options.algorithms);
+    const pick = { name: "algorithm", type: "string", choices: names, doc: commits };
+    this.box.replaceChildren(
+      this.control(pick, this.algorithm),
+      ...this.fields.map((field) => this.control(field, this.given[field.name])),
+    );
+  }
+
+  control(field, value) {
+    const label = document.createElement("label");
+    label.className = "control";
+    label.title = sentence(field.doc);
+    const name = document.createElement("span");
+    name.textContent = LABELS[field.name] ?? field.name.replaceAll("_", " ");
+    const input = field.choices ? selectOf(field, value) : inputOf(field, value);
+    input.name = field.name;
+    input.addEventListener("change", () => this.take(field, input));
+    label.append(name, input);
+    return label;
+  }
+
+  take(field, input) {
+    if (field.name === "algorithm") {
+      this.algorithm = input.value;
+      this.draw();
+      this.box.querySelector("select").focus();
+    } else if (input.value === "" && input.type !== "checkbox") {
+      delete this.given[field.name];
+    } else {
+      this.given[field.name] = valueOf(field, input);
+    }
+    this.changed();
+  }
+}
+
+function selectOf(field, value) {
+  const select = document.createElement("select");
+  for (const choice of field.choices) select.add(new Option(choice, choice));
+  select.value = value ?? field.default ?? field.choices[0];
+  return select;
+}
+
+function inputOf(field, value) {
+  const input = document.createElement("input");
+  if (field.type === "boolean") {
+    input.type = "checkbox";
+    input.checked = value ?? field.default ?? false;
+    return input;
+  }
+  const isNumber = field.type === "integer" || field.type === "number";
+  input.type = isNumber ? "number" : "text";
+  if (isNumber) {
+    input.step = field.type === "integer" ? 1 : "any";
+    if (field.minimum !== undefined) input.min = field.minimum;
+    if (field.maximum !== undefined) input.max = field.maximum;
+  }
+  input.placeholder = field.default ?? "auto";
+  input.value = value ?? "";
+  return input;
+}
+
+function valueOf(field, input) {
+  if (field.type === "boolean") return input.checked;
+  if (field.type === "list") return input.value.split(/[ ,]+/).filter(Boolean).map(Number);
+  return field.type === "string" ? input.value : Number(input.value);
+}
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1).replaceAll("`", "")}.`;

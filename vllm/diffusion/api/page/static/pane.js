@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// One canvas with its controls, counters and timeline.
+
+import { BoardView, inks } from "./board.js";
+import { Controls } from "./controls.js";
+import { ask, bodyOf, curlOf, apiKey } from "./request.js";
+import { svgOf } from "./svg.js";
+import { MASKED, PROPOSED, Trace } from "./trace.js";
+
+const STEP_MS = 120; // between two steps of a replay, at most
+const REPLAY_MS = 8000; // a replay takes so long, at most
+
+export class Pane {
+  // root: a copy of the page's template.
+  constructor(root, name, options, announce) {
+    this.root = root;
+    this.name = name;
+    this.announce = announce;
+    this.part = (part) => root.querySelector(`[data-part="${part}"]`);
+    this.controls = new Controls(this.part("controls"), options, () => this.summarise());
+    this.board = new BoardView(this.part("scroller"), (i) => this.read(i));
+    this.trace = null;
+    this.messages = []; // the conversation so far
+    this.part("name").textContent = name;
+    root.querySelector("details").open = !matchMedia("(max-width: 56rem)").matches;
+    this.listen();
+    this.summarise();
+  }
+
+  listen() {
+    const on = (part, act) => this.part(part).addEventListener("click", act);
+    this.part("slider").addEventListener("input", (e) => this.go(e.target.valueAsNumber - 1));
+    on("play", () => (this.player ? this.pause() : this.play()));
+    on("density", () => this.changeDensity());
+    on("svg", () => this.save());
+    on("curl", () => this.copyCurl());
+  }
+
+  summarise() {
+    const { algorithm, gen_length, steps } = this.controls.settings();
+    this.part("summary").textContent =
+      [algorithm, `${gen_length} tokens`, steps && `${steps} steps`].filter(Boolean).join(" · ");
+  }
+
+  // Ask, and draw every step. Returns the answer's text, or null where there is none.
+  async run(question, isPlain, hearText) {
+    const settings = this.controls.settings();
+    settings.seed ??= Math.floor(Math.random() * 2 ** 32);
+    const messages = [...this.messages, { role: "user", content: question }];
+    this.begin(settings, bodyOf(messages, settings, isPlain));
+    let text = null;
+    try {
+      await ask(this.body, (event) => {
+        if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
+        text = Array.isArray(event.text) ? event.text[0] : event.text;
+        hearText(text);
+        if (event.diffusion) this.report = event;
+      }, this.abort.signal);
+      this.messages = [...messages, { role: "assistant", content: text ?? "" }];
+    } catch (error) {
+      this.fail(error);
+    }
+    this.finish();
+    return text;
+  }
+
+  begin(settings, body) {
+    this.pause();
+    this.body = body;
+    this.used = settings;
+    this.report = null;
+    this.abort = new AbortController();
+    this.started = performance.now();
+    this.trace = new Trace(settings.gen_length);
+    this.board.show(this.trace, blockLengthOf(settings));
+    this.part("error").hidden = true;
+    this.root.dataset.state = "running";
+    this.part("slider").max = 0;
+    this.count();
+    this.ticking = setInterval(() => this.count(), 200);
+  }
+
+  draw(canvas) {
+    if (canvas.token_ids.length !== this.trace.length) this.resize(canvas.token_ids.length);
+    this.trace.push(canvas, (performance.now() - this.started) / 1000);
+    this.board.redraw();
+    this.board.follow();
+    this.count();
+  }
+
+  resize(length) {
+    this.trace = new Trace(length);
+    this.board.show(this.trace, blockLengthOf(this.used));
+  }
+
+  fail(error) {
+    const isStopped = error.name === "AbortError";
+    const box = this.part("error");
+    box.textContent = isStopped ? "Stopped." : error.message;
+    box.hidden = false;
+  }
+
+  finish() {
+    clearInterval(this.ticking);
+    this.root.dataset.state = this.trace.frames.length ? "done" : "empty";
+    this.count();
+    this.drawTimeline();
+    this.announce(this.describe());
+  }
+
+  stop() {
+    this.abort?.abort();
+  }
+
+  get isRunning() {
+    return this.root.dataset.state === "running";
+  }
+
+  describe() {
+    const { trace } = this;
+    if (!trace?.frames.length) return `${this.name}: no answer.`;
+    return `${this.name}: step ${trace.frame?.step ?? 0}, ${trace.frame?.committed ?? 0} of ` +
+      `${trace.length} tokens committed.`;
+  }
+
+  // ---- counters ------------------------------------------------------------------------------
+
+  count() {
+    const { trace, report, used } = this;
+    const newest = trace.frames.at(-1);
+    const shown = trace.frame ?? newest;
+    const seconds = report ? report.diffusion.denoise_ms / 1000
+      : newest?.seconds ?? (performance.now() - this.started) / 1000;
+    const of = used.steps ? `/${used.steps}` : "";
+    this.put("step", shown ? `${shown.step}${of}` : "0");
+    this.put("forwards", report?.diffusion.num_forwards ?? newest?.step ?? 0);
+    this.put("committed", `${shown?.committed ?? 0}/${trace.length}`);
+    this.put("rate", newest ? rounded(newest.committed / seconds) : "–");
+    this.put("seconds", `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`);
+    const left = this.isRunning && newest?.committed
+      ? (seconds / newest.committed) * (trace.length - newest.committed) : null;
+    this.put("left", left === null ? peakOf(report) : `${left.toFixed(1)} s`);
+    this.part("left-name").textContent = left === null ? "memory" : "left";
+    const slider = this.part("slider");
+    slider.max = trace.frames.length;
+    slider.value = trace.at + 1;
+    slider.setAttribute("aria-valuetext", `step ${shown?.step ?? 0}`);
+  }
+
+  put(part, value) {
+    this.part(part).textContent = value;
+  }
+
+  // ---- replay --------------------------------------------------------------------------------
+
+  go(index) {
+    if (!this.trace) return;
+    this.trace.seek(index);
+    this.board.redraw();
+    this.count();
+    this.drawTimeline();
+    this.announce(this.describe());
+  }
+
+  play() {
+    if (!this.trace?.frames.length) return;
+    const { length } = this.trace.frames;
+    if (this.trace.at >= length - 1) this.trace.seek(-1);
+    const stride = Math.max(1, Math.round((length * 16) / REPLAY_MS));
+    const pause = Math.max(16, Math.min(STEP_MS, REPLAY_MS / length));
+    this.setPlaying(setInterval(() => {
+      this.trace.seek(this.trace.at + stride);
+      this.board.redraw();
+      this.board.follow();
+      this.count();
+      this.drawTimeline();
+      if (this.trace.at >= length - 1) this.pause();
+    }, pause));
+  }
+
+  pause() {
+    clearInterval(this.player);
+    this.setPlaying(0);
+  }
+
+  setPlaying(player) {
+    this.player = player;
+    const button = this.part("play");
+    button.textContent = player ? "Pause" : "Replay";
+    button.setAttribute("aria-pressed", Boolean(player));
+  }
+
+  // Bars over the slider: tokens that each step committed.
+  drawTimeline() {
+    const canvas = this.part("timeline"), ink = inks(canvas), ratio = devicePixelRatio || 1;
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    canvas.width = width * ratio;
+    canvas.height = height * ratio;
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    const commits = this.trace.commits(), most = Math.max(1, ...commits);
+    const each = width / commits.length;
+    commits.forEach((count, k) => {
+      context.fillStyle = k <= this.trace.at ? ink.accent : ink.faint;
+      const h = Math.max(1, (count / most) * height);
+      context.fillRect(k * each, height - h, Math.max(1, each - (each > 4 ? 1 : 0)), h);
+    });
+  }
+
+  // ---- one position --------------------------------------------------------------------------
+
+  read(i) {
+    this.part("readout").textContent = i < 0 ? "" : this.told(i);
+  }
+
+  told(i) {
+    const { trace } = this, state = trace.view.state[i], block = blockLengthOf(this.used);
+    const where = `position ${i + 1}${block ? `, block ${Math.floor(i / block) + 1}` : ""}`;
+    if (state === MASKED) return `${where}: masked`;
+    const what = state === PROPOSED ? "proposed" : trace.isFresh(i) ? "just committed"
+      : state === 3 ? "edited" : "committed";
+    const p = trace.view.confidence[i];
+    return `${where}: ${JSON.stringify(trace.textAt(i))} ${what}, confidence ${p.toFixed(3)}`;
+  }
+
+  // ---- what can be taken away ----------------------------------------------------------------
+
+  changeDensity() {
+    this.board.isMap = !this.board.showsMap;
+    this.part("density").setAttribute("aria-pressed", this.board.isMap);
+    this.board.arrange();
+  }
+
+  save() {
+    if (!this.trace?.frames.length) return;
+    const title = `${this.used.algorithm}: ${this.trace.length} tokens in ` +
+      `${this.trace.frames.length} steps`;
+    const text = svgOf(this.trace, blockLengthOf(this.used), inks(this.root), title);
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
+    link.download = `mosaic-${this.used.algorithm}.svg`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  async copyCurl() {
+    if (!this.body) return;
+    const origin = new URL(".", location.href).href;
+    await navigator.clipboard.writeText(curlOf(origin, this.body, Boolean(apiKey())));
+    this.announce("curl command copied");
+  }
+}
+
+// Blocks that are as long as asked for; adablock's end where the model says.
+function blockLengthOf(settings) {
+  return settings.algorithm === "adablock" ? 0 : settings.block_length ?? 0;
+}
+
+const rounded = (value) => (value >= 100 ? Math.round(value) : value.toFixed(1));
+
+function peakOf(report) {
+  const bytes = report?.diffusion.peak_bytes;
+  if (!bytes) return "–";
+  return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+}

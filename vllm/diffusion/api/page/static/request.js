@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request: its body, how it is sent and heard, and the link and the command that repeat it.
+
+const KEY = "mosaic-api-key";
+
+export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
+export const rememberKey = (key) => sessionStorage.setItem(KEY, key);
+
+export function headers() {
+  const found = { "Content-Type": "application/json" };
+  if (apiKey()) found.Authorization = `Bearer ${apiKey()}`;
+  return found;
+}
+
+// The body of POST /generate. Settings are sent whole, so that a server's defaults change nothing.
+export function bodyOf(messages, settings, isPlain) {
+  const asked = isPlain ? { prompt: messages.at(-1).content } : { messages };
+  return { ...asked, ...settings };
+}
+
+// Sends a request and hands every event to `hear`; returns when the answer is complete.
+export async function ask(body, hear, signal) {
+  const response = await fetch("generate", {
+    method: "POST",
+    headers: headers(),
+    body: JSON.stringify({ ...body, stream: true, stream_canvas: true }),
+    signal,
+  });
+  if (!response.ok) throw new Error(await reasonOf(response));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    rest = eachEvent(rest + value, (event) => {
+      if (event.error) throw new Error(event.error.message);
+      hear(event);
+    });
+  }
+}
+
+// Calls `hear` with the data of every whole event in `text`; returns what is left.
+export function eachEvent(text, hear) {
+  const parts = text.split("\n\n");
+  const rest = parts.pop();
+  for (const part of parts) {
+    const data = part.replace(/^data: /, "");
+    if (data && data !== "[DONE]") hear(JSON.parse(data));
+  }
+  return rest;
+}
+
+export async function reasonOf(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+// A link to this page that holds all of a request; the part behind # is not sent to a server.
+export function linkOf(address, state) {
+  const bytes = new TextEncoder().encode(JSON.stringify(state));
+  const coded = btoa(Array.from(bytes, (b) => String.fromCharCode(b)).join(""));
+  const safe = coded.replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+  return `${address.split("#")[0]}#ask=${safe}`;
+}
+
+// The state of `linkOf`, or null where the address holds none.
+export function stateIn(address) {
+  const found = /#ask=([\w-]+)/.exec(address);
+  if (!found) return null;
+  try {
+    const coded = atob(found[1].replaceAll("-", "+").replaceAll("_", "/"));
+    return JSON.parse(new TextDecoder().decode(Uint8Array.from(coded, (c) => c.charCodeAt(0))));
+  } catch {
+    return null;
+  }
+}
+
+export function curlOf(origin, body, needsKey) {
+  const key = needsKey ? " -H \"Authorization: Bearer $KEY\"" : "";
+  const data = JSON.stringify(body).replaceAll("'", "'\\''");
+  return `curl -s ${origin}generate${key} -H 'Content-Type: application/json' -d '${data}'`;
+}
