@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from vllm.diffusion.api.choices import answers, last
 from vllm.diffusion.api.estimator import draw_maskings, estimate
 from vllm.diffusion.api.protocol import Usage, check_model
-from vllm.diffusion.api.readings import Reader, Reading
+from vllm.diffusion.api.readings import TERMS, Reader, Reading
 from vllm.diffusion.api.schema import checked, described
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
@@ -45,8 +45,6 @@ _PUBLISHED_LOOP: dict[str, Any] = {
     "confidence_dtype": "float32",
     "seed": 0,
 }
-
-TERMS = (BY_NAME["priority"], BY_NAME["timeout_s"])  # of any request that the engine is sent
 
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
@@ -88,7 +86,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         "add the tokenizer's special tokens to a context given as text",
         default=True,
     ),
-    *TERMS,
+    *(BY_NAME[name] for name in TERMS),
 )
 
 
@@ -197,13 +195,13 @@ class LikelihoodHandler:
             raise RequestRefused(error) from None
         distinct = list(dict.fromkeys(asked.maskings))
         readings = [asked.reading(masked, self._validator.mask_id) for masked in distinct]
-        scores = await self._reader.read(readings, request_id, asked.terms)
+        found = await self._reader.read(readings, request_id, asked.terms)
         logprobs = {
-            masked: [values[0] for values in found.logprobs]
-            for masked, found in zip(distinct, scores, strict=True)
+            masked: [values[0] for values in read.scores.logprobs]
+            for masked, read in zip(distinct, found, strict=True)
         }
         length = len(asked.continuation)
-        found = estimate(asked.maskings, logprobs, length)
+        estimated = estimate(asked.maskings, logprobs, length)
         is_greedy, is_given = None, body.masks is not None
         if asked.checks_greedy:
             is_greedy = await self._is_greedy(asked, request_id)
@@ -212,8 +210,8 @@ class LikelihoodHandler:
             id=request_id,
             created=int(time.time()),
             model=self._model_names[0],
-            loglikelihood=found.loglikelihood,
-            stderr=0.0 if is_given else found.stderr,
+            loglikelihood=estimated.loglikelihood,
+            stderr=0.0 if is_given else estimated.stderr,
             is_greedy=is_greedy,
             forwards=len(distinct) + (length if asked.checks_greedy else 0),
             num_tokens=length,
@@ -248,7 +246,7 @@ class LikelihoodHandler:
             cfg=values.get("cfg", 0.0),
             seed=seed,
             checks_greedy=checks_greedy,
-            terms={f.name: values[f.name] for f in TERMS if f.name in values},
+            terms={name: values[name] for name in TERMS if name in values},
         )
 
     def _token_ids(self, body: LikelihoodBody, adds_special: bool) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusio
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import AUTOREGRESSIVE, RESERVED_EXTRA_ARGS
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import CANONICAL, canonical
+from vllm.diffusion.fields import BY_NAME, CANONICAL, canonical
 from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -148,6 +148,8 @@ def _given(request: Any) -> dict[str, Any]:
                 "max_completion_tokens", most, f"it contradicts max_tokens: {given['max_tokens']!r}"
             )
         given["max_tokens"] = most
+    if isinstance(request, CompletionRequest) and reads_prompt(request):
+        _shortest_canvas(given)
     return canonical(given, also_known=type(request).model_fields)
 
 
@@ -190,14 +192,31 @@ def _check_logprobs(request: Any, model_config: Any) -> None:
     is_chat = isinstance(request, ChatCompletionRequest)
     name = "top_logprobs" if is_chat else "logprobs"
     check_logprobs(name, getattr(request, name), model_config)
-    if not request.echo:
+    if not request.echo or not is_chat:
         return
-    if request.logprobs if is_chat else request.logprobs is not None:
+    if request.logprobs:
         raise InvalidParameterError(
-            "echo", True, "wanted false beside logprobs: prompt tokens are not predicted"
+            "echo", True, "wanted false beside logprobs, or POST /v1/completions"
         )
-    if is_chat:
-        request.top_logprobs = None  # upstream would ask for those of the prompt
+    request.top_logprobs = None  # upstream would ask for those of the prompt
+
+
+def reads_prompt(request: Any) -> bool:
+    """Whether a body of completions asks for the log probabilities of its prompt."""
+    return bool(request.echo) and request.logprobs is not None
+
+
+def _shortest_canvas(given: dict[str, Any]) -> None:
+    """Beside a prompt that is read, an answer of one token at most has a canvas of one token.
+
+    Evaluation asks for that answer and throws it away; 0 is upstream's word for none at all.
+    """
+    if given.get("max_tokens") not in (0, 1):
+        return
+    if given["max_tokens"] == 0:
+        del given["max_tokens"]
+    if not given.keys() & {"gen_length", *BY_NAME["gen_length"].aliases}:
+        given["gen_length"] = 1
 
 
 def _allow_several_greedy_answers(request: Any, model_config: Any) -> None:

@@ -15,8 +15,10 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
+from vllm.diffusion.api.echo import EchoClient
 from vllm.diffusion.api.events import DONE, Listener, event
-from vllm.diffusion.api.openai_protocol import prepare
+from vllm.diffusion.api.openai_protocol import prepare, reads_prompt
+from vllm.diffusion.api.readings import TERMS
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
@@ -122,7 +124,19 @@ class DiffusionServingCompletion(_Diffusion, OpenAIServingCompletion):
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         _prepare(request, self.model_config)
-        answer = await super().create_completion(request, raw_request)
+        handler = self
+        if reads_prompt(request):
+            handler = copy(self)
+            handler.engine_client = EchoClient(
+                self.engine_client,
+                self.validator,
+                self.token_texts,
+                {name: request.vllm_xargs[name] for name in TERMS if name in request.vllm_xargs},
+                writes=request.max_tokens > 0,
+            )
+        answer = await super(DiffusionServingCompletion, handler).create_completion(
+            request, raw_request
+        )
         return await self.begun(request, answer)
 
     async def completion_stream_generator(

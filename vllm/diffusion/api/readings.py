@@ -16,13 +16,14 @@ import msgspec
 from vllm.diffusion.api.choices import Cancelling, answers, last
 from vllm.diffusion.api.report import told
 from vllm.diffusion.decision import attach
-from vllm.diffusion.scoring import SCORE, SCORED_AS, ScoreRequest, TokenScores
+from vllm.diffusion.scoring import BESIDE_A_SCORE, SCORE, SCORED_AS, ScoreRequest, TokenScores
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vllm.diffusion.api.choices import ChoicesClient
     from vllm.diffusion.api.validator import Validator
     from vllm.diffusion.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
@@ -34,6 +35,7 @@ _SAMPLING: dict[str, Any] = {  # what upstream's front end does with the output
     "output_kind": RequestOutputKind.FINAL_ONLY,
 }
 
+TERMS = tuple(sorted(BESIDE_A_SCORE))  # of an HTTP request, that each of its readings has, too
 MOST_AT_ONCE = 256  # readings of one HTTP request that are in the engine at a time
 
 
@@ -72,6 +74,13 @@ class Reading(NamedTuple):
         return len(self.prompt), self.cfg_scale > 0
 
 
+class Read(NamedTuple):
+    """What a reading found, and what the scheduler tells of it."""
+
+    scores: TokenScores
+    report: dict[str, Any]
+
+
 class Reader:
     """Reads over one engine.
 
@@ -80,7 +89,7 @@ class Reader:
         validator: decides requests of this engine.
     """
 
-    def __init__(self, engine: EngineClient, validator: Validator) -> None:
+    def __init__(self, engine: EngineClient | ChoicesClient, validator: Validator) -> None:
         self._engine = engine
         self._validator = validator
 
@@ -89,25 +98,25 @@ class Reader:
         readings: Sequence[Reading],
         request_id: str,
         terms: Mapping[str, Any],
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> list[TokenScores]:
+        **options: Any,
+    ) -> list[Read]:
         """What each reading finds; cancelling this coroutine aborts them all.
 
         Args:
             readings: forwards; the engine knows number i as `{request_id}-{i}`.
             request_id: of the HTTP request.
             terms: `priority` and `timeout_s`, under canonical names, where they are given.
-            trace_headers: as upstream's handlers make them.
+            options: of the engine's `generate`.
 
         Raises:
             RequestRefused: HTTP 400, naming the field, before anything is sent.
             RequestTimedOut: HTTP 504.
             GenerationError: the engine could not go on.
         """
-        decided = self._decided(readings, terms)
+        decided = self.check(readings, terms)
         room = asyncio.Semaphore(MOST_AT_ONCE)
 
-        async def one(index: int) -> TokenScores:
+        async def one(index: int) -> Read:
             reading = readings[index]
             sampling = SamplingParams(**_SAMPLING)
             async with room:
@@ -117,18 +126,23 @@ class Reader:
                     tokens_input(reading.prompt),
                     sampling,
                     f"{request_id}-{index}",
-                    trace_headers=trace_headers,
+                    **options,
                 )
                 found = told(await last(outputs)).get(0, {})
-            return msgspec.convert(found["scores"], TokenScores)
+            scores = msgspec.convert(found["scores"], TokenScores)
+            return Read(scores, {name: value for name, value in found.items() if name != "scores"})
 
         async with Cancelling() as tasks:
             return list(await asyncio.gather(*(tasks.start(one(i)) for i in range(len(readings)))))
 
-    def _decided(
+    def check(
         self, readings: Sequence[Reading], terms: Mapping[str, Any]
     ) -> dict[tuple[int, bool], DiffusionParams]:
-        """A decision for every kind of readings."""
+        """A decision for every kind of readings.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field.
+        """
         decided: dict[tuple[int, bool], DiffusionParams] = {}
         for reading in readings:
             if reading.kind not in decided:

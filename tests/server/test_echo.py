@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`echo` beside `logprobs` on completions, as evaluation harnesses send them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.reference import likelihood
+from tests.server.client import COMPLETIONS, QUESTION, body_for, refusal
+from tests.server.test_likelihood import CLOSE, mask_id, model, tokenizer
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+PROMPTS = (QUESTION + " The capital of France is Paris.", QUESTION + " It is 7.")
+
+
+def ids(text: str) -> list[int]:
+    return list(tokenizer().encode(text))
+
+
+def echoed(client: Client, **body: Any) -> dict[str, Any]:
+    asked = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, "temperature": 0, **body}
+    return client.answer(COMPLETIONS, body_for(COMPLETIONS, **asked))
+
+
+def assert_chain(choice: dict[str, Any], prompt: list[int], num_top: int = 1) -> None:
+    """The numbers of a prompt are those of the chain, whose rows the alternatives are of, too."""
+    chain = likelihood.chain(model(), prompt, mask_id())
+    told = choice["logprobs"]
+    assert told["token_logprobs"][0] is None
+    assert told["top_logprobs"][0] is None
+    values = chain.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(values, **CLOSE)
+    for row, token, top in zip(chain, prompt[1:], told["top_logprobs"][1:], strict=False):
+        best = row.topk(num_top).values.tolist() if num_top else []
+        wanted = sorted({*best, row[token].item()})
+        assert sorted(top.values())[-len(wanted) :] == pytest.approx(wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_the_chain_of_a_prompt(client: Client, num_top: int) -> None:
+    prompt = ids(PROMPTS[0])
+    answer = echoed(client, prompt=prompt, logprobs=num_top, max_tokens=0)
+    (choice,) = answer["choices"]
+    assert_chain(choice, prompt, num_top)
+    assert len(choice["logprobs"]["tokens"]) == len(prompt)
+    assert choice["text"] == PROMPTS[0]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["diffusion"]["num_forwards"] == len(prompt) - 1
+
+
+def test_with_one_token_behind_it(client: Client) -> None:
+    prompt = ids(PROMPTS[0])
+    answer = echoed(client, max_tokens=1, seed=1234)
+    (choice,) = answer["choices"]
+    assert_chain(choice, prompt)
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["diffusion"]["num_forwards"] == len(prompt), "one a token"
+    alone = client.answer(COMPLETIONS, body_for(COMPLETIONS, prompt=prompt, gen_length=1))
+    assert choice["text"] == PROMPTS[0] + alone["choices"][0]["text"]
+
+
+def test_several_prompts_and_answers(client: Client) -> None:
+    prompts = [ids(text) for text in PROMPTS]
+    answer = echoed(client, prompt=prompts, max_tokens=4, gen_length=4, n=2, temperature=1.0)
+    for index, choice in enumerate(answer["choices"]):
+        assert_chain(choice, prompts[index // 2])
+    read = sum(len(prompt) - 1 for prompt in prompts)
+    assert answer["diffusion"]["num_forwards"] == read + 4 * 4
+
+
+def test_a_streamed_echo(client: Client) -> None:
+    prompt = ids(PROMPTS[1])
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1}
+    first, *_ = client.events(COMPLETIONS, body_for(COMPLETIONS, **body))
+    assert_chain(first["choices"][0], prompt, 2)
+
+
+def test_one_token_has_nothing_before_it(client: Client) -> None:
+    (choice,) = echoed(client, prompt=[7], max_tokens=0)["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None]
+
+
+def test_the_product_is_what_the_chain_rule_says(client: Client) -> None:
+    """Summed as harnesses do it: of the continuation, without the token that was written."""
+    context, whole = ids(QUESTION), ids(PROMPTS[0])
+    (choice,) = echoed(client, prompt=whole, max_tokens=1)["choices"]
+    told = choice["logprobs"]
+    tail = slice(len(context), -1)
+    chain = likelihood.chain(model(), whole, mask_id())
+    rows = chain[len(context) - 1 :]
+    tokens = torch.tensor(whole[len(context) :])
+    total = math.fsum(told["token_logprobs"][tail])
+    assert total == pytest.approx(rows.gather(1, tokens[:, None]).sum().item(), **CLOSE)
+    pairs = zip(told["token_logprobs"][tail], told["top_logprobs"][tail], strict=True)
+    is_greedy = all(own == max(top.values()) for own, top in pairs)
+    assert is_greedy is bool((rows.argmax(dim=-1) == tokens).all())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [5] * 2049}, "prompt: given 2049; wanted at most 2048 tokens beside echo and"),
+        ({"logprobs": 21}, "logprobs: given 21; wanted 0 to 20"),
+        ({"max_tokens": 0, "timeout_s": -1}, "timeout_s: given -1; wanted at least"),
+        ({"max_tokens": 0, "logprobs": None}, "max_tokens: given 0; wanted at least 1"),
+    ],
+)
+def test_what_is_refused(client: Client, body: dict[str, Any], message: str) -> None:
+    asked = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, **body}
+    error = refusal(client.http.post(COMPLETIONS, json=body_for(COMPLETIONS, **asked)))
+    assert message in error["message"]
