@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Rows per second of requests that are only read, beside the rate of the server's own steps.
+
+    benchmarks/decisions.py [--family llada] [--rows 512 128] [--clients 64] [--calls 640]
+        [--output-dir results/decisions]
+
+A server with the released shape and random weights. Measured, in this order:
+
+    steps       rows per second of steps of 4,096 rows, as the server's own metrics tell them, while
+                twice as many requests generate
+    decisions   POST /v1/systemone: one client, then --clients; each sends its next call when it has
+                the answer to the last
+    likelihood  POST /v1/loglikelihood: 128 samples of a continuation
+
+Written: decisions.json and server.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from make_dummy_checkpoint import write_checkpoint  # noqa: E402
+
+from benchmarks.gpu_timing import write_record  # noqa: E402
+from benchmarks.server_process import ServerProcess, free_port  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+START_S = 600.0
+STEP_ROWS = 4096  # of the steps that are the measure of all else
+CANVAS = 64
+WARM_UP = 8  # calls before a row, not measured
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one kind of calls."""
+
+    kind: str
+    rows: int  # of one forward
+    num_clients: int
+    num_calls: int
+    calls_per_s: float
+    rows_per_s: float
+    p50_ms: float
+    p90_ms: float
+    of_steps: float  # rows per second, of the rate of the server's steps
+
+
+class Server:
+    """A client of the server."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self._url, self._session = url, session
+
+    async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._session.post(self._url + route, json=body) as response:
+            answer: dict[str, Any] = await response.json()
+            if response.status != 200:
+                raise RuntimeError(f"{route}: {response.status}: {answer}")
+            return answer
+
+    async def metric(self, name: str) -> float:
+        async with self._session.get(self._url + "/metrics") as response:
+            text = await response.text()
+        return sum(map(float, re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(
+            Path(folder), options.family, num_layers=options.num_layers, shrink=options.shrink
+        )
+        port = free_port()
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.api_server"),
+            *("--model", folder, "--served-model-name", "m", "--port", str(port)),
+            *("--load-format", "dummy", "--dtype", options.dtype, "--max-model-len", "4096"),
+            "--disable-uvicorn-access-log",
+        ]
+        log = options.output_dir / "server.log"
+        with ServerProcess(command, log, port=port, variables={"PYTHONPATH": str(ROOT)}) as server:
+            server.wait_until_healthy(START_S)
+            steps_per_s, rows = asyncio.run(measure(server.url, options))
+    print(f"steps: {steps_per_s:.0f} rows/s")
+    for row in rows:
+        print(line_of(row))
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    found = {"steps_rows_per_s": steps_per_s, "rows": [asdict(row) for row in rows]}
+    write_record(options.output_dir / "decisions.json", {"settings": settings, **found})
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="Rows per second of requests that are only read.")
+    parser.add_argument("--family", choices=("llada", "dream", "llada-moe"), default="llada")
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 128], help="of a decision")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--calls", type=int, default=640, help="of a row with --clients clients")
+    parser.add_argument("--questions", type=int, default=4, help="of a decision")
+    parser.add_argument("--samples", type=int, default=128, help="of a likelihood")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
+    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "decisions")
+    return parser.parse_args(arguments)
+
+
+async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Row]]:
+    """Rows per second of steps, and what the calls reach beside."""
+    timeout, pool = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=pool, trust_env=False) as session:
+        server = Server(url, session)
+        steps_per_s = await rate_of_steps(server, max(options.rows))
+        found = []
+        for rows in options.rows:
+            body = await decision(server, rows, options.questions)
+            for clients, calls in ((1, 60), (options.clients, options.calls)):
+                row = await run(server, "/v1/systemone", lambda _, b=body: b, clients, calls)
+                found.append(row_of("decision", rows, clients, row, rows, steps_per_s))
+        likelihood = likelihood_of(options)
+        for clients, calls in ((1, 4), (4, 8)):
+            row = await run(server, "/v1/loglikelihood", likelihood, clients, calls)
+            length = 300
+            forwards = statistics.mean(answer["forwards"] for _, answer in row[0])
+            rows_per_call = forwards * length
+            found.append(row_of("likelihood", length, clients, row, rows_per_call, steps_per_s))
+    return steps_per_s, found
+
+
+async def rate_of_steps(server: Server, rows: int) -> float:
+    """Rows per second while there is always a step of STEP_ROWS rows behind the one that runs."""
+    body = {
+        "gen_length": CANVAS,
+        "steps": CANVAS // 2,
+        "block_length": CANVAS,
+        "ignore_eos": True,
+        "prompt": [5 + i % 200 for i in range(rows - CANVAS)],
+    }
+    names = ("dllm:step_rows_sum", "dllm:step_time_seconds_sum")
+
+    async def several() -> None:
+        await asyncio.gather(
+            *(server.post("/generate", body) for _ in range(2 * STEP_ROWS // rows))
+        )
+
+    await several()
+    before = [await server.metric(name) for name in names]
+    await several()
+    num_rows, seconds = [
+        await server.metric(name) - value for name, value in zip(names, before, strict=True)
+    ]
+    return num_rows / seconds
+
+
+async def decision(server: Server, rows: int, num_questions: int) -> dict[str, Any]:
+    """A call whose sequence has so many rows: a byte of the state is a token."""
+    questions = {
+        f"q{i}": {"type": "choice", "criteria": {"a": None, "b": None}}
+        for i in range(num_questions)
+    }
+    length = 0
+    for _ in range(2):
+        body = {"model": "m", "state": "x" * length, "questions": questions}
+        answer = await server.post("/v1/systemone", body)
+        length += rows - answer["usage"]["input_tokens"]
+    return body
+
+
+def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]]:
+    """A continuation of 100 tokens behind a context of 200; every call draws its own maskings."""
+    ids = [5 + i % 200 for i in range(300)]
+
+    def body(number: int) -> dict[str, Any]:
+        asked = {"context": ids[:200], "continuation": ids[200:], "mc_num": options.samples}
+        return {**asked, "seed": number}
+
+    return body
+
+
+async def run(
+    server: Server, route: str, body: Callable[[int], dict[str, Any]], clients: int, calls: int
+) -> tuple[list[tuple[float, dict[str, Any]]], float]:
+    """Seconds and answer of every call, and seconds of all."""
+    found: list[tuple[float, dict[str, Any]]] = []
+    numbers = iter(range(calls))
+
+    async def client() -> None:
+        for number in numbers:
+            started = time.perf_counter()
+            answer = await server.post(route, body(number))
+            found.append((time.perf_counter() - started, answer))
+
+    await asyncio.gather(*(server.post(route, body(-1 - i)) for i in range(min(WARM_UP, clients))))
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return found, time.perf_counter() - started
+
+
+def row_of(
+    kind: str,
+    rows: int,
+    clients: int,
+    run: tuple[list[tuple[float, dict[str, Any]]], float],
+    rows_per_call: float,
+    steps_per_s: float,
+) -> Row:
+    found, seconds = run
+    percents = statistics.quantiles([s for s, _ in found], n=10, method="inclusive")
+    calls_per_s = len(found) / seconds
+    rows_per_s = calls_per_s * rows_per_call
+    return Row(
+        kind,
+        rows,
+        clients,
+        len(found),
+        round(calls_per_s, 2),
+        round(rows_per_s, 1),
+        round(1000 * percents[4], 2),
+        round(1000 * percents[8], 2),
+        round(rows_per_s / steps_per_s, 3),
+    )
+
+
+def line_of(row: Row) -> str:
+    """A row for people."""
+    return (
+        f"{row.kind:>10} of {row.rows:4} rows, {row.num_clients:2} clients: p50 {row.p50_ms:8.2f} ms "
+        f"p90 {row.p90_ms:8.2f}  {row.calls_per_s:7.2f} calls/s  {row.rows_per_s:9.0f} rows/s, "
+        f"{100 * row.of_steps:.1f} % of the steps' rate"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
