@@ -244,9 +244,9 @@ def row_of(
 def line_of(row: Row) -> str:
     """A row for people."""
     return (
-        f"{row.kind:>10} of {row.rows:4} rows, {row.num_clients:2} clients: p50 {row.p50_ms:8.2f} ms "
-        f"p90 {row.p90_ms:8.2f}  {row.calls_per_s:7.2f} calls/s  {row.rows_per_s:9.0f} rows/s, "
-        f"{100 * row.of_steps:.1f} % of the steps' rate"
+        f"{row.kind:>10} of {row.rows:4} rows, {row.num_clients:2} clients: "
+        f"p50 {row.p50_ms:8.2f} ms  p90 {row.p90_ms:8.2f}  {row.calls_per_s:7.2f} calls/s  "
+        f"{row.rows_per_s:9.0f} rows/s, {100 * row.of_steps:.1f} % of the steps' rate"
     )
 
 
