@@ -159,7 +159,7 @@ def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
     assert step_behind(["window"], asked, FULL_BUDGET, SHARES) == {"whole": 256}
 
 
-@pytest.mark.parametrize(("count", "share"), [(64, 64), (65, 64), (200, 100)])
+@pytest.mark.parametrize(("count", "share"), [(128, 128), (129, 128), (300, 150)])
 def test_many_requests_of_few_rows_come_in_shares(count: int, share: int) -> None:
     """The host takes in the results of one share while the device computes the other."""
     asked = {str(i): Wish(4, keeps=True, unit=4) for i in range(count)}

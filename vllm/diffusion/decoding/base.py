@@ -161,8 +161,8 @@ class DecodingRule(ABC):
 
     def forbid_mask_unless_changed(self, candidates: Candidates, chosen: Array) -> None:
         """After a forward that changes nothing, the next one must not propose the mask token."""
-        tokens = self.replacement(candidates)[chosen]
-        self.forbid_mask = not np.count_nonzero(tokens != self.params.mask_id)
+        tokens = self.replacement(candidates)[chosen].tolist()
+        self.forbid_mask = {self.params.mask_id}.issuperset(tokens)
 
 
 class BlockwiseRule(DecodingRule):

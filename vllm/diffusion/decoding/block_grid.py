@@ -107,8 +107,10 @@ class GridRule(DecodingRule):
 
     def _is_over(self, tokens: Array, first: int) -> bool:
         """Whether the answer ends before the first masked position."""
-        if first >= min(self.prompt_length + self.params.gen_length, len(tokens)):
+        if first >= self.prompt_length + self.params.gen_length or first >= len(tokens):
             return True
+        if not self.params.stop_ids:
+            return False
         newest = self._block_start(max(first - 1, 0))
         begun = tokens[max(newest, self.prompt_length) : first].tolist()
         return not self.params.stop_ids.isdisjoint(begun)

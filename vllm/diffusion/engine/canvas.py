@@ -40,6 +40,7 @@ class Canvas:
         req_id: the request.
         params: its parameters.
         tokens: [T] int64, in whole blocks.
+        length: T.
         positions: [T] int64, from 0.
         rule: its decoding, at its present state.
         adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
@@ -61,6 +62,7 @@ class Canvas:
         self.room = ALL_ROWS
         self.prompt_length = len(new.prompt_token_ids)
         self.tokens = self._masked_row(new.prompt_token_ids)
+        self.length = self.tokens.size
         self.positions = np.arange(self.tokens.size)
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
@@ -80,7 +82,8 @@ class Canvas:
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
-        self._wish: Wish | None = None  # of the next forward, once it is known
+        self._uncut: Forward | None = None  # the next one if nothing cuts it, once it is known
+        self._wish: Wish | None = None  # what that is
         self._is_for_rule = True  # the forward under way
         self.num_forwards = 0
         self.is_complete = False
@@ -90,10 +93,6 @@ class Canvas:
         row = np.full(length, self.params.mask_id, dtype=np.int64)
         row[: len(prompt)] = prompt
         return row
-
-    @property
-    def length(self) -> int:
-        return self.tokens.size
 
     @property
     def wants_logprobs(self) -> bool:
@@ -162,10 +161,13 @@ class Canvas:
 
     @property
     def _next_window(self) -> int:
-        try:
-            return len(self._windows.next(self.begin().rows).window)
-        except Exception:
-            return self.length
+        """Rows of the next forward's window, if nothing cuts it."""
+        if self._uncut is None:
+            try:
+                self._uncut = self._windows.next(self.begin().rows)
+            except Exception:
+                return self.length
+        return len(self._uncut.window)
 
     @property
     def is_guided(self) -> bool:
@@ -203,7 +205,7 @@ class Canvas:
         self.cache, self._wish = cache, None
         if num_kept is not None:
             self._windows.kept = num_kept
-            self._forward = None  # what is under way writes to pages of the past
+            self._forward = self._uncut = None  # what is under way writes to pages of the past
 
     def next_forward(self) -> tuple[Work, Forward]:
         """What the next forward is for, and what it computes.
@@ -212,7 +214,9 @@ class Canvas:
         """
         work = self.begin()
         room = min(self.room, self._rows_with_pages)
-        self._forward = self._windows.next(work.rows, room)
+        self._forward = self._uncut
+        if self._forward is None or len(self._forward.window) > room:
+            self._forward = self._windows.next(work.rows, room)
         self._is_for_rule = self._forward.window.stop >= work.rows[1]
         return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), self._forward
 
@@ -256,7 +260,8 @@ class Canvas:
         if self._forward is not None:
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self._windows.computed(self._forward, num_final)
-        self._forward, self._is_for_rule, self._wish, self._seen = None, True, None, None
+        self._forward = self._uncut = self._wish = self._seen = None
+        self._is_for_rule = True
         start = self._num_final
         self._num_final = max(start, min(num_settled - self.prompt_length, self._canvas.size))
         self._newest = self._canvas[start : self._num_final].tolist()

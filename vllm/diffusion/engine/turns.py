@@ -37,7 +37,7 @@ class Shares(NamedTuple):
     """
 
     rows: int
-    requests: int = 64
+    requests: int = 128
 
 
 def step_behind(
