@@ -201,6 +201,6 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
     ours = engine_config(make_case(tmp_path / "ours" / "model", "mha"), dtype="float32")
     ((_, line),) = told(logger, logger.warning, text, "0.32.0", ours)
     assert line.startswith("engine of vLLM 0.32.0: model ") and len(line) < 300
-    assert line.endswith("float32, 64 positions, 1 tensor-parallel ranks")
+    assert line.endswith("float32, 64 positions, 1 tensor-parallel and 1 sequence-parallel ranks")
     ((_, line),) = told(logger, logger.warning, text, "0.32.0", engine_config(llama))
     assert line.startswith("Initializing a V1 LLM engine")

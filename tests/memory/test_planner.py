@@ -252,7 +252,7 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
             continue
         layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
         resident = total(footprint.resident(layout)) * step.rows
-        resident += total(footprint.read_results()) * step.sample_rows
+        resident += total(footprint.read_results(layout)) * step.sample_rows
         stages = (
             (plan.keys_values_rows, footprint.keys_values(layout)),
             (plan.attend_rows, footprint.attend(layout, is_packed=False)),
@@ -268,7 +268,7 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
     step, layout = half_masked(50_000), Layout(keep_queries=False)
     footprint = Footprint(LLADA_8B)
     resident = total(footprint.resident(layout)) * step.rows
-    resident += total(footprint.read_results()) * step.sample_rows + ROUNDING_BYTES
+    resident += total(footprint.read_results(layout)) * step.sample_rows + ROUNDING_BYTES
     projecting, attending = attend = footprint.attend(layout, is_packed=False)
     assert temporary(projecting) == 0
     assert temporary(attending) == attending["attention"] + attending["statistics"]
@@ -631,3 +631,48 @@ def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
         assert plan.attend_rows % (33 * 128) == 0
         assert plan.attend_rows < length
         assert max(plan.chunk_seconds) <= 0.05
+
+
+# ---- over several ranks ----
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_divide_rows_take_a_part_of_the_time(num_ranks: int) -> None:
+    alone = Planner(LLADA_8B, 100 * GIB, row_budget=4096)
+    ranks = Planner(LLADA_8B, 100 * GIB, row_budget=4096, shards=num_ranks)
+    assert 1024 <= ranks.min_rows <= 16_384
+    for rows in (65_536, 204_800):
+        plan = ranks.plan(StepShape(rows, 128, rows))
+        assert plan.shards == num_ranks
+        one = alone.plan(StepShape(rows, 128, rows)).predicted_seconds
+        assert 0.85 * num_ranks < one / plan.predicted_seconds < 1.02 * num_ranks
+    few = StepShape(ranks.min_rows - 1, 128, ranks.min_rows - 1)
+    assert ranks.plan(few) == alone.plan(few)
+
+
+def test_a_step_that_keeps_keys_and_values_is_not_divided() -> None:
+    planner = Planner(LLADA_8B, 100 * GIB, row_budget=4096, shards=2, min_rows=0)
+    step = StepShape(8192, 128, 8192)
+    assert planner.divides(step) and not planner.divides(step._replace(keeps=True))
+    kept = Demand(length=8192, sample_positions=128, keeps_cache=True)
+    assert planner.plan_of([kept]).shards == 1
+    assert planner.plan_of([replace(kept, keeps_cache=False)]).shards == 2
+
+
+def test_groups_of_heads_have_heads_for_every_rank() -> None:
+    """So the smallest pools differ: KV heads of a group are divided once more."""
+    for shape, most in ((DREAM_7B, 2), (LLADA_8B, 16)):
+        planner = Planner(shape, 100 * GIB, row_budget=4096, shards=2, min_rows=0)
+        step = StepShape(65_536, 128, 65_536)
+        smallest = planner._smallest_bytes(step)
+        tight = Planner(shape, smallest, row_budget=4096, shards=2, min_rows=0).plan(step)
+        assert tight.shards == 2 and tight.head_groups == most and tight.host_residual
+
+
+def test_four_ranks_hold_a_million_tokens() -> None:
+    """In 24 GiB each, all layers of LLaDA-8B: planned, not run."""
+    planner = Planner(LLADA_8B, 24 * GIB, row_budget=8192, shards=4, is_split=True)
+    plan = planner.plan(StepShape(1 << 20, 128, 1 << 20))
+    assert plan.predicted_peak_bytes <= 24 * GIB
+    assert not plan.host_residual
+    assert 200 < plan.predicted_seconds < 300

@@ -39,6 +39,13 @@ def test_nothing_said_changes_nothing() -> None:
     }
 
 
+def test_ranks_that_divide_rows_are_a_setting() -> None:
+    folded = settings("--sequence-parallel-size", "2", additional={"dllm": {"steps": 9}})
+    assert folded == {"dllm": {"steps": 9, "sequence_parallel_size": 2}}
+    with pytest.raises(ServerConfigError, match="sequence_parallel_size: given 0; wanted a whole"):
+        settings("--sequence-parallel-size", "0")
+
+
 def test_a_file_and_a_name_come_together(tmp_path: Path) -> None:
     file = tmp_path / "algorithm.yaml"
     file.write_text("threshold: 0.5\nblock_add: 0.1\ndecoded_thresh: 0.95\nsub_block_size: 32\n")

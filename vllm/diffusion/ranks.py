@@ -56,7 +56,7 @@ class Peers(Protocol):
         """The tensor of rank 0, in place of this rank's."""
 
     def least(self, number: int) -> int:
-        """The least number of any rank."""
+        """The least number of any rank; the host waits for all of them."""
 
 
 class Alone:
@@ -136,6 +136,14 @@ class Ranks:
             return cls(ALONE, every, every)
         rows = [list(e[number::tensor_size]) for e in engines for number in range(tensor_size)]
         return cls(tensor, _group("rows", rows), every)
+
+    def connect(self, device: torch.device) -> None:
+        """Let those that divide rows open what connects them, before free memory is measured."""
+        peers, ones = self.sequence, torch.ones(self.sequence.size, device=device)
+        counts = [1] * peers.size
+        peers.exchange(torch.empty_like(ones), ones, counts, counts)
+        peers.gather(ones)
+        peers.follow(ones)
 
     @property
     def are_several(self) -> bool:

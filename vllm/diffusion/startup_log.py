@@ -59,13 +59,17 @@ class _Shortened(logging.Filter):
         if config.model_config is None or not _is_ours(config):
             return True
         model, parallel = config.model_config, config.parallel_config
-        record.msg = "engine of vLLM %s: model %s, %s, %d positions, %d tensor-parallel ranks"
+        record.msg = (
+            "engine of vLLM %s: model %s, %s, %d positions, "
+            "%d tensor-parallel and %d sequence-parallel ranks"
+        )
         record.args = (
             version,
             model.model,
             str(model.dtype).removeprefix("torch."),
             model.max_model_len,
             parallel.tensor_parallel_size,
+            parallel.world_size // parallel.tensor_parallel_size,
         )
         return True
 

@@ -47,9 +47,9 @@ def want_a_model() -> None:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add `--dllm-algorithm`, `--dllm-algorithm-config` and `--no-page`."""
+    """Add `--dllm-algorithm[-config]`, `--sequence-parallel-size` and `--no-page`."""
     group = parser.add_argument_group(
-        "Diffusion", "Defaults of requests that do not say; the page."
+        "Diffusion", "Defaults of requests that do not say; ranks that divide rows; the page."
     )
     group.add_argument(
         "--dllm-algorithm",
@@ -61,6 +61,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--dllm-algorithm-config",
         metavar="FILE.yaml",
         help="parameters of requests, one `name: value` a line",
+    )
+    group.add_argument(
+        "--sequence-parallel-size",
+        metavar="RANKS",
+        type=int,
+        help="GPUs that divide the rows of long steps, each with all weights that one would have",
     )
     group.add_argument(
         "--no-page", action="store_true", help="serve no web page at / and /status, only the API"
@@ -78,6 +84,8 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings.update(_read(Path(args.dllm_algorithm_config)))
     if args.dllm_algorithm is not None:
         settings["algorithm"] = args.dllm_algorithm
+    if args.sequence_parallel_size is not None:
+        settings["sequence_parallel_size"] = args.sequence_parallel_size
     if args.no_page:
         settings["page"] = False
     additional = dict(args.additional_config or {})

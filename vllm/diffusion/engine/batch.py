@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -96,6 +97,11 @@ class SamplePart(NamedTuple):
     span_groups: tuple[SpanGroup, ...]
     pieces: tuple[tuple[int, slice, slice | None], ...]
 
+    @property
+    def num_sampled(self) -> int:
+        """Rows that are sampled; the others guide them."""
+        return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -141,6 +147,7 @@ class StepBatch:
             longest=max(sequence.num_keys for sequence in self.sequences),
             num_sequences=len(self.sequences),
             kept_keys=max((s.num_keys for s in self.sequences if s.is_cached), default=0),
+            keeps=self.slot_mapping.size > 0,
         )
 
     @property
@@ -152,15 +159,24 @@ class StepBatch:
     def num_sampled(self) -> int:
         return sum(work.eligible.size for work in self.works)
 
-    def span_groups(self, chunk: slice) -> tuple[SpanGroup, ...]:
-        """What a chunk of consecutive rows attends to; rows count from the chunk's first."""
-        parts = []
-        for sequence in self.sequences:
-            start, end = max(sequence.start, chunk.start), min(sequence.end, chunk.stop)
-            if start < end:
-                first = sequence.first + start - sequence.start
-                parts.append((end - start, sequence._replace(first=first)))
-        return _group_spans(parts)
+    def span_groups(self, *chunk: slice) -> tuple[SpanGroup, ...]:
+        """What a chunk of rows attends to; rows count from the chunk's first.
+
+        Args:
+            chunk: ranges of rows, in the order in which they follow one another.
+        """
+        counted: list[tuple[int, PackedSequence]] = []
+        newest: PackedSequence | None = None
+        for rows, sequence in product(chunk, self.sequences):
+            start, end = max(sequence.start, rows.start), min(sequence.end, rows.stop)
+            if start >= end:
+                continue
+            if newest is sequence and newest.block_length == 0:  # all its rows read the same
+                counted[-1] = (counted[-1][0] + end - start, counted[-1][1])
+                continue
+            newest, first = sequence, sequence.first + start - sequence.start
+            counted.append((end - start, sequence._replace(first=first)))
+        return _group_spans(counted)
 
     def sample_parts(self, rows_per_part: int) -> Iterator[SamplePart]:
         """The sample rows, at most `rows_per_part` at a time (two of a guided request)."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
+    from vllm.diffusion.engine.division import Division, Round
     from vllm.diffusion.engine.step_inputs import SampleInputs, SequenceBounds, StepInputs
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import PageStore, Plan
@@ -104,6 +105,18 @@ class Samples(NamedTuple):
     attending: tuple[Attending, ...]
 
 
+class SharedSamples(NamedTuple):
+    """What the device is told of a round of sample rows.
+
+    Attributes:
+        given: [g] int64, as `Round` has it.
+        positions: [r] int64, on the canvas, of this rank's part.
+    """
+
+    given: Tensor
+    positions: Tensor
+
+
 def run_to_end(work: Chunked[T]) -> T:
     """All chunks, one after the other; what the work returns."""
     while True:
@@ -120,14 +133,18 @@ def upload(
     """All that the device must be told of a step, in one copy."""
     groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
     packed = pack(batch, groups), tuple(map(pack_samples, parts))
-    inputs: StepInputs[Tensor]
     inputs, samples = ops.to_device(packed, caches.device)
-    attending = tuple(
-        _attending(own, bounds, caches.table)
-        for own, bounds in zip(groups, inputs.bounds, strict=True)
-    )
-    body = BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
-    return body, _samples(parts, samples, caches.table)
+    return _body_inputs(groups, inputs, caches), _samples(parts, samples, caches.table)
+
+
+def upload_share(
+    batch: StepBatch, plan: Plan, division: Division, rounds: Sequence[Round], caches: PageStore
+) -> tuple[BodyInputs, list[SharedSamples]]:
+    """What the device of one of several ranks must be told of a step that they divide."""
+    groups = [batch.span_groups(*division.parts(c)) for c in division.chunks(plan.attend_rows)]
+    packed = pack(batch, groups, division.own), tuple((r.given, r.positions) for r in rounds)
+    inputs, samples = ops.to_device(packed, caches.device)
+    return _body_inputs(groups, inputs, caches), [SharedSamples(*own) for own in samples]
 
 
 def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[Samples]:
@@ -254,6 +271,17 @@ def sources_of(
         else KeySource(rows, k, v, layout)
         for rows, layout, is_cached in attending
     ]
+
+
+def _body_inputs(
+    groups: Sequence[Sequence[SpanGroup]], inputs: StepInputs[Tensor], caches: PageStore
+) -> BodyInputs:
+    """What the layers want to know, of the span groups of every chunk of the attend stage."""
+    attending = tuple(
+        _attending(own, bounds, caches.table)
+        for own, bounds in zip(groups, inputs.bounds, strict=True)
+    )
+    return BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
 
 
 def _samples(

@@ -29,6 +29,7 @@ from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import HostBuffers, PageStore
+from vllm.diffusion.ranks import Ranks
 from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class DiffusionModelRunner:
         may_fail_alone: see `Recovery`.
         graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
         max_model_len: the longest sequence.
+        noise: source of random numbers; None for the one that requests name.
+        ranks: that compute the same steps; None where there are no others.
 
     Attributes:
         shares: of requests, where steps are launched behind others.
@@ -79,6 +82,7 @@ class DiffusionModelRunner:
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
         noise: NoiseSource | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.planner = planner
@@ -97,7 +101,10 @@ class DiffusionModelRunner:
         self.runs_ahead = device.type == "cuda"
         self._recovery = Recovery(self, may_fail_alone=may_fail_alone)
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
-        self._compute = Compute(model, pool, self.caches, self.graphs, self.noise, device)
+        self._ranks = ranks or Ranks()
+        self._compute = Compute(
+            model, pool, self.caches, self.graphs, self.noise, device, self._ranks
+        )
         self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
         self._log = StepLog(is_on=is_reporting)
         self._loop = StepLoop(self, self._recovery)
@@ -205,17 +212,24 @@ class DiffusionModelRunner:
         is_sliced = longest_chunk_s < math.inf
         find = self.planner.plan_beside_others if is_sliced else self.planner.plan
         try:
-            plan = find(shape, self._ledger.kept_bytes, longest_chunk_s)
+            plan = find(shape, self._kept_by_all(shape), longest_chunk_s)
             is_whole = plan.is_whole(shape.rows)
             has_room = is_whole or not self._gains_by_trimming(shape, plan, longest_chunk_s)
         except ActivationBudgetError:
             has_room = False
         if not has_room:
             self.caches.trim()
-            plan = find(shape, self._ledger.kept_bytes, longest_chunk_s)
+            plan = find(shape, self._kept_by_all(shape), longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
+
+    def _kept_by_all(self, shape: StepShape) -> int:
+        """What the step cannot have of the pool; on any rank, where they must be cut alike."""
+        kept_bytes = self._ledger.kept_bytes
+        if not self.planner.divides(shape):
+            return kept_bytes
+        return -self._ranks.sequence.least(-kept_bytes)
 
     def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
         """Whether a step in chunks is worth giving back pages that nobody uses.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import envs, ops
-from vllm.diffusion.config import row_budget
+from vllm.diffusion.config import row_budget, sequence_parallel
 from vllm.diffusion.engine.budget import host_cache_budget
 from vllm.diffusion.engine.windows import num_positions
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products, cost
@@ -35,15 +35,18 @@ def make_planner(
     Without the device itself, which only its worker may ask, long chunks count for a little more
     than they take; what fits at all is the same.
     """
+    division, parallel = sequence_parallel(vllm_config), vllm_config.parallel_config
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
     return Planner(
         model_shape(vllm_config, device),
         budget_bytes,
         row_budget(vllm_config),
         uses_host=envs.use_host_residual(),
-        host_bytes=host_cache_budget(vllm_config.parallel_config.tensor_parallel_size),
+        host_bytes=host_cache_budget(parallel.tensor_parallel_size * division.size),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
         rates=cost.H200 if is_on_gpu else cost.CPU,
+        shards=division.size,
+        min_rows=division.min_tokens,
     )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
     from vllm.diffusion.spans import PageTable
 
+_ALL = slice(None)
+
 A = TypeVar("A")  # an array of the host, or a tensor of the device
 
 
@@ -74,10 +76,12 @@ class SampleInputs(NamedTuple, Generic[A]):
     bounds: tuple[SequenceBounds[A], ...]
 
 
-def pack(batch: StepBatch, attend_chunks: Iterable[Sequence[SpanGroup]]) -> StepInputs[Array]:
-    """The inputs of a batch whose attend stage runs in these chunks."""
+def pack(
+    batch: StepBatch, attend_chunks: Iterable[Sequence[SpanGroup]], rows: slice = _ALL
+) -> StepInputs[Array]:
+    """The inputs of some rows of a batch whose attend stage runs in these chunks."""
     bounds = tuple(tuple(bounds_of(group) for group in groups) for groups in attend_chunks)
-    return StepInputs(batch.token_ids, batch.positions, batch.slot_mapping, bounds)
+    return StepInputs(batch.token_ids[rows], batch.positions[rows], batch.slot_mapping, bounds)
 
 
 def pack_samples(part: SamplePart) -> SampleInputs[Array]:

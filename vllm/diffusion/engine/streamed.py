@@ -5,6 +5,9 @@ Keys and values exist for one group of heads at a time, and rows of the residual
 host memory and visit the device in chunks. Every group adds its part of a layer's attention to the
 updated rows while other groups still need the rows as they were. So there are two stores of rows,
 which change places from layer to layer; with one group a chunk is updated in its place.
+
+Where ranks divide the rows, each has its share of the two stores, and of the keys and values all
+rows of its heads.
 """
 
 from __future__ import annotations
@@ -12,39 +15,59 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from vllm.diffusion.engine.forward import keep, sources_of
-from vllm.diffusion.memory import DeviceRows, HostRows, chunks
+from vllm.diffusion.memory import DeviceRows, HostRows
 from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked, Samples
+    from vllm.diffusion.engine.division import Division
+    from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked
+    from vllm.diffusion.exchange import HeadExchange
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
 
 
+class _Chunk(NamedTuple):
+    """Rows that go through a stage at a time.
+
+    Attributes:
+        rows: of this rank's share.
+        places: of the step, those of every rank.
+        exchange: of their heads; None where one rank has all rows.
+        attending: what they read, of the attend stage.
+    """
+
+    rows: slice
+    places: list[slice]
+    exchange: HeadExchange | None
+    attending: tuple[Attending, ...] = ()
+
+    @classmethod
+    def all_of(cls, division: Division, rows_per_chunk: int) -> list[_Chunk]:
+        return [
+            cls(division.own_part(chunk), division.parts(chunk), division.exchange(chunk))
+            for chunk in division.chunks(rows_per_chunk)
+        ]
+
+    def has_some(self, rows: Array) -> bool:
+        """Whether some of the rows [R] int64 of the step are among those of any rank."""
+        return any(((rows >= own.start) & (rows < own.stop)).any() for own in self.places)
+
+
 class _Chunks(NamedTuple):
     """What is computed of a layer at a time."""
 
-    attend: list[tuple[slice, tuple[Attending, ...]]]
-    feed_forward: list[slice]
+    attend: list[_Chunk]
+    feed_forward: list[_Chunk]
 
     def only(self, rows: Array) -> _Chunks:
-        """The chunks that hold some of the rows [R] int64."""
-
-        def has_some(chunk: slice) -> bool:
-            return bool(((rows >= chunk.start) & (rows < chunk.stop)).any())
-
-        return _Chunks(
-            [item for item in self.attend if has_some(item[0])],
-            [chunk for chunk in self.feed_forward if has_some(chunk)],
-        )
+        """The chunks that hold some of the rows [R] int64 of the step."""
+        return _Chunks(*([chunk for chunk in stage if chunk.has_some(rows)] for stage in self))
 
 
 class StreamedForward:
@@ -53,7 +76,8 @@ class StreamedForward:
     Args:
         model: the model.
         plan: head groups, chunks, and where the residual stream lies.
-        inputs: of the step.
+        inputs: of the rows of this rank, and of the chunks of all.
+        division: which rows these are.
         pool: of the device.
         host: of the host, pinned where there is a GPU.
         caches: kept keys and values.
@@ -64,15 +88,16 @@ class StreamedForward:
         model: DiffusionModel,
         plan: Plan,
         inputs: BodyInputs,
+        division: Division,
         pool: ActivationPool,
         host: HostBuffers,
         caches: PageStore,
     ) -> None:
         self._model, self._inputs, self._pool, self._caches = model, inputs, pool, caches
-        num_rows = inputs.token_ids.numel()
         self._groups = [HeadGroup(i, plan.head_groups) for i in range(plan.head_groups)]
         names = ["x", "updated x"][: min(plan.head_groups, 2)]
-        shape = (num_rows, model.hidden_size)
+        # Of full length, so that all ranks have taken as much of their pools.
+        shape = (division.longest, model.hidden_size)
         stores: list[Rows] = []
         for name in names:
             if plan.host_residual:
@@ -81,21 +106,23 @@ class StreamedForward:
             else:
                 stores.append(DeviceRows(pool.take(name, shape, model.dtype)))
         self._x, self._updated = stores[0], stores[-1]
-        heads = (num_rows, model.num_kv_heads // plan.head_groups, model.head_dim)
+        self._group_heads = model.num_kv_heads // plan.head_groups
+        num_heads = self._group_heads // division.peers.size
+        heads = (division.num_rows, num_heads, model.head_dim)
         self._k = pool.take("keys", heads, model.dtype)
         self._v = pool.take("values", heads, model.dtype)
         self._seconds = plan.chunk_seconds
-        self._writing = list(chunks(num_rows, plan.keys_values_rows))
+        self._writing = _Chunk.all_of(division, plan.keys_values_rows)
+        attend = _Chunk.all_of(division, plan.attend_rows)
         self._chunks = _Chunks(
-            list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True)),
-            list(chunks(num_rows, plan.feed_forward_rows)),
+            [c._replace(attending=a) for c, a in zip(attend, inputs.attending, strict=True)],
+            _Chunk.all_of(division, plan.feed_forward_rows),
         )
 
-    def run(self, samples: Iterable[Samples]) -> Chunked[None]:
-        """All layers; of the last one the chunks that hold sample rows."""
+    def run(self, rows: Array) -> Chunked[None]:
+        """All layers; of the last one the chunks that hold some of the rows [R] of the step."""
         yield from self._embed()
         last = len(self._model.layers) - 1
-        rows = np.concatenate([np.empty(0, np.int64), *(s.part.rows for s in samples)])
         for index in range(last + 1):
             work = self._chunks if index < last else self._chunks.only(rows)
             if self._inputs.slot_mapping.numel():
@@ -106,17 +133,14 @@ class StreamedForward:
             self._x, self._updated = self._updated, self._x
             yield from self._feed_forward(index, work)
 
-    def sample_rows(self, samples: Iterable[Samples]) -> Generator[Tensor]:
-        """After `run`, the sample rows part by part: [r, D]."""
-        for part, rows, *_ in samples:
-            with self._pool.scope("sample rows"):
-                shape = (len(part.rows), self._model.hidden_size)
-                x = self._pool.take("sample rows", shape, self._model.dtype)
-                self._x.select(rows, part.rows, x)
-                yield x
+    def select(self, name: str, rows: Tensor, host_rows: Array) -> Tensor:
+        """After `run`, rows [r] of this rank's share, as device and host know them: [r, D]."""
+        x = self._pool.take(name, (len(host_rows), self._model.hidden_size), self._model.dtype)
+        self._x.select(rows, host_rows, x)
+        return x
 
     def _embed(self) -> Chunked[None]:
-        ids, parts = self._inputs.token_ids, self._chunks.feed_forward
+        ids, parts = self._inputs.token_ids, [c.rows for c in self._chunks.feed_forward]
         visiting = self._x.visit(parts, reads=False, writes=True)
         with self._pool.scope("embed"), closing(visiting) as visits:
             for rows, x in zip(parts, visits, strict=True):
@@ -125,27 +149,46 @@ class StreamedForward:
 
     def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
         layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
-        with pool.scope("keys-values"), closing(self._x.visit(self._writing)) as visits:
-            for rows, x in zip(self._writing, visits, strict=True):
+        visiting = self._x.visit([chunk.rows for chunk in self._writing])
+        with pool.scope("keys-values"), closing(visiting) as visits:
+            for chunk, x in zip(self._writing, visits, strict=True):
                 yield self._seconds.keys_values
                 with pool.scope("keys-values"):
-                    rotary = self._model.rotary(positions[rows], pool)
-                    k, v = self._k[rows], self._v[rows]
+                    rotary = self._model.rotary(positions[chunk.rows], pool)
+                    k, v = self._own(self._k, "k", chunk), self._own(self._v, "v", chunk)
                     layer.attention.keys_values_of(group, x, rotary, k, v, pool)
+                    self._give(k, self._k, chunk)
+                    self._give(v, self._v, chunk)
         heads = group.part(self._model.num_kv_heads)
         keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
+
+    def _own(self, target: Tensor, name: str, chunk: _Chunk) -> Tensor:
+        """Where the heads of this rank's rows go: their place, or what is exchanged."""
+        if chunk.exchange is None:
+            return target[chunk.rows]
+        shape = (chunk.rows.stop - chunk.rows.start, self._group_heads, self._model.head_dim)
+        return self._pool.take(name, shape, self._model.dtype)
+
+    def _give(self, x: Tensor, target: Tensor, chunk: _Chunk) -> None:
+        """Exchange heads of this rank's rows for all rows of its heads, in their places."""
+        if chunk.exchange is None:
+            return
+        with self._pool.scope("keys-values"):
+            received = chunk.exchange.to_heads(x, self._pool).split(chunk.exchange.counts)
+            for rows, part in zip(chunk.places, received, strict=True):
+                target[rows] = part
 
     def _attend(self, index: int, group: HeadGroup, work: _Chunks) -> Chunked[None]:
         layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         heads = group.part(self._model.num_kv_heads)
-        visiting = self._visit_both([rows for rows, _ in work.attend], is_first=group.index == 0)
+        visiting = self._visit_both([c.rows for c in work.attend], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
-            for (rows, spans), (x, updated) in zip(work.attend, visits, strict=True):
+            for (rows, _, exchange, spans), (x, updated) in zip(work.attend, visits, strict=True):
                 yield self._seconds.attend
                 with pool.scope("attend"):
                     rotary = self._model.rotary(positions[rows], pool)
                     sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
-                    layer.attention.attend_of(group, x, rotary, sources, updated, pool)
+                    layer.attention.attend_of(group, x, rotary, sources, updated, pool, exchange)
 
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
@@ -164,7 +207,7 @@ class StreamedForward:
                 yield x, updated
 
     def _feed_forward(self, index: int, work: _Chunks) -> Chunked[None]:
-        visiting = self._x.visit(work.feed_forward, writes=True)
+        visiting = self._x.visit([chunk.rows for chunk in work.feed_forward], writes=True)
         with self._pool.scope("feed-forward"), closing(visiting) as visits:
             for x in visits:
                 yield self._seconds.feed_forward

@@ -73,6 +73,7 @@ class DiffusionWorker(WorkerBase):
         self.ranks = Ranks.join(
             parallel.tensor_parallel_size, sequence_parallel(self.vllm_config).size
         )
+        self.ranks.connect(self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -111,9 +112,13 @@ class DiffusionWorker(WorkerBase):
             may_fail_alone=not self.ranks.are_several,
             graph_memory=self._graph_memory(model, pool),
             max_model_len=self.model_config.max_model_len,
+            ranks=self.ranks,
         )
         if self.is_driver_worker:
             log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
+            if self.ranks.sequence.size > 1:
+                rows = f"{self.model_runner.planner.min_rows:,} rows"
+                logger.info("%d ranks divide steps from %s on", self.ranks.sequence.size, rows)
             if not model.family.is_block_causal:
                 host = readable(self.model_runner.planner.host_bytes)
                 logger.info("kept keys and values: in the pool, else %s of host memory", host)

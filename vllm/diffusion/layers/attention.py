@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.exchange import HeadExchange
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.spans import KeySource
@@ -105,7 +106,7 @@ class SelfAttention:
         with buffers.scope("attend"):
             if q is None:
                 q = self._queries(x, rotary, HeadGroup(0, 1), buffers)
-            self._add(x, q, sources, HeadGroup(0, 1), buffers)
+            self._add(x, _attend_all(q, sources, buffers), HeadGroup(0, 1), buffers)
 
     def keys_values_of(
         self, group: HeadGroup, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, buffers: Buffers
@@ -119,6 +120,8 @@ class SelfAttention:
             k, v: [R, KV / groups, hd], contiguous, written.
             buffers: scratch memory.
         """
+        if x.shape[0] == 0:
+            return
         with buffers.scope("keys-values"):
             normed = self._normed(x, buffers)
             first, width = self._query_width, self._key_width
@@ -137,6 +140,7 @@ class SelfAttention:
         sources: Sequence[KeySource],
         updated: Tensor,
         buffers: Buffers,
+        exchange: HeadExchange | None = None,
     ) -> None:
         """updated += Wo attention(q, k, v) of one group of heads, summed over the ranks.
 
@@ -147,20 +151,28 @@ class SelfAttention:
             sources: what the rows read; keys and values of this group.
             updated: [R, D], written; x itself where there is one group.
             buffers: scratch memory.
+            exchange: with ranks that have other rows; `sources` are then of the rows of all, and of
+                the heads of this one.
         """
         with buffers.scope("attend"):
             q = self._queries(x, rotary, group, buffers)
-            self._add(updated, q, sources, group, buffers)
+            if exchange is None:
+                heads = _attend_all(q, sources, buffers)
+            else:
+                theirs = exchange.to_heads(q, buffers)
+                heads = exchange.to_rows(_attend_all(theirs, sources, buffers), q, buffers)
+            self._add(updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
         columns = group.part(self._query_width)
         shape = (x.shape[0], columns.stop - columns.start)
         out = buffers.take("queries", shape, x.dtype)
-        with buffers.scope("attend"):
-            self._project(self._normed(x, buffers), columns, out, buffers)
-        q = out.view(x.shape[0], -1, self.head_dim)
-        self._rotate(q, None, rotary)
+        q = out.view(x.shape[0], shape[1] // self.head_dim, self.head_dim)
+        if x.shape[0]:  # of a divided chunk other ranks may have all rows
+            with buffers.scope("attend"):
+                self._project(self._normed(x, buffers), columns, out, buffers)
+            self._rotate(q, None, rotary)
         return q
 
     def _rotate(self, q: Tensor | None, k: Tensor | None, rotary: Rotary) -> None:
@@ -181,18 +193,11 @@ class SelfAttention:
             weights = (q_norm.weight, k_norm.weight)
             ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin)
 
-    def _add(
-        self,
-        x: Tensor,
-        q: Tensor,
-        sources: Sequence[KeySource],
-        group: HeadGroup,
-        buffers: Buffers,
-    ) -> None:
-        """x += Wo attention, of one group of heads."""
-        heads = _attend_all(q, sources, buffers).flatten(1)
-        features = slice(None) if group.count == 1 else group.part(self._query_width)
-        self.out_proj.add_to(x, heads, buffers, features)
+    def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
+        """x += Wo heads [R, H / groups, hd], of one group of heads."""
+        if x.shape[0]:
+            features = slice(None) if group.count == 1 else group.part(self._query_width)
+            self.out_proj.add_to(x, heads.flatten(1), buffers, features)
 
     def _normed(self, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
         out = self.qkv_proj.rows("normed", (x.shape[0], x.shape[1]), x.dtype, buffers)

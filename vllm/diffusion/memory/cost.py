@@ -35,6 +35,8 @@ class Rates(NamedTuple):
         idle_rows: of a product: part of a tile, on average.
         idle_queries: of all heads of a chunk: a tile for every multiprocessor.
         multiprocessors: that compute a tile of queries of one head each at a time.
+        link_bytes: to other ranks, with the copies before and after; out of one, as much in.
+        exchange_seconds: of every exchange with other ranks, whatever its size.
     """
 
     product_flops: float
@@ -45,12 +47,14 @@ class Rates(NamedTuple):
     idle_rows: int
     idle_queries: int
     multiprocessors: int
+    link_bytes: float
+    exchange_seconds: float
 
 
-H200 = Rates(796e12, 612e12, 3.3e12, 55e9, 4e-6, 128, 16_384, 132)
+H200 = Rates(796e12, 612e12, 3.3e12, 55e9, 4e-6, 128, 16_384, 132, 200e9, 150e-6)
 # One slow core: the scheduler learns what it has (`engine/slicing.py`), and a device that is taken
 # for too slow only has its steps cut where they need not be.
-CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 0, 0, 1)
+CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 0, 0, 1, 1e9, 500e-6)
 
 
 class Work(NamedTuple):
@@ -117,6 +121,14 @@ class Costs:
     def visit(self, rows: int) -> float:
         """Rows of the residual stream between host and device, one way."""
         return rows * self._shape.row_bytes / self._rates.host_bytes
+
+    def exchange(self, work: Work, row_bytes: int, *, shards: int, count: int) -> float:
+        """So many exchanges of `row_bytes` of each row with other ranks."""
+        if shards == 1:
+            return 0.0
+        given = work.rows * row_bytes * (shards - 1) / shards
+        waiting = work.num_chunks * self._rates.exchange_seconds
+        return count * (given / self._rates.link_bytes + waiting)
 
     def _product(
         self, work: Work, weights: int, num_launches: int, stored: int | None = None

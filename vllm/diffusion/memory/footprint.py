@@ -147,6 +147,7 @@ class StepShape(NamedTuple):
         longest: keys of the longest sequence.
         num_sequences: sequences.
         kept_keys: keys of the longest sequence whose keys are kept from earlier steps.
+        keeps: it writes keys and values that are kept.
     """
 
     rows: int
@@ -154,6 +155,12 @@ class StepShape(NamedTuple):
     longest: int
     num_sequences: int = 1
     kept_keys: int = 0
+    keeps: bool = False
+
+    def share(self, count: int) -> StepShape:
+        """What one of so many ranks has of it: rows, but all keys of its heads."""
+        rows, sample_rows = -(-self.rows // count), -(-self.sample_rows // count)
+        return self._replace(rows=rows, sample_rows=sample_rows)
 
 
 class Layout(NamedTuple):
@@ -164,11 +171,14 @@ class Layout(NamedTuple):
             else by every chunk for itself.
         head_groups: G; keys and values of one group of heads exist at a time.
         host_residual: the residual stream lies in host memory and visits the device in chunks.
+        shards: N; so many ranks divide the rows, and each has all keys and values of its part of
+            the heads of a group. Rows are those of a rank.
     """
 
     keep_queries: bool
     head_groups: int = 1
     host_residual: bool = False
+    shards: int = 1
 
 
 class Footprint:
@@ -204,7 +214,13 @@ class Footprint:
     def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""
         terms = self._visiting(layout) | self._rotary(layout)
-        return tuple(terms | phase for phase in self._projecting())
+        phases = tuple(terms | phase for phase in self._projecting())
+        if layout.shards == 1:
+            return phases
+        key_bytes = self.shape.key_value_bytes // 2 // layout.head_groups
+        own = {"k": key_bytes, "v": key_bytes}
+        exchanging = {"given": key_bytes, "received": key_bytes}
+        return *(own | phase for phase in phases), terms | own | exchanging
 
     def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
         """Queries, then attention and its projection.
@@ -230,6 +246,8 @@ class Footprint:
         if has_queries:
             return phases
         queries = {"queries": shape.query_bytes // groups}
+        if layout.shards > 1:
+            queries |= dict.fromkeys(("given", "received"), shape.query_bytes // groups)
         return tuple(queries | phase for phase in (*self._projecting(), *phases))
 
     def _projecting(self) -> Phases:
@@ -255,7 +273,8 @@ class Footprint:
         shape = self.shape
         logits = {"normed": shape.row_bytes, "logits": shape.num_columns * shape.element_bytes}
         if is_streamed(layout):
-            return ({"read rows": shape.row_bytes} | logits,)
+            given = {"given rows": layout.shards * shape.row_bytes} if layout.shards > 1 else {}
+            return (given | {"read rows": shape.row_bytes} | logits,)
         phases = (
             *self._attending(layout, is_packed, has_queries=False),
             *self.feed_forward(layout),
@@ -264,9 +283,10 @@ class Footprint:
         rows = {"read rows": shape.row_bytes + shape.rotary_bytes}
         return tuple(rows | phase for phase in phases)
 
-    def read_results(self) -> Terms:
-        """Bytes that a row that is read takes for the rest of the step."""
-        return {"read inputs": READ_INPUT_BYTES, "results": RESULT_BYTES}
+    def read_results(self, layout: Layout) -> Terms:
+        """Bytes that a row that is read takes for the rest of the step; of other ranks', too."""
+        shards = layout.shards
+        return {"read inputs": shards * READ_INPUT_BYTES, "results": shards * RESULT_BYTES}
 
     def _rotary(self, layout: Layout) -> Terms:
         if layout.keep_queries:
@@ -319,8 +339,8 @@ def device_layers(num_layers: int, host_layers: int) -> int:
 
 
 def is_streamed(layout: Layout) -> bool:
-    """Whether layers run group by group or chunk by chunk from the host, see `Layout`."""
-    return layout.head_groups > 1 or layout.host_residual
+    """Whether layers run group by group, share by share or from the host, see `Layout`."""
+    return layout.head_groups > 1 or layout.host_residual or layout.shards > 1
 
 
 def total(terms: Terms) -> int:

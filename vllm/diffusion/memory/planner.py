@@ -45,6 +45,8 @@ FULL_SPEED_ROWS = 4_096
 FEW_CHUNKS = 64  # of a stage: a step in so many is hardly slower than in few
 ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 MAX_KNOWN_PLANS = 4_096
+WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
+MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 RESERVED_PART = 8  # of the budget one part in so many is left to short steps, at most
 
 
@@ -74,6 +76,7 @@ class Plan:
         predicted_average_bytes: weighted by predicted time.
         predicted_seconds: of the step.
         chunk_seconds: of one chunk of every stage.
+        shards: ranks that divide the rows; chunks are those of a rank, and so is all else.
     """
 
     keep_queries: bool
@@ -87,17 +90,22 @@ class Plan:
     predicted_average_bytes: int = 0
     predicted_seconds: float = 0.0
     chunk_seconds: StageSeconds = _NO_SECONDS
+    shards: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """What the sizes of a layer's buffers follow from, besides the rows of the step."""
         rows = (self.keys_values_rows, self.attend_rows, self.feed_forward_rows)
-        return (*rows, self.head_groups, self.host_residual, self.keep_queries)
+        return (*rows, self.head_groups, self.host_residual, self.keep_queries, self.shards)
 
     @property
     def is_streamed(self) -> bool:
-        """Layers run by groups of heads, or on rows that come from the host."""
-        return is_streamed(Layout(self.keep_queries, self.head_groups, self.host_residual))
+        """Layers run by groups of heads, on rows that come from the host, or over ranks."""
+        return is_streamed(self._layout)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.keep_queries, self.head_groups, self.host_residual, self.shards)
 
     def is_whole(self, num_rows: int) -> bool:
         """Whether every stage of a layer takes `num_rows` rows as one chunk."""
@@ -123,6 +131,7 @@ class Plan:
         )
         extras = [f"{self.head_groups} head groups"] if self.head_groups > 1 else []
         extras += ["residual in host memory"] if self.host_residual else []
+        extras += [f"rows divided over {self.shards} ranks"] if self.shards > 1 else []
         return (
             f"rows a chunk: {', '.join(rows)}{''.join(f'; {extra}' for extra in extras)}; "
             f"predicted peak {readable(self.predicted_peak_bytes)}, "
@@ -215,6 +224,8 @@ class Planner:
         is_split: memory that PyTorch's temporaries have had in one stage does not serve the buffers
             of another before the step ends, as it is in a pool on virtual memory.
         rates: of the device.
+        shards: sequence-parallel ranks, which may divide the rows of a step.
+        min_rows: rows of a step from which they do; None for where that pays.
     """
 
     def __init__(
@@ -227,6 +238,8 @@ class Planner:
         host_bytes: int = 0,
         is_split: bool = False,
         rates: Rates = H200,
+        shards: int = 1,
+        min_rows: int | None = None,
     ) -> None:
         self.shape = shape
         self.host_bytes = host_bytes
@@ -236,12 +249,18 @@ class Planner:
         self._footprint = Footprint(shape)
         self._costs = Costs(shape, rates)
         self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
-        # Ways to run with chunks, from the one that computes least to the one that takes least.
-        self._layouts = [
-            Layout(False, groups, host_residual)
-            for host_residual in ((False, True) if uses_host else (False,))
-            for groups in shape.head_groups
-        ]
+        self._shards, self._min_rows = shards, min_rows
+        # Ways to run with chunks, from the one that computes least to the one that takes least:
+        # by how many ranks divide the rows.
+        self._layouts = {
+            count: [
+                Layout(False, groups, host_residual, count)
+                for host_residual in ((False, True) if uses_host else (False,))
+                for groups in shape.head_groups
+                if shape.num_kv_heads // groups % count == 0
+            ]
+            for count in {1, shards}
+        }
         self._row_bytes: dict[tuple[Layout, bool], _RowBytes] = {}
         self._known: dict[tuple[StepShape, int, float], Plan] = {}
         self.num_found = 0  # plans that were not known
@@ -260,6 +279,34 @@ class Planner:
         rows = self.row_budget
         shared = self._draft(Layout(keep_queries=True), StepShape(rows, rows, rows, 2))
         return min(shared.whole_bytes, self.budget_bytes // RESERVED_PART)
+
+    # ---- sequence parallelism ----
+
+    def divides(self, step: StepShape) -> bool:
+        """Whether ranks divide the rows of a step; what is kept of one is kept by every rank."""
+        return self._shards > 1 and step.rows >= self.min_rows and not step.keeps
+
+    @cached_property
+    def min_rows(self) -> int:
+        """Rows of a step from which ranks divide them: as set, else where it saves a fifth."""
+        if self._min_rows is not None:
+            return self._min_rows
+        rows = MIN_CHUNK_ROWS
+        while rows < MOST_MIN_ROWS and not self._gains_by_dividing(StepShape(rows, 1, rows)):
+            rows *= 2
+        return rows
+
+    def _gains_by_dividing(self, step: StepShape) -> bool:
+        share, layout = step.share(self._shards), self._layouts[self._shards][0]
+        alone = self._times(step, Layout(keep_queries=True), _Sizes(*[step.rows] * 4))
+        divided = self._times(share, layout, _Sizes(*[share.rows] * 4))
+        return sum(divided) < WORTH_DIVIDING * sum(alone)
+
+    def _as_computed(self, step: StepShape) -> tuple[StepShape, list[Layout]]:
+        """What one rank has of a step, and the ways in which it can be cut."""
+        if self.divides(step):
+            return step.share(self._shards), self._layouts[self._shards]
+        return step, self._layouts[1]
 
     # ---- admission ----
 
@@ -400,6 +447,7 @@ class Planner:
             longest=max(d.length for d in demands),
             num_sequences=sum(d.num_sequences for d in demands),
             kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
+            keeps=any(d.keeps_cache for d in demands),
         )
 
     # ---- plans ----
@@ -451,15 +499,17 @@ class Planner:
 
     def _find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
         available = self.budget_bytes - kept_bytes
+        asked, is_divided = step, self.divides(step)
+        step, layouts = self._as_computed(step)
         whole = self._draft(Layout(keep_queries=True), step, longest_chunk_s)
-        may_be_whole = step.rows <= WHOLE_STEP_ROWS
+        may_be_whole = step.rows <= WHOLE_STEP_ROWS and not is_divided
         if may_be_whole and whole.whole_bytes <= available:
             return self._finish(whole, whole.sizes(available), kept_bytes)
         drafts = [whole] if may_be_whole else []
-        drafts += [self._draft(layout, step, longest_chunk_s) for layout in self._layouts]
+        drafts += [self._draft(layout, step, longest_chunk_s) for layout in layouts]
         fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
         if not fitting:
-            raise self._refusal(step, kept_bytes, min(d.smallest_bytes for d in drafts))
+            raise self._refusal(asked, kept_bytes, min(d.smallest_bytes for d in drafts))
         plans = (
             self._finish(draft, sizes, kept_bytes)
             for draft in fitting
@@ -516,6 +566,7 @@ class Planner:
             predicted_average_bytes=kept_bytes + int(weighted / seconds),
             predicted_seconds=seconds,
             chunk_seconds=self._chunk_seconds(draft.step, layout, sizes),
+            shards=layout.shards,
         )
 
     def _times(
@@ -533,6 +584,8 @@ class Planner:
             Work(rows, sizes.attend), keys=step.longest, with_queries=not keep, groups=groups
         )
         feed_forward = costs.feed_forward(Work(rows, sizes.feed_forward))
+        keys_values += self._exchange_keys_values(Work(rows, sizes.keys_values), layout)
+        attend += self._exchange_queries(Work(rows, sizes.attend), layout)
         if layout.host_residual:
             # Each group reads the rows twice, and adds to the updated ones; copies both ways and
             # computing overlap.
@@ -543,6 +596,18 @@ class Planner:
         logits = costs.logits(Work(step.sample_rows, sizes.read))
         return layers * keys_values, updated * attend, updated * feed_forward, logits
 
+    def _exchange_keys_values(self, work: Work, layout: Layout) -> float:
+        """Keys of all heads, and values."""
+        groups, shards = layout.head_groups, layout.shards
+        row_bytes = self.shape.key_value_bytes // 2 // groups
+        return groups * self._costs.exchange(work, row_bytes, shards=shards, count=2)
+
+    def _exchange_queries(self, work: Work, layout: Layout) -> float:
+        """Queries of all heads, and what comes back of them."""
+        groups, shards = layout.head_groups, layout.shards
+        row_bytes = self.shape.query_bytes // groups
+        return groups * self._costs.exchange(work, row_bytes, shards=shards, count=2)
+
     def _chunk_seconds(self, step: StepShape, layout: Layout, sizes: _Sizes) -> StageSeconds:
         """Seconds of the longest chunk of each stage, for one group of heads."""
         costs, groups = self._costs, layout.head_groups
@@ -552,6 +617,8 @@ class Planner:
         attend_s = (
             costs.attend(attend, keys=keys, with_queries=not with_queries, groups=groups) / groups
         )
+        keys_values_s += self._exchange_keys_values(kv, layout) / groups
+        attend_s += self._exchange_queries(attend, layout) / groups
         feed_s, read_s = costs.feed_forward(feed), costs.logits(read)
         if not is_streamed(layout):  # of these rows the last layer is still to come
             read_s += costs.attend(read, keys=keys, with_queries=True, groups=1)
@@ -578,7 +645,8 @@ class Planner:
 
     def _smallest_bytes(self, step: StepShape, chunk_rows: int = MIN_CHUNK_ROWS) -> int:
         """Of all layouts, with chunks of so many rows at least."""
-        return min(self._draft(layout, step).bytes_with(chunk_rows) for layout in self._layouts)
+        step, layouts = self._as_computed(step)
+        return min(self._draft(layout, step).bytes_with(chunk_rows) for layout in layouts)
 
 
 class _Sizes(NamedTuple):
@@ -651,7 +719,7 @@ class _RowBytes(NamedTuple):
     ) -> _RowBytes:
         return cls(
             total(footprint.resident(layout)),
-            total(footprint.read_results()),
+            total(footprint.read_results(layout)),
             footprint.collected_keys(layout),
             _Bytes.of(footprint.keys_values(layout), is_split),
             _Bytes.of(footprint.attend(layout, is_packed=is_packed), is_split),

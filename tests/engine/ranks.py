@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence-parallel ranks as threads of one process, behind a real scheduler."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from tests.engine.harness import running
+from vllm.diffusion.config import SequenceParallel
+from vllm.diffusion.engine import sizes
+from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+from vllm.diffusion.memory import activation_pool
+from vllm.diffusion.ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from tests.engine.harness import Engine
+
+WAIT_S = 60.0
+
+
+class Meeting:
+    """Where threads leave what the others take."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=WAIT_S)
+        self.left: list[Any] = [None] * size
+
+
+class ThreadPeers:
+    """`Peers` of threads; all meet in every call, and one that does not come breaks it."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, len(meeting.left), meeting
+        self.num_exchanges = 0
+
+    def _swap(self, mine: Any) -> list[Any]:
+        meeting = self._meeting
+        meeting.left[self.rank] = mine
+        meeting.barrier.wait()
+        found = list(meeting.left)
+        meeting.barrier.wait()
+        return found
+
+    def exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        self.num_exchanges += 1
+        assert given.is_contiguous() and out.is_contiguous()
+        pieces = [parts[self.rank] for parts in self._swap(given.clone().split(list(sent)))]
+        assert [len(piece) for piece in pieces] == list(received)
+        torch.cat(pieces, out=out)
+
+    def gather(self, given: Tensor) -> Tensor:
+        return torch.stack(self._swap(given.clone()))
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        theirs = self._swap(tensor.clone())[0]
+        assert theirs.shape == tensor.shape
+        return tensor.copy_(theirs)
+
+    def least(self, number: int) -> int:
+        return min(self._swap(number))
+
+
+class Ranked:
+    """Runners of all ranks in place of one; the first one's results count."""
+
+    def __init__(self, runner: DiffusionModelRunner, size: int) -> None:
+        meeting = Meeting(size)
+        self.peers = [ThreadPeers(rank, meeting) for rank in range(size)]
+        self.runners = [self._another(runner, Ranks(sequence=peers)) for peers in self.peers]
+        self._threads = ThreadPoolExecutor(size)
+
+    @staticmethod
+    def _another(runner: DiffusionModelRunner, ranks: Ranks) -> DiffusionModelRunner:
+        pool = activation_pool(runner.pool.budget_bytes, runner.device, use_vmm=False)
+        planner = pickle.loads(pickle.dumps(runner.planner))
+        return DiffusionModelRunner(
+            runner.model, planner, pool, runner.device, may_fail_alone=False, ranks=ranks
+        )
+
+    def execute(self, message: Any) -> Any:
+        copies = [pickle.loads(pickle.dumps(message)) for _ in self.runners]
+        outputs = list(self._threads.map(DiffusionModelRunner.execute, self.runners, copies))
+        for output in outputs[1:]:
+            results = {r: result.new_token_ids for r, result in output.results.items()}
+            assert results == {r: x.new_token_ids for r, x in outputs[0].results.items()}
+            assert output.launched == outputs[0].launched
+        return outputs[0]
+
+    @property
+    def canvases(self) -> dict[str, Any]:
+        return self.runners[0].canvases
+
+    @property
+    def num_exchanges(self) -> int:
+        return self.peers[0].num_exchanges
+
+    def are_idle(self) -> bool:
+        """No rank has kept anything."""
+        return not any(
+            r.canvases or r.pool.has_frame or r.pool.used_bytes > r.caches.reserved_bytes
+            for r in self.runners
+        )
+
+
+@contextmanager
+def ranked(
+    folder: Path, size: int, min_tokens: int = 0, **settings: Any
+) -> Iterator[tuple[Engine, Ranked]]:
+    """An engine whose steps of so many rows are divided over threads."""
+    division = SequenceParallel(size, min_tokens)
+    with (
+        mock.patch.object(sizes, "sequence_parallel", lambda _: division),
+        running(folder, **settings) as engine,
+    ):
+        worker = engine.core.model_executor.driver_worker.worker
+        own = worker.model_runner
+        ranks = Ranked(own, size)
+        worker.model_runner = ranks
+        yield engine, ranks
+        worker.model_runner = own

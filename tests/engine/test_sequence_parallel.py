@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows divided over ranks: tokens, records and memory are those of one rank.
+
+Most ranks are threads here (`tests/engine/ranks.py`); one engine has real processes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.v1.executor import Executor
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, running
+from tests.engine.ranks import ranked
+from tests.engine.test_chunks import CUT, SHORT, asks, tokens
+from tests.engine.test_overlay import engine_config
+from tests.engine.test_running_ahead import finish, start
+from vllm.diffusion.engine.budget import planning_budget
+from vllm.diffusion.engine.executor import RanksExecutor
+from vllm.diffusion.memory import Plan, Planner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.engine.ranks import Ranked
+
+DIVIDED = replace(CUT, shards=2)
+PLANS = {
+    "chunks": DIVIDED,
+    "2 head groups": replace(DIVIDED, head_groups=2),
+    "2 head groups, rows in host memory": replace(DIVIDED, head_groups=2, host_residual=True),
+}
+SCORED = Ask(random_prompt(34, 9), {"score": {"positions": [3, 30], "token_ids": [[5], [6]]}})
+
+
+LOGGED = {**SHORT, "gen_length": 16, "block_length": 16}
+
+
+def whole_asks() -> list[Ask]:
+    """Requests that keep nothing: their steps are divided."""
+    return [ask for ask in asks() if "cache" not in ask.extra]
+
+
+def use(plan: Plan, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks follow a plan; where keys and values are kept that of one rank."""
+    for runner in ranks.runners:
+        monkeypatch.setattr(
+            runner.planner, "plan", lambda step, *_: replace(plan, shards=1) if step.keeps else plan
+        )
+
+
+@pytest.mark.parametrize("family", ["mha", "dream", "moe_dense_mix", "diffullama", "qk_norm"])
+def test_divided_steps_give_the_same_tokens(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a batch, guided, drawn, whole and in chunks; with kept keys and values, too."""
+    own = Ask(random_prompt(33, 5), SHORT)
+    with running(checkpoint(family)) as engine:
+        wanted, whole, alone = (tokens(engine.ask(*a)) for a in (asks(), whole_asks(), [own]))
+    with ranked(checkpoint(family), 2) as (engine, ranks):
+        assert tokens(engine.ask(*asks())) == wanted
+        assert ranks.num_exchanges == 0
+        assert tokens(engine.ask(*whole_asks())) == whole
+        assert tokens(engine.ask(own)) == alone
+        assert ranks.num_exchanges > 0
+        for plan in PLANS.values():
+            if ranks.runners[0].model.num_kv_heads % (2 * plan.head_groups):
+                continue
+            with monkeypatch.context() as planned:
+                use(plan, ranks, planned)
+                assert tokens(engine.ask(*whole_asks())) == whole
+                assert tokens(engine.ask(*asks())) == wanted
+        assert engine.is_idle() and ranks.are_idle()
+
+
+def test_four_ranks_divide_few_rows(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows are two of each rank but the last two, which have one and none."""
+    few = Ask([7], {**SHORT, "gen_length": 4, "block_length": 4})
+    with running(checkpoint("mha")) as engine:
+        wanted, whole = tokens(engine.ask(few)), tokens(engine.ask(*whole_asks()))
+    with ranked(checkpoint("mha"), 4) as (engine, ranks):
+        assert tokens(engine.ask(few)) == wanted
+        use(replace(DIVIDED, shards=4, attend_rows=1, host_residual=True), ranks, monkeypatch)
+        assert tokens(engine.ask(few)) == wanted
+        use(replace(DIVIDED, shards=4), ranks, monkeypatch)
+        assert tokens(engine.ask(*whole_asks())) == whole
+        assert engine.is_idle() and ranks.are_idle()
+
+
+def test_records_are_bit_equal(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where chunks have as many rows on one rank as on two, no number is another one."""
+    plan = replace(DIVIDED, keys_values_rows=16, attend_rows=16, feed_forward_rows=16)
+    plan = replace(plan, host_residual=True)  # so that one rank runs the same products, too
+    answers = []
+    for shards in (1, 2):
+        with ranked(checkpoint("mha"), shards) as (engine, ranks):
+            use(replace(plan, shards=shards), ranks, monkeypatch)
+            asked = replace(SCORED, sampling={"max_tokens": 1})
+            answers.append(engine.ask(asked, Ask(random_prompt(14), LOGGED, {"logprobs": 2})))
+            assert (ranks.num_exchanges > 0) == (shards > 1)
+    for one, two in zip(*answers, strict=True):
+        assert one.token_ids == two.token_ids
+        assert one.report.get("scores") == two.report.get("scores")
+
+
+def test_only_steps_of_enough_rows_are_divided(checkpoint: Callable[[str], Path]) -> None:
+    with ranked(checkpoint("mha"), 2, min_tokens=40) as (engine, ranks):
+        engine.ask(Ask(random_prompt(23), SHORT))
+        assert ranks.num_exchanges == 0
+        engine.ask(Ask(random_prompt(24), SHORT))
+        assert ranks.num_exchanges > 0
+
+
+def test_slices_and_aborts(checkpoint: Callable[[str], Path]) -> None:
+    """A divided step in slices, others beside it, and one that goes in the middle of its step."""
+    long, beside = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0}), asks()
+    with running(checkpoint("mha")) as engine:
+        wanted = tokens(engine.ask(long, *beside))
+    with ranked(checkpoint("mha"), 2, min_tokens=100) as (engine, ranks):
+        scheduler, upstream = engine.scheduler, engine.llm.llm_engine
+        scheduler.slicing.longest_pause_s = 4e-3  # as the planner predicts, less than a step
+        for gone in (True, False):
+            name = start(engine, "long", long)
+            names = [start(engine, str(number), ask) for number, ask in enumerate(beside)]
+            for _ in range(3):
+                upstream.step()
+            assert all(runner.pool.has_frame for runner in ranks.runners)
+            if gone:
+                upstream.abort_request(["long"])
+            answers = finish(engine)
+            assert len(names) == len(beside) and name
+            assert ("long" in answers) != gone
+            assert tokens([answers[str(n)] for n in range(len(beside))]) == wanted[1:]
+        assert tokens([answers["long"]]) == wanted[:1]
+        assert engine.is_idle() and ranks.are_idle()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
+def test_measured_peaks_are_at_most_the_predicted_ones(
+    share: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    asked = Ask(random_prompt(512), {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2})
+    with ranked(checkpoint("mha"), 2, max_model_len=2048) as (engine, ranks):
+        (answer,) = engine.ask(asked)
+        largest = answer.report["peak_bytes"]
+        for runner in ranks.runners:
+            shape, rows = runner.planner.shape, runner.planner.row_budget
+            runner.pool.budget_bytes = int(share * largest)
+            budget = planning_budget(runner.pool.budget_bytes)
+            runner.planner = Planner(shape, budget, rows, shards=2, min_rows=0)
+        planner, planned = ranks.runners[0].planner, list[Plan]()
+        plan = planner.plan
+        monkeypatch.setattr(planner, "plan", lambda *a: planned.append(plan(*a)) or planned[-1])
+        again = engine.ask(asked)[0]
+        assert again.token_ids == answer.token_ids
+        assert all(plan.shards == 2 for plan in planned)
+        predicted = max(plan.predicted_peak_bytes for plan in planned)
+        assert 0.85 < again.report["peak_bytes"] / predicted <= 1.0
+
+
+# ---- what cannot be divided ----
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "arguments", "wanted"),
+    [
+        ("mha", 3, {}, "a divisor of the 4 heads of a rank (num_attention_heads)"),
+        ("gqa", 4, {}, "a divisor of the 2 heads of a rank (num_key_value_heads)"),
+        ("gqa", 2, {"tensor_parallel_size": 2}, "a divisor of the 1 heads of a rank"),
+        ("sdar", 2, {}, "1: SDARForCausalLM is block-causal, whose steps are short"),
+        (
+            "mha",
+            2,
+            {"distributed_executor_backend": f"{__name__}.Other"},
+            "1 with distributed_exec",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_stops_the_start(
+    family: str,
+    size: int,
+    arguments: dict[str, Any],
+    wanted: str,
+    checkpoint: Callable[[str], Path],
+) -> None:
+    settings = {"dllm": {"sequence_parallel_size": size}}
+    with pytest.raises(Exception, match=re.escape(f"given {size}; wanted {wanted}")):
+        engine_config(checkpoint(family), additional_config=settings, **arguments)
+
+
+class Other(Executor):
+    """One that starts other processes."""
+
+
+def test_upstream_counts_a_process_for_every_rank(checkpoint: Callable[[str], Path]) -> None:
+    settings = {"dllm": {"sequence_parallel_size": 2}}
+    parallel = engine_config(
+        checkpoint("mha"), additional_config=settings, tensor_parallel_size=2
+    ).parallel_config
+    assert (parallel.world_size, parallel.tensor_parallel_size) == (4, 2)
+    executor = RanksExecutor.__new__(RanksExecutor)
+    executor.parallel_config = parallel
+    assert executor._get_parallel_sizes() == (2, 1, 2)
+    assert executor._get_output_rank() == 0
+    assert [executor._is_driver_worker(rank) for rank in range(4)] == [True, False, False, False]
+
+
+# ---- processes ----
+
+DIVIDING: dict[str, Any] = {
+    "additional_config": {
+        "dllm": {
+            "longest_pause_ms": 0,
+            "sequence_parallel_size": 2,
+            "sequence_parallel_min_tokens": 100,
+        }
+    }
+}
+
+
+def processes_equal_one(folder: Path, ranks: dict[str, Any], **settings: Any) -> None:
+    """Divided, undivided, with kept keys and values, in slices, and after an abort."""
+    long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
+    with running(folder, **settings) as engine:
+        wanted, whole = tokens(engine.ask(long, *asks())), tokens(engine.ask(*whole_asks()))
+    with running(folder, **ranks, **settings) as engine:
+        assert tokens(engine.ask(*whole_asks())) == whole
+        assert tokens(engine.ask(long, *asks())) == wanted
+        engine.scheduler.slicing.longest_pause_s = 4e-3
+        start(engine, "gone", long)
+        for _ in range(3):
+            engine.llm.llm_engine.step()
+        engine.llm.llm_engine.abort_request(["gone"])
+        assert tokens(engine.ask(long, *asks())) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_processes_equal_one(tensor_size: int, checkpoint: Callable[[str], Path]) -> None:
+    """Two of them, and four that have halves of the weights besides."""
+    ranks = {**DIVIDING, "tensor_parallel_size": tensor_size}
+    processes_equal_one(checkpoint("mha"), ranks)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_equal_one(checkpoint: Callable[[str], Path]) -> None:
+    """With graphs of the steps that are not divided, which others follow at once."""
+    processes_equal_one(checkpoint("mha"), DIVIDING)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rows of a step lie on the ranks that divide it.
+
+Rank r has the r-th of equal shares of consecutive rows, of which the last ones may be shorter, or
+empty. All ranks cut a share of full length into the same chunks; what a rank lacks of a chunk it
+leaves out, so all of them meet in every chunk of attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.diffusion.exchange import HeadExchange
+from vllm.diffusion.memory import chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.engine.batch import SamplePart
+    from vllm.diffusion.ops import Array
+    from vllm.diffusion.ranks import Peers, Ranks
+
+
+class Division:
+    """The shares of one step.
+
+    Args:
+        ranks: those that divide it; one has all rows.
+        num_rows: of the step.
+
+    Attributes:
+        peers: the ranks.
+        num_rows: of the step.
+        longest: rows of the longest share.
+        shares: rows of the step that each rank has.
+    """
+
+    def __init__(self, ranks: Ranks, num_rows: int) -> None:
+        self.peers = ranks.sequence
+        self.shares = ranks.rows(num_rows)
+        self.longest, self.num_rows = self.shares[0].stop, num_rows
+
+    @property
+    def own(self) -> slice:
+        """Rows of the step that this rank has."""
+        return self.shares[self.peers.rank]
+
+    def chunks(self, rows_per_chunk: int) -> list[slice]:
+        """Of a share of full length, counted from its first row."""
+        return list(chunks(self.longest, rows_per_chunk))
+
+    def parts(self, chunk: slice) -> list[slice]:
+        """Rows of the step that each rank has of a chunk."""
+        return [
+            slice(*(min(share.start + row, share.stop) for row in (chunk.start, chunk.stop)))
+            for share in self.shares
+        ]
+
+    def own_part(self, chunk: slice) -> slice:
+        """Of a chunk, what this rank has, counted as the chunk is."""
+        part = self.parts(chunk)[self.peers.rank]
+        return slice(part.start - self.own.start, part.stop - self.own.start)
+
+    def exchange(self, chunk: slice) -> HeadExchange | None:
+        """Of the heads of a chunk; None where one rank has all."""
+        if self.peers.size == 1:
+            return None
+        return HeadExchange(self.peers, [part.stop - part.start for part in self.parts(chunk)])
+
+    def in_share(self, rows: Array) -> Array:
+        """Where rows [R] of the step are, counted from the first one of the share they are in."""
+        places: Array = rows % self.longest
+        return places
+
+    def on_rank(self, rows: Array) -> Array:
+        """The rank of each of the rows [R] of the step."""
+        ranks: Array = rows // self.longest
+        return ranks
+
+
+class Round(NamedTuple):
+    """Sample rows that the ranks take at a time, a part each.
+
+    Attributes:
+        part: of this rank; None where there is none left.
+        given: [g] int64: rows of this rank's share that the parts of all want, by part.
+        sent: how many of them the part of every rank wants.
+        received: how many of this rank's part come from every rank, in the order of its rows.
+    """
+
+    part: SamplePart | None
+    given: Array
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def positions(self) -> Array:
+        """[r] int64, on the canvas, of this rank's part."""
+        return _NO_ROWS if self.part is None else self.part.positions
+
+
+def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
+    """Who takes which of the parts; the rows of a part ascend."""
+    rank, size = division.peers.rank, division.peers.size
+    rounds = []
+    for first in range(0, len(parts), size):
+        taken = parts[first : first + size]
+        given = [division.in_share(p.rows[division.on_rank(p.rows) == rank]) for p in taken]
+        own = taken[rank] if rank < len(taken) else None
+        owners = division.on_rank(_NO_ROWS if own is None else own.rows)
+        sent = [rows.size for rows in given] + [0] * (size - len(taken))
+        received = np.bincount(owners, minlength=size).tolist()
+        rounds.append(Round(own, np.concatenate(given), sent, received))
+    return rounds
+
+
+def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: Peers) -> torch.Tensor:
+    """What all ranks have sampled, in the order of the parts: a record a row crosses ranks.
+
+    Args:
+        found: [3 or more, n] of the parts of this rank, one after the other, as `joined` gives it.
+        parts: of the step, at least one; rank r has sampled every size-th, from the r-th on.
+        peers: the ranks.
+    """
+    counts = [part.num_sampled for part in parts]
+    width = max(sum(counts[rank :: peers.size]) for rank in range(peers.size))
+    height = -peers.least(-found.shape[0])  # log probabilities may be wanted of some parts only
+    padded = found.new_zeros(height, width)
+    padded[: found.shape[0], : found.shape[1]] = found
+    of_ranks = peers.gather(padded)
+    ends, pieces = [0] * peers.size, []
+    for number, count in enumerate(counts):
+        rank = number % peers.size
+        pieces.append(of_ranks[rank, :, ends[rank] : ends[rank] + count])
+        ends[rank] += count
+    return torch.cat(pieces, dim=1)
+
+
+_NO_ROWS = np.empty(0, dtype=np.int64)

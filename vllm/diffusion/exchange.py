@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism by an exchange of heads (Ulysses, Jacobs et al. 2023).
+
+Every stage but attention sees rows alone, so each rank has some of the rows. Attention sees all
+rows of a sequence, but every head by itself: before it a rank gives its rows of the other heads
+away for the others' rows of its heads, and after it takes back what became of them. Heads stay
+whole, so no number is computed in another way than by one rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.ranks import Peers
+
+
+class HeadExchange:
+    """Rows with all heads for all rows with some heads, and back.
+
+    Letters: R rows of all ranks, r of this one, h heads, N ranks, hd head width.
+
+    Args:
+        peers: the ranks, each of which has consecutive heads.
+        counts: rows of every rank; the rows of all follow one another by rank.
+    """
+
+    def __init__(self, peers: Peers, counts: Sequence[int]) -> None:
+        self._peers, self.counts = peers, list(counts)
+        self._own = [self.counts[peers.rank]] * peers.size
+
+    def to_heads(self, x: Tensor, buffers: Buffers) -> Tensor:
+        """All rows of this rank's heads.
+
+        Args:
+            x: [r, h, hd], contiguous; h is a multiple of N.
+            buffers: where the result [R, h / N, hd] lies, and scratch memory.
+        """
+        (rows, heads, width), size = x.shape, self._peers.size
+        part = heads // size
+        out = buffers.take("received", (sum(self.counts), part, width), x.dtype)
+        with buffers.scope("exchange"):
+            given = buffers.take("given", (size, rows, part, width), x.dtype)
+            given.copy_(x.view(rows, size, part, width).transpose(0, 1))
+            self._peers.exchange(out, given.flatten(0, 1), self.counts, self._own)
+        return out
+
+    def to_rows(self, x: Tensor, out: Tensor, buffers: Buffers) -> Tensor:
+        """All heads of this rank's rows.
+
+        Args:
+            x: [R, h / N, hd], contiguous.
+            out: [r, h, hd], contiguous, written and returned.
+            buffers: scratch memory.
+        """
+        size, (_, part, width), rows = self._peers.size, x.shape, out.shape[0]
+        with buffers.scope("exchange"):
+            received = buffers.take("given", (size, rows, part, width), x.dtype)
+            self._peers.exchange(received.flatten(0, 1), x, self._own, self.counts)
+            out.view(rows, size, part, width).copy_(received.transpose(0, 1))
+        return out
