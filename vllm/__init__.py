@@ -53,6 +53,11 @@ _allow_our_plugins()
 # server on a machine with few cores (an order of magnitude on a busy two-core machine).
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Before the server's own imports, so that both go on at the same time.
+from vllm.diffusion import forkserver as _forkserver  # noqa: E402
+
+_forkserver.begin()
+
 _init = _os.path.join(_upstream, "__init__.py")
 with open(_init) as _file:
     exec(compile(_file.read(), _init, "exec"))

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.server.client import ANSWER, CHAT, GENERATE, PUZZLE, Client, body_for, refusal
@@ -57,7 +58,7 @@ def servers(
     (folder / "path" / "sitecustomize.py").write_text(SLEEPS_THROUGH_SIGNALS)
     found = {
         "script": ServerProcess(
-            ["bash", str(LLADA_SCRIPT)],
+            ["env", "-u", "VLLM_WORKER_MULTIPROC_METHOD", "bash", str(LLADA_SCRIPT)],
             folder / "script.log",
             port=port,
             LLADA_MODEL_DIR=str(model_dir),
@@ -117,6 +118,7 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
         client = Client(http)
         assert client.http.get("/v1/models").json()["data"][0]["id"] == "two words"
         assert client.ask()["text"] == [ANSWER]
+        assert "forkserver" in " ".join(parent_of_engine(server.pid).cmdline())
         plain = pool.submit(client.generate, **body)
         streamed = pool.submit(client.events, GENERATE, body)
         client.wait_for_num_requests(2)
@@ -134,6 +136,14 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
     assert server.group_is_empty()
     assert len(re.findall(STEP_LINE, server.log())) >= 384
     assert "Traceback" not in server.log()
+
+
+def parent_of_engine(pid: int) -> psutil.Process:
+    """The process that an engine of a server was forked from, or its server."""
+    below = psutil.Process(pid).children(recursive=True)
+    (engine,) = [child for child in below if "EngineCore" in "".join(child.cmdline())]
+    parent: psutil.Process = engine.parent()
+    return parent
 
 
 def wait_until_turned_away(server: ServerProcess, timeout_s: float = 30.0) -> None:

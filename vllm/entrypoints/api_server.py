@@ -9,28 +9,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import uvicorn
-import uvloop
-from fastapi import FastAPI
-
-from vllm.diffusion.api import cli
+# The engine's process imports this module too: what only the server needs is imported by functions.
+from vllm.diffusion import forkserver
 from vllm.diffusion.errors import ServerConfigError
-from vllm.entrypoints.launchers.api_server.entry import run_server
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args, init_logger
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-logger = init_logger("vllm.entrypoints.api_server")
 
 TLS_ARGUMENTS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 
 
 def main() -> None:
+    import uvloop
+
+    from vllm.diffusion.api import cli
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args, init_logger
+
+    logger = init_logger("vllm.entrypoints.api_server")
     cli_env_setup()
+    forkserver.adopt()
     args = parse_arguments()
     configure_logging_from_args(args)
     try:
@@ -50,6 +50,9 @@ def check_http(args: Namespace) -> None:
     Raises:
         ServerConfigError: naming the arguments and what is wrong with them.
     """
+    import uvicorn
+    from fastapi import FastAPI
+
     given = {name: getattr(args, name) for name in TLS_ARGUMENTS if getattr(args, name) is not None}
     if "ssl_keyfile" in given and "ssl_certfile" not in given:
         raise ServerConfigError("--ssl-certfile: wanted beside --ssl-keyfile, given none")
@@ -62,6 +65,10 @@ def check_http(args: Namespace) -> None:
 
 def parse_arguments() -> Namespace:
     """The command line, with our defaults; the model is given by `--model` or by position."""
+    from vllm.diffusion.api import cli
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     parser = make_arg_parser(
         FlexibleArgumentParser(
             prog="python -m vllm.entrypoints.api_server",
