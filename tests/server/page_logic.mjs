@@ -7,6 +7,7 @@ import { test } from "node:test";
 const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
 const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, shown } = await import(`${modules}trace.js`);
 const { curlOf, eachEvent, linkOf, stateIn } = await import(`${modules}request.js`);
+const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
 const { svgOf } = await import(`${modules}svg.js`);
 
@@ -106,4 +107,15 @@ test("a picture has every text, and ends on the last step", () => {
 test("what cannot be seen has a sign", () => {
   assert.deepEqual(["\n", " ", " a ", "<|eot|>", "</s>", "<b"].map(shown),
     ["↵", "␣", "a", "end", "end", "<b"]);
+});
+
+test("metrics are read as Prometheus writes them", () => {
+  const samples = samplesOf([
+    "# HELP x y", 'x_total{a="b",reason="say \\"no\\""} 2.0', "x_total 3",
+    't_bucket{engine="0",le="0.1"} 1', 't_bucket{engine="0",le="+Inf"} 4',
+    't_bucket{engine="1",le="0.1"} 2', 't_bucket{engine="1",le="+Inf"} 2',
+  ].join("\n"));
+  assert.equal(samples[0].labels.a, "b");
+  assert.equal(sumOf(samples, "x_total"), 5);
+  assert.deepEqual(bucketsOf(samples, "t"), [[0.1, 3], [Infinity, 3]]);
 });

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.server.browser import CHROMIUM, Browser
-from tests.server.client import ANSWER, QUESTION
+from tests.server.client import ANSWER, GENERATE, QUESTION
 from tests.server.process import ROOT
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.api.page.options import page_options
@@ -104,6 +104,31 @@ def test_what_the_server_offers(client: Client) -> None:
     offered = client.http.get("/page/options.json").json()
     assert (offered["model"], offered["family"]) == ("llada-tiny", "llada")
     assert offered["algorithms"].keys() == ALGORITHMS.keys()
+
+
+# ---- status ------------------------------------------------------------------------------------
+
+
+def test_who_runs_and_how_far(client: Client) -> None:
+    idle = client.http.get("/status.json").json()
+    assert idle["requests"] == []
+    assert idle["pool_bytes"]["budget"] > idle["pool_bytes"]["used_pages"] == 0
+    long = {"gen_length": 1024, "block_length": 4, "cache": "dual", "ignore_eos": True}
+    body = {"prompt": QUESTION, **long, "stream": True, "stream_canvas": True}
+    headers = {"X-Request-Id": "watched"}
+    with client.http.stream("POST", GENERATE, json=body, headers=headers) as response:
+        lines = response.iter_lines()
+        for _ in range(5):  # an event and an empty line each
+            next(lines)
+        found = client.http.get("/status.json").json()
+        (request,) = found["requests"]
+        assert (request["id"], request["state"]) == ("watched-0", "running")
+        assert (request["canvas_tokens"], request["cache"]) == (1024, "dual")
+        assert 1 <= request["committed"] < 1024
+        assert request["committed"] == request["forwards"]  # one token a step
+        assert 0 < request["kept_bytes"] <= found["pool_bytes"]["used_pages"]
+        assert request["seconds"] > 0
+    client.wait_for_num_requests(0)
 
 
 # ---- in a browser ------------------------------------------------------------------------------
@@ -215,3 +240,11 @@ def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
     picture = ElementTree.fromstring(page.run("window.saved"))
     texts = ["".join(t.itertext()) for t in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert {"The", "Paris"} <= set(texts)
+
+
+@needs_chromium
+def test_the_status_page(page: Browser, server: ServerProcess) -> None:
+    page.open(f"{server.url}/status")
+    page.wait_for("document.getElementById('state').textContent === 'ready'")
+    assert "for steps" in page.run("document.getElementById('pool').getAttribute('aria-label')")
+    assert page.run("document.getElementById('none').hidden") is False

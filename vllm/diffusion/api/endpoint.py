@@ -29,6 +29,7 @@ from vllm.diffusion.api.openai_serving import (
 )
 from vllm.diffusion.api.page import routes as page
 from vllm.diffusion.api.page.options import page_options
+from vllm.diffusion.api.page.status import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.config import family_of, served_model, serves_page
@@ -197,7 +198,8 @@ class DiffusionEndpoint:
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         if serves_page(engine_client.vllm_config):
             served = served_model(engine_client.vllm_config)
-            page.install(self._app, page_options(served, model_names[0], __version__))
+            options = page_options(served, model_names[0], __version__)
+            page.install(self._app, options, Status(engine_client))
         state.diffusion_generate = GenerateHandler(
             engine_client,
             validator,

@@ -290,6 +290,11 @@ class Canvas:
             return self.rule.decide(candidates)
         return select(self._selector, self.rule, self.tokens, candidates)
 
+    @property
+    def num_committed(self) -> int:
+        """Canvas positions that the newest commit left committed."""
+        return self._look()[0]
+
     def _look(self) -> tuple[int, CanvasView | None]:
         """Committed positions, and the canvas where the request asks to see it.
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.paging import most_positions
 from vllm.diffusion.engine.sizes import make_planner
+from vllm.diffusion.engine.status import status_of
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
 from vllm.diffusion.memory.planner import readable
@@ -138,6 +139,10 @@ class DiffusionWorker(WorkerBase):
         """What steps and kept keys and values may take; the API server asks for it."""
         runner = self.model_runner
         return runner.budget_bytes - runner.caches.fixed_bytes
+
+    def status(self) -> dict[str, Any]:
+        """What this rank is doing; the server's status page asks for it."""
+        return status_of(self.model_runner)
 
     def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
         """None where the layers run without CUDA graphs."""

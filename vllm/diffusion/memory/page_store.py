@@ -322,17 +322,17 @@ class PageStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of the pages in use; of a fixed store, of all."""
-        return self.used_pages * self._page_bytes
+        return self.used_pages * self.page_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the buffer."""
-        return self._num_pages * self._page_bytes
+        return self._num_pages * self.page_bytes
 
     @property
     def unused_bytes(self) -> int:
         """Of these, what `trim` gives back."""
-        return 0 if self._cannot_move else len(self._free) * self._page_bytes
+        return 0 if self._cannot_move else len(self._free) * self.page_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -345,7 +345,8 @@ class PageStore:
         return 0 if self._host is None else self._host.num_bytes
 
     @property
-    def _page_bytes(self) -> int:
+    def page_bytes(self) -> int:
+        """Bytes of a page on the device, in all layers that lie there."""
         row = torch.Size(self._row_shape).numel() * self._dtype.itemsize
         return int(self._device_layers * _PAGE_ROWS * row)
 
@@ -373,7 +374,7 @@ class PageStore:
         wanted, doubled = self._num_pages + missing, 2 * self._num_pages
         if self._num_pages and not self._sequences:
             self._move_to(0)  # nothing to move: what there was goes first
-        if doubled > wanted and 2 * doubled * self._page_bytes <= self._pool.budget_bytes:
+        if doubled > wanted and 2 * doubled * self.page_bytes <= self._pool.budget_bytes:
             try:
                 self._move_to(doubled)
                 return

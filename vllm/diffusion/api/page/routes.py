@@ -14,6 +14,8 @@ from fastapi.responses import JSONResponse, Response
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from vllm.diffusion.api.page.status import Status
+
 STATIC = Path(__file__).parent / "static"
 _TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -30,7 +32,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_PAGES = {"/": "index.html"}
+_PAGES = {"/": "index.html", "/status": "status.html"}
 
 router = APIRouter(include_in_schema=False)
 
@@ -65,6 +67,19 @@ async def page(raw_request: Request) -> Response:
     return _FILES[_PAGES["/"]].response(raw_request)
 
 
+@router.get("/status")
+async def status_page(raw_request: Request) -> Response:
+    """What the server is doing."""
+    return _FILES[_PAGES["/status"]].response(raw_request)
+
+
+@router.get("/status.json")
+async def status(raw_request: Request) -> JSONResponse:
+    """What that page shows, beside the metrics."""
+    found: Status = raw_request.app.state.diffusion_status
+    return JSONResponse(await found.now())
+
+
 @router.get("/page/options.json")
 async def options(raw_request: Request) -> JSONResponse:
     """The tables of algorithms and parameters, as the served model has them."""
@@ -80,12 +95,14 @@ async def file(name: str, raw_request: Request) -> Response:
     return _FILES[name].response(raw_request)
 
 
-def install(app: FastAPI, options: dict[str, Any]) -> None:
+def install(app: FastAPI, options: dict[str, Any], status: Status) -> None:
     """Serve the pages.
 
     Args:
         app: the application.
         options: `options.page_options` of the served model.
+        status: of its engine.
     """
     app.state.diffusion_page_options = options
+    app.state.diffusion_status = status
     app.include_router(router)

@@ -1,32 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: a conversation on the left, one canvas or two on the right.
 
+import { jsonOf } from "./key.js";
 import { Pane } from "./pane.js";
-import { headers, linkOf, reasonOf, rememberKey, stateIn } from "./request.js";
+import { linkOf, stateIn } from "./request.js";
 
 const find = (id) => document.getElementById(id);
 const announce = (text) => (find("status").textContent = text);
-
-// The server's tables; asks for a key as long as the server wants one.
-async function options() {
-  for (;;) {
-    const response = await fetch("page/options.json", { headers: headers() });
-    if (response.ok) return response.json();
-    if (response.status !== 401) throw new Error(await reasonOf(response));
-    await askForKey();
-  }
-}
-
-function askForKey() {
-  const dialog = find("key");
-  dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => {
-      rememberKey(dialog.querySelector("input").value.trim());
-      resolve();
-    }, { once: true });
-  });
-}
 
 class Page {
   constructor(offered) {
@@ -170,7 +150,7 @@ class Page {
 }
 
 try {
-  new Page(await options());
+  new Page(await jsonOf("page/options.json"));
 } catch (error) {
   find("welcome").textContent = `The server did not answer: ${error.message}`;
 }
