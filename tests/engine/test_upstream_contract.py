@@ -340,3 +340,13 @@ def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
     ):
         assert name in inspect.getsource(module)
         assert name.partition('"')[2].startswith(_PROCESS_NAMES)
+
+
+def test_an_engines_process_comes_from_one_context() -> None:
+    """`vllm.diffusion.forkserver` puts another in its place."""
+    from vllm.v1.engine import utils
+
+    source = inspect.getsource(utils.CoreEngineProcManager.__init__)
+    assert "context = get_mp_context()" in source
+    assert "context.Process(" in source
+    assert "get_mp_context" in vars(utils)

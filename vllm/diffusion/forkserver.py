@@ -51,8 +51,8 @@ def begin() -> None:
     if _is_begun or not is_wanted or multiprocessing.parent_process() is not None:
         return
     _is_begun = True
-    multiprocessing.forkserver.set_forkserver_preload([PRELOADED])  # type: ignore[attr-defined]
-    multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
+    multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
+    multiprocessing.forkserver.ensure_running()
 
 
 def adopt() -> None:
