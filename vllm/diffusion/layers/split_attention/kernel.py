@@ -12,52 +12,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SEQUENCES = tl.constexpr(32)  # whose tiles are counted at once, a warp's width
+SEQUENCES = tl.constexpr(512)  # whose tiles are counted at once: those of any graph
 PARTS = tl.constexpr(8)  # that are merged at once
 
 
 @triton.jit
-def _find_tile(
-    query_ends,
-    key_starts,
-    key_counts,
-    block_lengths,
-    firsts,
-    num_sequences,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr,
-):
-    """This program's tile: its sequence's first row, queries, first key and keys, length of a block
-    and key beside its first query; its number there.
+def _find_tile(query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """This program's sequence, `num_sequences` past the last tile, and its tile's number there.
 
-    Tiles are numbered sequence by sequence. A program past the last tile gets no queries.
+    Tiles are numbered sequence by sequence.
     """
     program = tl.program_id(0)
-    first_row, num_queries, first_key, num_keys, tile, before = 0, 0, 0, 0, 0, 0
-    block_length, beside = 0, 0
+    sequence, first_tile, before = 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
         ids = first + tl.arange(0, SEQUENCES)
         is_sequence = ids < num_sequences
         start = tl.load(query_ends + ids, mask=is_sequence, other=0)
         end = tl.load(query_ends + ids + 1, mask=is_sequence, other=0)
-        key = tl.load(key_starts + ids, mask=is_sequence, other=0)
-        keys = tl.load(key_counts + ids, mask=is_sequence, other=0)
         num_tiles = ((end - start) * GROUP + ROWS - 1) // ROWS
         last = before + tl.cumsum(num_tiles, axis=0)
-        mine = (last > program) & (last - num_tiles <= program)
-        first_row += tl.sum(tl.where(mine, start, 0))
-        num_queries += tl.sum(tl.where(mine, end - start, 0))
-        first_key += tl.sum(tl.where(mine, key, 0))
-        num_keys += tl.sum(tl.where(mine, keys, 0))
-        if HAS_BLOCKS:
-            length = tl.load(block_lengths + ids, mask=is_sequence, other=0)
-            at = tl.load(firsts + ids, mask=is_sequence, other=0)
-            block_length += tl.sum(tl.where(mine, length, 0))
-            beside += tl.sum(tl.where(mine, at, 0))
-        tile += tl.sum(tl.where(mine, program - (last - num_tiles), 0))
-        before += tl.sum(num_tiles)
-    return first_row, num_queries, first_key, num_keys, block_length, beside, tile
+        is_before = is_sequence & (last <= program)
+        sequence += tl.sum(is_before.to(tl.int32))
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(is_before, last, 0)))
+        before = tl.max(last)
+    return sequence, program - first_tile
 
 
 # What changes from step to step must not make Triton compile anew.
@@ -110,32 +88,26 @@ def part_kernel(
         gdc_wait()
         gdc_launch_dependents()
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    first_row, num_queries, first_key, num_keys, block_length, beside, tile = _find_tile(
-        query_ends,
-        key_starts,
-        key_counts,
-        block_lengths,
-        firsts,
-        num_sequences,
-        GROUP,
-        ROWS,
-        HAS_BLOCKS,
-    )
+    sequence, tile = _find_tile(query_ends, num_sequences, GROUP, ROWS)
+    if sequence == num_sequences:
+        return
+    first_row = tl.load(query_ends + sequence)
+    num_queries = tl.load(query_ends + sequence + 1) - first_row
+    first_key, num_keys = tl.load(key_starts + sequence), tl.load(key_counts + sequence)
     # The query heads of a key/value head are rows beside each other, so keys are read for all.
     packed = tile * ROWS + tl.arange(0, ROWS)
     query = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     is_row = query < num_queries
     row = (first_row + query).to(tl.int64)
-    if num_queries == 0:
-        return
     steps = tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS)
     share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = split * share
     end = tl.minimum(start + share, num_keys)
     if HAS_BLOCKS:  # rows of a tile read as far as their blocks go, the tile as far as its last row
+        block_length = tl.load(block_lengths + sequence)
         length = tl.where(block_length > 0, block_length, num_keys)
-        block = (beside + query) // tl.maximum(length, 1)
+        block = (tl.load(firsts + sequence) + query) // tl.maximum(length, 1)
         row_end = tl.where(is_row, tl.minimum((block + 1) * length, num_keys), 0)
         end = tl.minimum(end, tl.max(row_end))
     slot = (split * num_rows + row) * HEADS + head
