@@ -93,6 +93,8 @@ class ScoreRequest:
         num_top: of the most likely tokens, so many are told at every position, too.
         cfg_scale: guidance; above 0 a second sequence is computed, whose context is masked.
         context_length: positions from 0 that are masked in it.
+        group: of requests that are to share a step.
+        group_size: how many those are.
     """
 
     positions: tuple[int, ...]
@@ -100,6 +102,8 @@ class ScoreRequest:
     num_top: int = 0
     cfg_scale: float = 0.0
     context_length: int = 0
+    group: str = ""
+    group_size: int = 1
 
 
 @dataclass(frozen=True)

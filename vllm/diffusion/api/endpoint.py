@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.diffusion import __version__
 from vllm.diffusion.api import gate, metrics
 from vllm.diffusion.api.arguments import warn_of_arguments_without_effect
+from vllm.diffusion.api.decisions import DecisionRequest, adopt_decisions, register
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.likelihood import LikelihoodHandler, LikelihoodRequest, LikelihoodResponse
@@ -33,6 +34,8 @@ from vllm.diffusion.api.page.status import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.config import family_of, served_model, serves_page
+from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
+from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -108,6 +111,17 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
     return JSONResponse(answer.content())
 
 
+@openai_router.post(
+    "/v1/systemone",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
+)
+async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
+    """Upstream's typed decisions, all questions of a call in one forward."""
+    return await create_structured_decision(request, raw_request)
+
+
 @router.get(
     "/ready",
     responses={503: {"description": "draining, paused or dead; `status` says which"}},
@@ -166,6 +180,7 @@ class DiffusionEndpoint:
         app.include_router(router)
         if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
+            register()
         app.add_exception_handler(RequestRefused, refused)
 
     async def init_state(
@@ -194,6 +209,7 @@ class DiffusionEndpoint:
         state.openai_serving_responses = adopt(
             state.openai_serving_responses, DiffusionServingResponses, validator
         )
+        adopt_decisions(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         if serves_page(engine_client.vllm_config):

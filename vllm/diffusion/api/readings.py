@@ -8,7 +8,7 @@ with everything else, and priority, timeouts and aborts act on them as on any re
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -74,6 +74,16 @@ class Reading(NamedTuple):
         return len(self.prompt), self.cfg_scale > 0
 
 
+class Group(NamedTuple):
+    """Readings that are to share a step, as `ScoreRequest` has it; at most MOST_AT_ONCE."""
+
+    group: str
+    group_size: int
+
+
+_ALONE = Group("", 1)
+
+
 class Read(NamedTuple):
     """What a reading found, and what the scheduler tells of it."""
 
@@ -98,6 +108,8 @@ class Reader:
         readings: Sequence[Reading],
         request_id: str,
         terms: Mapping[str, Any],
+        *,
+        group: Group | None = None,
         **options: Any,
     ) -> list[Read]:
         """What each reading finds; cancelling this coroutine aborts them all.
@@ -106,6 +118,7 @@ class Reader:
             readings: forwards; the engine knows number i as `{request_id}-{i}`.
             request_id: of the HTTP request.
             terms: `priority` and `timeout_s`, under canonical names, where they are given.
+            group: of readings that are to share a step; those of other calls may be among them.
             options: of the engine's `generate`.
 
         Raises:
@@ -120,7 +133,8 @@ class Reader:
             reading = readings[index]
             sampling = SamplingParams(**_SAMPLING)
             async with room:
-                attach(sampling, replace(decided[reading.kind], score=reading.score))
+                score = replace(reading.score, **(group or _ALONE)._asdict())
+                attach(sampling, replace(decided[reading.kind], score=score))
                 outputs = answers(
                     self._engine,
                     tokens_input(reading.prompt),
@@ -146,6 +160,9 @@ class Reader:
         decided: dict[tuple[int, bool], DiffusionParams] = {}
         for reading in readings:
             if reading.kind not in decided:
-                asked = {SCORE: asdict(reading.score), **SCORED_AS, **terms}
+                score = {
+                    name: value for name, value in reading._asdict().items() if name != "prompt"
+                }
+                asked = {SCORE: score, **SCORED_AS, **terms}
                 decided[reading.kind] = self._validator.decide(asked, reading.prompt)
         return decided

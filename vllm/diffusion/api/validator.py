@@ -64,6 +64,13 @@ class Validator:
         return self._model.ids.mask
 
     @property
+    def turn_end(self) -> tuple[int, ...]:
+        """The token that ends a turn, where the checkpoint has one."""
+        ids = self._model.ids
+        end = ids.eos if ids.eot is None else ids.eot
+        return () if end is None else (end,)
+
+    @property
     def block_length(self) -> int | None:
         """Positions of a block of a block-causal family; None of others."""
         if not self._model.family.is_block_causal:

@@ -20,6 +20,7 @@ from vllm.diffusion.config import row_budget, served_model, sharing
 from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
 from vllm.diffusion.engine.admission import WaitingLine
+from vllm.diffusion.engine.gathering import Gathering
 from vllm.diffusion.engine.interface import CanvasInterface
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
@@ -80,6 +81,7 @@ class DiffusionScheduler(CanvasInterface):
         self._running: dict[str, Scheduled] = {}  # in the order of their turns
         self._untold: list[tuple[int, EngineCoreOutput]] = []  # clients, and that a request ended
         self._siblings = Siblings()
+        self._gathering = Gathering()
         self._launched: list[list[str]] = []  # requests of each step that is under way already
         shares = sharing(vllm_config)
         logger.info("long requests: %s", shares)
@@ -117,6 +119,7 @@ class DiffusionScheduler(CanvasInterface):
             self._refuse(request, str(error), reason="memory")
             return
         self._siblings.arrived(item)
+        self._gathering.arrived(item)
         self._waiting.append(item)
 
     def _refuse(self, request: Request, message: str, reason: str) -> None:
@@ -204,8 +207,11 @@ class DiffusionScheduler(CanvasInterface):
         def is_long(item: Scheduled) -> bool:
             return self.slicing.is_long(item, item.demand.steady_rows, planner)
 
+        def waits(item: Scheduled) -> bool:
+            return self._siblings.waits(item) or self._gathering.waits(item)
+
         for item, error in self._waiting.admit(
-            self._running.values(), planner, self._paging.admits, is_long, self._siblings.waits
+            self._running.values(), planner, self._paging.admits, is_long, waits
         ):
             if error is not None:
                 self._siblings.left(item)

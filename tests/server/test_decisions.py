@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's routes for typed decisions, read from masks; against the reference model."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.reference import likelihood
+from tests.server.client import refusal
+from tests.server.process import MODEL_NAME
+from tests.server.test_likelihood import CLOSE, mask_id, model, tokenizer
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+ROUTE = "/v1/systemone"
+SCORING = "/generative_scoring"
+STATE = {"country": "France", "capital": "Paris"}
+QUESTIONS: dict[str, Any] = {
+    "city": {"type": "choice", "instructions": "Which?", "criteria": {"Paris": None, "Rome": "it"}},
+    "sure": {"type": "noul", "instructions": "Is Paris a capital?"},
+    "size": {"type": "score", "instructions": "Large?", "criteria": ["low", "big", "top"]},
+}
+# What the model is shown of them, and the labels of their answers.
+SHOWN = (
+    ("Question: Which?\nA: Paris\nB: Rome - it\nAnswer with the letter of one option only.", "AB"),
+    ("Question: Is Paris a capital?\nyes\nno\nAnswer with yes or no only.", "yn"),
+    (
+        "Question: Large?\n0: low\n1: big\n2: top\nAnswer with the number of one level only.",
+        "012",
+    ),
+)
+
+
+def decide(client: Client, **body: Any) -> dict[str, Any]:
+    return client.answer(ROUTE, {"model": MODEL_NAME, "state": STATE, **body})
+
+
+def encode(text: str) -> list[int]:
+    return list(tokenizer().encode(text, add_special_tokens=False))
+
+
+def prompt(content: str) -> list[int]:
+    messages = [{"role": "user", "content": content}]
+    found = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return list(found)
+
+
+def sheet() -> tuple[list[int], list[int]]:
+    """The sequence of all questions, and the positions of the masks."""
+    numbered = [f"Question {n}:\n{text}" for n, (text, _) in enumerate(SHOWN, start=1)]
+    tokens = prompt("\n\n".join([json.dumps(STATE), *numbered]))
+    slots = []
+    for number in range(1, 4):
+        tokens += encode(("\n" if number > 1 else "") + f"Question {number}:\n")
+        slots.append(len(tokens))
+        tokens.append(mask_id())
+    return [*tokens, tokenizer().convert_tokens_to_ids("<|eot_id|>")], slots
+
+
+def row(tokens: list[int], position: int) -> torch.Tensor:
+    return likelihood.log_probabilities(model(), tokens, 0, 0.0, mask_id())[position]
+
+
+def probabilities(tokens: list[int], slots: list[int]) -> list[list[float]]:
+    """Of the labels of each question among each other."""
+    found = []
+    for position, (_, labels) in zip(slots, SHOWN, strict=True):
+        values = row(tokens, position)[[encode(label)[0] for label in labels]]
+        found.append(torch.softmax(values, dim=0).tolist())
+    return found
+
+
+def told(answer: dict[str, Any]) -> list[list[float]]:
+    return [list(found["probabilities"].values()) for found in answer["answers"].values()]
+
+
+def assert_alike(found: list[list[float]], wanted: list[list[float]]) -> None:
+    assert [len(f) for f in found] == [len(w) for w in wanted]
+    assert [*chain(*found)] == pytest.approx([*chain(*wanted)], **CLOSE)
+
+
+def test_all_questions_are_read_in_one_forward(client: Client) -> None:
+    before = client.metric("dllm:forwards_total")
+    answer = decide(client, questions=QUESTIONS)
+    assert client.metric("dllm:forwards_total") == before + 1
+    tokens, slots = sheet()
+    assert_alike(told(answer), probabilities(tokens, slots))
+    assert answer["usage"] == {"input_tokens": len(tokens), "output_tokens": 0}
+    for position, (_, labels), diagnostics in zip(
+        slots, SHOWN, answer["diagnostics"].values(), strict=True
+    ):
+        values = row(tokens, position)
+        ids = [encode(label)[0] for label in labels]
+        assert diagnostics["label_mass"] == pytest.approx(values.exp()[ids].sum().item(), **CLOSE)
+        assert diagnostics["argmax_is_label"] is (int(values.argmax()) in ids)
+    assert decide(client, questions=QUESTIONS)["answers"] == answer["answers"]
+
+
+def test_a_lone_question_is_the_first_token_of_a_reply(client: Client) -> None:
+    (text, _), *_ = SHOWN
+    tokens = prompt(json.dumps(STATE) + "\n\n" + text)
+    end = tokenizer().convert_tokens_to_ids("<|eot_id|>")
+    values = row([*tokens, mask_id(), end], len(tokens))
+    wanted = torch.softmax(values[[encode(label)[0] for label in "AB"]], dim=0).tolist()
+    answer = decide(client, questions={"city": QUESTIONS["city"]})
+    assert_alike(told(answer), [wanted])
+    assert (
+        decide(client, questions={"city": QUESTIONS["city"]}, passes=2)["answers"]
+        == (answer["answers"])
+    )
+
+
+def test_a_second_pass_sees_the_other_answers(client: Client) -> None:
+    tokens, slots = sheet()
+    first = probabilities(tokens, slots)
+    answered = list(tokens)
+    for position, (_, labels), found in zip(slots, SHOWN, first, strict=True):
+        answered[position] = encode(labels[found.index(max(found))])[0]
+    wanted = []
+    for number, position in enumerate(slots):
+        again = [*answered[:position], mask_id(), *answered[position + 1 :]]
+        wanted.append(probabilities(again, slots)[number])
+    before = [client.metric(name) for name in ("dllm:forwards_total", "dllm:denoise_steps_total")]
+    answer = decide(client, questions=QUESTIONS, passes=2)
+    after = [client.metric(name) for name in ("dllm:forwards_total", "dllm:denoise_steps_total")]
+    assert_alike(told(answer), wanted)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [4, 2]
+    assert answer["usage"]["input_tokens"] == 4 * len(tokens)
+
+
+@pytest.mark.parametrize("apply_softmax", [True, False])
+def test_scores_of_items_are_read_in_one_step(client: Client, apply_softmax: bool) -> None:
+    items = ["Paris", "Rome.", "Berlin is", "7"]
+    labels = [5, 300, 17]
+    before = client.metric("dllm:denoise_steps_total")
+    answer = client.answer(
+        SCORING,
+        {
+            "query": "What is the capital of France? ",
+            "items": items,
+            "label_token_ids": labels,
+            "apply_softmax": apply_softmax,
+        },
+    )
+    assert client.metric("dllm:denoise_steps_total") == before + 1
+    for item, found in zip(items, answer["data"], strict=True):
+        tokens = tokenizer().encode("What is the capital of France? ")
+        tokens = [*tokens, *encode(item)]
+        values = row([*tokens, mask_id()], len(tokens))[labels]
+        chosen = torch.softmax(values, dim=0) if apply_softmax else values.exp()
+        assert found["score"] == pytest.approx(chosen[0].item(), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"passes": 3}, "passes: given 3; wanted at most 2"),
+        ({"passes": "x"}, "passes: given 'x'; wanted a finite number"),
+        ({"temperature": 1}, "temperature: given 1; unknown parameter; known: "),
+        ({"timeout_s": -1}, "timeout_s: given -1; wanted at least 0.001"),
+        ({"state": "a <|mdm_mask|> b"}, "wanted them without mask tokens"),
+        ({"questions": {}}, "questions: needs at least one question"),
+        ({"state": "x" * 5000}, "4096"),
+    ],
+)
+def test_what_is_refused(client: Client, body: dict[str, Any], message: str) -> None:
+    asked = {"state": STATE, "questions": QUESTIONS, **body}
+    assert message in refusal(client.http.post(ROUTE, json=asked))["message"]
+
+
+def test_a_time_ends_it(client: Client) -> None:
+    asked = {"state": "x" * 3000, "questions": QUESTIONS, "timeout_s": 0.001}
+    assert "timeout" in refusal(client.http.post(ROUTE, json=asked), 504)["message"]
+    client.wait_for_num_requests(0)
