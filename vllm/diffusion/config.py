@@ -12,6 +12,9 @@ from vllm.diffusion import envs, families, startup_log
 from vllm.diffusion.decision import PENALTIES
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.fields import server_defaults
+from vllm.diffusion.guided.guides import Guides
+from vllm.diffusion.guided.language import Ends
+from vllm.diffusion.guided.vocabulary import vocabulary_of
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
@@ -120,16 +123,29 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
             "architectures", config.architectures, f"wanted one of {sorted(families.ARCHITECTURES)}"
         )
     generation = model.try_get_generation_config() | model.override_generation_config
+    ids = _special_ids(model, generation, family)
+    vocab_size = config.architecture.num_embeddings
     return ServedModel(
         family=family,
-        ids=_special_ids(model, generation, family),
+        ids=ids,
         max_model_len=model.max_model_len,
-        vocab_size=config.architecture.num_embeddings,
+        vocab_size=vocab_size,
         default_max_tokens=generation.get("max_new_tokens"),
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
+        guides=None if model.skip_tokenizer_init else _guides(model, ids, vocab_size),
+    )
+
+
+def _guides(model: ModelConfig, ids: SpecialIds, vocab_size: int) -> Guides:
+    """What compiles languages over the tokens of a checkpoint; all of it at first use."""
+    others = () if ids.eot in (None, ids.eos) else (ids.eot,)
+    return Guides(
+        lambda: vocabulary_of(cached_tokenizer_from_config(model), vocab_size),
+        None if ids.eos is None else Ends(ids.eos, others),
+        lambda text: cached_tokenizer_from_config(model).encode(text, add_special_tokens=False),
     )
 
 

@@ -20,6 +20,7 @@ import msgspec
 from vllm.diffusion.algorithms import GUIDED_CACHES, NEVER, algorithms_for
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, canonical, named_algorithm
+from vllm.diffusion.guided.guides import STRUCTURED, Spec, check_room, spec_of
 from vllm.diffusion.lengths import decide_lengths
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
 from vllm.diffusion.scoring import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
@@ -52,7 +53,6 @@ AUTOREGRESSIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("logit_bias", (None, {}), "wanted none: not supported"),
     ("bad_words", (None, []), "wanted none: not supported"),
     ("allowed_token_ids", (None,), "wanted none: not supported"),
-    ("structured_outputs", (None,), "wanted none: not supported"),
     ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
     ("logprob_token_ids", (None, []), "wanted none: not supported"),
     ("repetition_detection", (None,), "wanted none: not supported"),
@@ -84,6 +84,7 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     """
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
+    sampling.structured_outputs = None  # upstream would compile a grammar that nobody uses
     sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
 
 
@@ -120,6 +121,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     """
     penalties = _autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
+    spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
     score = extra.pop(SCORE, None)
     others = sorted(extra.keys() - BESIDE_A_SCORE)
     if score is not None and others:
@@ -127,6 +129,8 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     given = canonical(extra)
     if score is not None:
         given |= {SCORE: score, **SCORED_AS}
+    if spec is not None:
+        given[STRUCTURED] = spec
     own = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -148,6 +152,11 @@ def asked_by(sampling: Any) -> dict[str, Any]:
             "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
         )
     return given
+
+
+def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
+    given = getattr(sampling, STRUCTURED, None)
+    return None if given is None else dict(vars(given))
 
 
 def _autoregressive_fields(sampling: Any) -> dict[str, float]:
@@ -179,8 +188,9 @@ def decide(
 
     Args:
         asked: values under canonical names, as `canonical` or `asked_by` return them. The latter
-            adds `stop_token_ids`, `logprobs`, and two that upstream may have filled in itself:
-            `upstream_max_tokens`, a limit, and `penalties` by name.
+            adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), and two that
+            upstream may have filled in itself: `upstream_max_tokens`, a limit, and `penalties` by
+            name.
         model: the served model.
         prompt_token_ids: the prompt.
 
@@ -188,6 +198,7 @@ def decide(
         InvalidParameterError: naming the field, the given and the wanted value.
     """
     request = dict(asked)
+    spec: Spec | None = request.pop(STRUCTURED, None)
     score = request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     logprobs = request.pop("logprobs", None)
@@ -232,7 +243,11 @@ def decide(
         ignored=(*ignored, *inherited),
         **values,
     )
+    if spec is not None:
+        params = _guided(params, spec, model, stop_token_ids)
     if score is not None:
+        if spec is not None:
+            raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
         wanted = score_request(score, len(prompt_token_ids), model.vocab_size)
         return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
     seed = request.get("seed")
@@ -248,6 +263,27 @@ def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
             f"wanted 0: a model of family {model.family.name} has no guidance",
         )
     return {**ONLY_READ, "cfg_scale": float(score.cfg_scale)}
+
+
+def _guided(
+    params: DiffusionParams, spec: Spec, model: ServedModel, stop_token_ids: frozenset[int]
+) -> DiffusionParams:
+    """The parameters of a request whose answer must match; filters of single tokens cannot act."""
+    if params.logits_eos_inf:
+        raise InvalidParameterError("logits_eos_inf", True, f"wanted false beside {spec.field}")
+    others = sorted(stop_token_ids - model.ids.stop)
+    if others:
+        raise InvalidParameterError("stop_token_ids", others, f"wanted none beside {spec.field}")
+    if model.guides is None:
+        raise InvalidParameterError(spec.field, spec.value, "wanted a server with a tokenizer")
+    guide = model.guides.guide(spec)
+    is_cut = params.max_tokens < params.gen_length
+    room = min(params.max_tokens, params.gen_length)
+    check_room(guide, spec, room, "max_tokens" if is_cut else "gen_length")
+    filters = tuple(name for name in ("top_p", "top_k") if getattr(params, name) is not None)
+    return dataclasses.replace(
+        params, guide=guide, top_p=None, top_k=None, ignored=(*params.ignored, *filters)
+    )
 
 
 def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.algorithms import AlgorithmParams
+from vllm.diffusion.guided.guides import Guide  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.scoring import ScoreRequest  # noqa: TC001 (read when a decision is received)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.families import Family
+    from vllm.diffusion.guided.guides import Guides
 
 SEED_BITS = 64
 
@@ -54,6 +56,7 @@ class ServedModel:
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: of a block-causal checkpoint's config.
         penalties: of generation_config.json, which upstream gives to requests that have none.
+        guides: compiles what answers must match; None without a tokenizer.
     """
 
     family: Family
@@ -65,6 +68,7 @@ class ServedModel:
     default_steps: int | None = None
     block_length: int | None = None
     penalties: Mapping[str, float] = field(default_factory=dict)
+    guides: Guides | None = None
 
     @property
     def is_shifted(self) -> bool:
@@ -85,7 +89,8 @@ class DiffusionParams(AlgorithmParams):
     where none is. `ignored` names the standard fields that were given and cannot act. `priority` is
     None where upstream's request has it, and `timeout_s` where no time ends the request. `score` is
     set where the request is only read; its canvas is empty then. `num_answers` is how many requests
-    of these parameters, but for their seeds, the same prompt comes with.
+    of these parameters, but for their seeds, the same prompt comes with. `guide` is the language
+    that the answer must be in, if it must.
     """
 
     algorithm: str
@@ -118,6 +123,7 @@ class DiffusionParams(AlgorithmParams):
     timeout_s: float | None = None
     score: ScoreRequest | None = None
     num_answers: int = 1
+    guide: Guide | None = None
 
     @property
     def num_logprobs(self) -> int | None:

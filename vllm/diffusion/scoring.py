@@ -19,6 +19,7 @@ REMASKING = 1  # score of random remasking
 CATEGORICAL = 2  # draw of a token from its distribution, one per column
 COMMIT = 3  # whether a position is committed
 CHOICE = 4  # which positions are committed
+GUIDED = 5  # a step of a joint draw, one per position
 
 SCORE = "score"  # key of SamplingParams.extra_args that asks for a `ScoreRequest`
 

@@ -30,6 +30,7 @@ from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import canonical
+from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 from vllm.inputs import TextPrompt, TokensPrompt
@@ -94,6 +95,7 @@ class GenerateHandler:
         check_model(body.model, self._model_names)
         try:
             asked = _asked(body)
+            await self._validator.compile(asked.get(STRUCTURED))
             check_logprobs("logprobs", body.logprobs, self._engine.model_config)
             inputs = await self._render(body)
         except InvalidParameterError as error:
@@ -226,7 +228,9 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     if asked.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     stop_token_ids = tuple(body.stop_token_ids or ())
-    return {**asked, "stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
+    spec = asked_spec(body.response_format, body.structured_outputs)
+    structured = {} if spec is None else {STRUCTURED: spec}
+    return {**asked, **structured, "stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:

@@ -18,6 +18,7 @@ from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import AUTOREGRESSIVE, RESERVED_EXTRA_ARGS
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, CANONICAL, canonical
+from vllm.diffusion.guided.guides import STRUCTURED, as_structured, asked_spec
 from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -132,8 +133,17 @@ def prepare(request: Any, model_config: Any) -> None:
         request.seed = extra.pop("seed") % 2**SEED_BITS
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
-    request.vllm_xargs = extra
+    spec = asked_spec(_plain(request.response_format), _plain(request.structured_outputs))
+    request.response_format = request.structured_outputs = None  # upstream has its own grammars
+    request.vllm_xargs = extra if spec is None else {**extra, STRUCTURED: as_structured(spec)}
     _allow_several_greedy_answers(request, model_config)
+
+
+def _plain(given: Any) -> Any:
+    """A field of upstream's as it was sent."""
+    if isinstance(given, BaseModel):
+        return given.model_dump(by_alias=True, exclude_none=True)
+    return given if given is None or isinstance(given, dict) else dict(vars(given))
 
 
 def _given(request: Any) -> dict[str, Any]:
@@ -180,11 +190,6 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         if body.get(name, neutral[0]) not in neutral:
             wanted = "none" if neutral[0] is None else json.dumps(neutral[0])
             raise InvalidParameterError(name, body[name], f"wanted {wanted}: not supported")
-    response_format = body.get("response_format") or {"type": "text"}
-    if getattr(response_format, "type", None) != "text" and response_format != {"type": "text"}:
-        raise InvalidParameterError(
-            "response_format", response_format, 'wanted {"type": "text"}: not supported'
-        )
 
 
 def _check_logprobs(request: Any, model_config: Any) -> None:

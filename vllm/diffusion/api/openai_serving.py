@@ -23,6 +23,7 @@ from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, 
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.guided.guides import STRUCTURED, spec_of
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -61,6 +62,20 @@ class _Diffusion:
 
     token_texts: TokenTexts
     validator: Validator
+    model_config: Any
+
+    async def prepare(self, request: Any) -> None:
+        """Bring a body into upstream's form, and compile what its answer must match.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field.
+        """
+        try:
+            prepare(request, self.model_config)
+            spec = spec_of(request.vllm_xargs.get(STRUCTURED))
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        await self.validator.compile(spec)
 
     async def begun(self, request: Any, answer: Any) -> Any:
         """An answer; of a stream that a time may end, once it has begun.
@@ -78,7 +93,7 @@ class DiffusionServingChat(_Diffusion, OpenAIServingChat):
     """POST /v1/chat/completions."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        _prepare(request, self.model_config)
+        await self.prepare(request)
         answer = await super().create_chat_completion(request, raw_request)
         return await self.begun(request, answer)
 
@@ -123,7 +138,7 @@ class DiffusionServingCompletion(_Diffusion, OpenAIServingCompletion):
     """POST /v1/completions."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        _prepare(request, self.model_config)
+        await self.prepare(request)
         handler = self
         if reads_prompt(request):
             handler = copy(self)
@@ -185,13 +200,6 @@ class DiffusionServingResponses(_Diffusion, OpenAIServingResponses):
             request_id, engine_input, sampling_params, *args, **kwargs
         )
         return found
-
-
-def _prepare(request: Any, model_config: Any) -> None:
-    try:
-        prepare(request, model_config)
-    except InvalidParameterError as error:
-        raise RequestRefused(error) from None
 
 
 async def _heard(

@@ -53,6 +53,14 @@ class GenerateBody(BaseModel):
     frequency_penalty: float = Field(0.0, description="only 0 is accepted")
     repetition_penalty: float = Field(1.0, description="only 1 is accepted")
     logit_bias: dict[str, float] | None = Field(None, description="not supported")
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="what the answer must be, as OpenAI has it: type text, json_object, or "
+        "json_schema with json_schema.schema",
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="the same, as vLLM has it: one of json, regex, choice, json_object"
+    )
     logprobs: int | None = Field(
         None,
         description="report the log probability of every token in the step that committed it, and "

@@ -9,6 +9,7 @@ So everybody is refused in the same words, and engines of other models are left 
 
 from __future__ import annotations
 
+import asyncio
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.guided.guides import Spec
     from vllm.diffusion.memory import Planner
     from vllm.diffusion.params import DiffusionParams, ServedModel
     from vllm.v1.engine import EngineCoreRequest
@@ -104,6 +106,19 @@ class Validator:
         """From here on, refuse what does not fit into so much activation memory."""
         self._planner = make_planner(self._vllm_config, budget_bytes)
 
+    async def compile(self, spec: Spec | None) -> None:
+        """Compile what a request asks for, if nobody has, while others are served.
+
+        Raises:
+            RequestRefused: it cannot be had.
+        """
+        guides = self._model.guides
+        if spec is not None and guides is not None:
+            try:
+                await asyncio.to_thread(guides.guide, spec)
+            except InvalidParameterError as error:
+                raise RequestRefused(error) from None
+
     def decide(self, asked: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """The parameters of a request that asks for values under canonical names.
 
@@ -157,8 +172,12 @@ def _process_inputs(
     decided = None
     if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
+    asked = params
+    if params.structured_outputs is not None:  # upstream's checks are of its own grammars
+        params = params.clone()
+        params.structured_outputs = None
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
-        decided = validator.decide_sampling(params, request.prompt_token_ids or [])
+        decided = validator.decide_sampling(asked, request.prompt_token_ids or [])
     attach(request.sampling_params, decided.with_answers(params.n))
     return request

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.decoding import Candidates
+from vllm.diffusion.guided.joint import choose_all
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 from vllm.diffusion.spans import Span
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import Work
     from vllm.diffusion.engine.canvas import Canvas
+    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Forward
@@ -199,7 +201,12 @@ class StepBatch:
         """How the rows of a part are sampled, with the part's `positions` on the device."""
         return tuple(
             self._row_group(
-                self.canvases[number], part.positions[rows], rows, unconditional, positions[rows]
+                self.canvases[number],
+                part.positions[rows],
+                rows,
+                unconditional,
+                positions[rows],
+                self.joints[number],
             )
             for number, rows, unconditional in part.pieces
         )
@@ -211,6 +218,7 @@ class StepBatch:
         rows: slice,
         unconditional: slice | None,
         positions: torch.Tensor,
+        joint: Joint | None,
     ) -> RowGroup:
         return RowGroup(
             params=canvas.params,
@@ -222,7 +230,21 @@ class StepBatch:
             positions=positions,
             adjust=canvas.adjust_logits,
             token_ids=canvas.token_ids(on_canvas),
+            joint=joint,
         )
+
+    @cached_property
+    def joints(self) -> tuple[Joint | None, ...]:
+        """Per request, what it chooses together, if it does."""
+        return tuple(c.joint(work) for c, work in zip(self.canvases, self.works, strict=True))
+
+    def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
+        """What was sampled, with the candidates of requests that choose several together."""
+        ends = np.cumsum([work.eligible.size for work in self.works]).tolist()
+        found = [(j, end) for j, end in zip(self.joints, ends, strict=True) if j is not None]
+        if found:
+            choose_all(sampled, found)
+        return sampled
 
     def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:
         """Cut what was sampled into one part per request.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion.decoding import Commit, Work, make_rule, select
+from vllm.diffusion.engine.guided import Guided
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.turns import Wish
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.messages import CanvasView, NewCanvas
+    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
@@ -70,11 +72,13 @@ class Canvas:
             self._known[self.params.score.context_length :] = False
         self.rule = make_rule(self.params, self.prompt_length)
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
-        self._selector = new.selector
+        self._guided = None if self.params.guide is None else self._begin_guided()
+        self._selector = new.selector or self._guided
         self.adjust_logits = self._logits_hook()
         self._proposals: Proposals | None = None
         if self.params.num_logprobs is not None:
             self._proposals = Proposals(self.params, self.prompt_length)
+            self._proposals.begin(self._canvas)
         self._num_final = 0  # canvas positions from 0
         self._newest: list[int] = []  # tokens that the newest commit made final
         self._seen: tuple[int, CanvasView | None] | None = None  # see `_look`
@@ -104,6 +108,19 @@ class Canvas:
             return None
         eligible = self._work.eligible - self.prompt_length
         return self.rule.token_ids[np.searchsorted(eligible, positions)]
+
+    def _begin_guided(self) -> Guided:
+        """Write the tokens that every answer begins with."""
+        guided = Guided(self.params, self.prompt_length)
+        prefix = guided.prefix(self._canvas.size)
+        self._canvas[: len(prefix)] = prefix
+        return guided
+
+    def joint(self, work: Work) -> Joint | None:
+        """What the next forward chooses together, if its candidates bind each other."""
+        if self._guided is None:
+            return None
+        return self._guided.joint(self.tokens, work, self.rule.scoring, self.num_forwards)
 
     def _logits_hook(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
         rule, selector = self.rule, self._selector

@@ -120,7 +120,7 @@ class Compute:
                     found.append(sample(self._head, [(sample_rows, groups)], self._noise))
             if batch.slot_mapping.size:
                 caches.end_step()
-            return self._agreed(joined(found))
+            return self._agreed(batch.choose_jointly(joined(found)))
 
     def _divided(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
         """The same, where every rank has a share of the rows; all of them return the same.
@@ -180,7 +180,7 @@ class Compute:
             groups = batch.row_groups(part, positions)
             with self._pool.temporaries(), self._pool.scope("step"):
                 found.append(sample(self._head, [(sample_rows, groups)], self._noise))
-        return self._agreed(joined(found)) if found else None
+        return self._agreed(batch.choose_jointly(joined(found))) if found else None
 
     def _make_room(self, batch: StepBatch, plan: Plan) -> None:
         """Give back buffers and PyTorch's temporaries of other sizes, where steps are long."""

@@ -39,6 +39,12 @@ class Proposals:
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
 
+    def begin(self, canvas: NDArray[np.int64]) -> None:
+        """What stands on the canvas [N] before the first forward is certain."""
+        known = canvas != self._mask_id
+        self._tokens[known] = canvas[known, None]
+        self._logprobs[known] = 0.0
+
     def note(self, candidates: Candidates, commit: Commit) -> None:
         """Take in what a forward proposed, and what was committed instead.
 

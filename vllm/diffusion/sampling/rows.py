@@ -32,6 +32,12 @@ class LogitsModel(Protocol):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...
 
 
+class JointReader(Protocol):
+    """What takes in rows of logits, part by part."""
+
+    def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class RowGroup:
     """The sample rows of one request.
@@ -46,6 +52,8 @@ class RowGroup:
         positions: [R] int64, positions relative to the canvas.
         adjust: replaces logits [R, V] of canvas positions [R] by what the request makes of them.
         token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
+        joint: reads whole rows of logits [R, V] of canvas positions [R] for a choice that binds
+            several of them; it is made when all parts of the step have been read.
     """
 
     params: DiffusionParams
@@ -57,6 +65,7 @@ class RowGroup:
     positions: torch.Tensor
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     token_ids: ops.Array | None = None
+    joint: JointReader | None = None
 
     @property
     def num_top(self) -> int:

@@ -91,6 +91,8 @@ def sample_group(
     if group.adjust is not None:  # works on whole rows, so ranks exchange their columns
         logits, first_column = ops.gather_columns(logits, model.vocab_size), 0
         logits = group.adjust(logits, group.positions)
+        if group.joint is not None:
+            group.joint.read(logits, group.positions)
     key = launch_key(group, logits, noise)
     if key is not None:
         return sample_fused(logits, [group], key, first_column, model.vocab_size)
@@ -133,6 +135,7 @@ def _sample_run(
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
         own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
+    _read_jointly(own, run, model)
     if key is not None:
         return _packed(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
     # The others make copies of their logits: of a few rows at a time.
@@ -141,6 +144,17 @@ def _sample_run(
     return torch.cat(
         [_sample_alone(own[rows], lead.piece(rows), model, noise) for rows in pieces], dim=1
     )
+
+
+def _read_jointly(logits: torch.Tensor, run: list[RowGroup], model: LogitsModel) -> None:
+    """Show rows to the joint choices of their requests, but to those that want them adjusted."""
+    readers = [(g, g.joint) for g in run if g.joint is not None and g.adjust is None]
+    if not readers:
+        return
+    whole = ops.gather_columns(logits, model.vocab_size)
+    first = run[0].rows.start
+    for group, joint in readers:
+        joint.read(whole[group.rows.start - first : group.rows.stop - first], group.positions)
 
 
 def _sample_alone(

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers match what was asked for, whatever commits them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, refusal_error, running, sampling_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "ok": {"type": "boolean"},
+        "n": {"type": "integer", "minimum": -3, "maximum": 120},
+        "tag": {"enum": ["a", "bb"]},
+        "word": {"type": "string", "maxLength": 4},
+    },
+    "required": ["ok", "n"],
+}
+CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
+SHORT: dict[str, Any] = {"gen_length": 64, "block_length": 16}
+RULES: dict[str, dict[str, Any]] = {
+    "semi_ar": {"steps": 16},
+    "random remasking": {"steps": 16, "remasking": "random"},
+    "guidance": {"steps": 16, "cfg_scale": 0.5},
+    "no end-of-sequence early": {"steps": 16, "confidence_eos_eot_inf": True},
+    "prefix cache": {"threshold": 0.2, "cache": "prefix"},
+    "dual cache": {"steps": 16, "cache": "dual"},
+    "frozen prompt": {"steps": 16, "cache": "frozen"},
+    "threshold": {"threshold": 0.2},
+    "factor": {"algorithm": "factor"},
+    "local_leap": {"algorithm": "local_leap"},
+    "credit": {"algorithm": "credit", "threshold": 0.2},
+    "hierarchy": {"algorithm": "hierarchy"},
+    "entropies": {"algorithm": "entropy_threshold"},
+    "adablock": {"algorithm": "adablock"},
+    "full_attn_multi_block": {"algorithm": "full_attn_multi_block"},
+    "several blocks": {"algorithm": "multi_block"},
+    "early stop": {"algorithm": "multi_block", "early_stop": True},
+    "delayed cache": {"algorithm": "multi_block", "cache": "delayed"},
+    "dream": {"algorithm": "dream", "steps": 16},
+    "dream, origin": {"algorithm": "dream", "alg": "origin", "steps": 16},
+}
+
+
+def asks(rules: Iterable[str], temperature: float, count: int = 1, **structured: Any) -> list[Ask]:
+    found = []
+    for rule in rules:
+        extra = {**SHORT, **RULES[rule], "temperature": temperature}
+        if RULES[rule].get("algorithm") == "dream":
+            del extra["block_length"]
+        for seed in range(count):
+            own = {**extra, "seed": seed, "structured_outputs": structured}
+            found.append(Ask(random_prompt(9, seed), own))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_answers_match_their_schema(engine: Engine, temperature: float) -> None:
+    """Of every rule and cache, all in the same steps."""
+    for ask, answer in zip(
+        found := asks(RULES, temperature, json=SCHEMA), engine.ask(*found), strict=True
+    ):
+        assert answer.finish_reason in ("stop", "length"), (ask, answer.report)
+        CHECK.validate(json.loads(answer.text))
+
+
+def test_answers_match_a_regex_and_a_choice(engine: Engine) -> None:
+    pattern, choice = r"[a-z]{3,8}(, [a-z]+)*!", ["Yes, sir", "no", "maybe so"]
+    rules = ("semi_ar", "dual cache", "several blocks", "dream")
+    for answer in engine.ask(*asks(rules, 1.0, regex=pattern)):
+        assert re.fullmatch(pattern, answer.text)
+    for answer in engine.ask(*asks(rules, 1.0, choice=choice)):
+        assert answer.text in choice
+
+
+def test_any_json_object_may_be_asked_for(engine: Engine) -> None:
+    for answer in engine.ask(*asks(("semi_ar", "threshold"), 0.7, 3, json_object=True)):
+        assert isinstance(json.loads(answer.text), dict)
+
+
+def test_upstreams_own_field_is_taken(engine: Engine) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = StructuredOutputsParams(json=json.dumps(SCHEMA))
+    ask = Ask(random_prompt(9), {**SHORT, "steps": 16}, {"structured_outputs": structured})
+    (answer,) = engine.ask(ask)
+    (other,) = engine.ask(*asks(["semi_ar"], 0.0, json=SCHEMA))
+    assert answer.token_ids == other.token_ids
+    CHECK.validate(json.loads(answer.text))
+
+
+def test_an_answer_may_be_cut_before_its_canvas_ends_and_is_whole(engine: Engine) -> None:
+    """`max_tokens` is the room that there is."""
+    for seed in range(3):
+        extra = {**SHORT, "steps": 16, "temperature": 1.5, "seed": seed}
+        extra |= {"max_tokens": 30, "structured_outputs": {"json": SCHEMA}}
+        (answer,) = engine.ask(Ask(random_prompt(9, seed), extra))
+        assert len(answer.token_ids) <= 30
+        CHECK.validate(json.loads(answer.text))
+
+
+def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
+    found = asks(("semi_ar", "threshold", "dream"), 0.7, 2, json=SCHEMA)
+    alone = [engine.ask(ask)[0].token_ids for ask in found]
+    others = [Ask(random_prompt(12), {**SHORT, "steps": 16, "temperature": 1.0, "seed": 3})]
+    free = engine.ask(*others)[0].token_ids
+    together = [answer.token_ids for answer in engine.ask(*found, *others)]
+    assert together == [*alone, free]
+
+
+def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
+    """Two thirds of a short answer are literal; the steps are for the rest."""
+    schema = {
+        "type": "object",
+        "properties": {"a very long name of a property": {"type": "boolean"}},
+        "required": ["a very long name of a property"],
+    }
+    extra = {"gen_length": 32, "block_length": 32, "threshold": 1.0}
+    (answer,) = engine.ask(Ask(random_prompt(9), {**extra, "structured_outputs": {"json": schema}}))
+    assert isinstance(json.loads(answer.text)["a very long name of a property"], bool)
+    assert answer.num_forwards is not None
+    assert answer.num_forwards <= 32 - 18
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"gen_length": 8}, r"gen_length: given 8; the shortest answer of .* has \d+ tokens"),
+        (
+            {"gen_length": 32, "max_tokens": 5},
+            r"max_tokens: given 5; the shortest answer of structured_outputs.json has \d+ tokens",
+        ),
+        ({"logits_eos_inf": True}, "logits_eos_inf"),
+        ({"structured_outputs": {"json": {"not": {}}}}, r"structured_outputs.json: .*not"),
+        ({"structured_outputs": {"regex": "日"}}, "no tokens of the model spell it"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str) -> None:
+    asked = {"gen_length": 64, "structured_outputs": {"json": SCHEMA}, **extra}
+    with pytest.raises(refusal_error(), match=message):
+        engine.ask(Ask(random_prompt(9), asked))
+    assert engine.is_idle()
+
+
+def test_log_probabilities_of_chosen_tokens_are_known(engine: Engine) -> None:
+    (ask,) = asks(["semi_ar"], 0.0, json=SCHEMA)
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": ask.prompt}],
+        [sampling_params(Ask(ask.prompt, ask.extra, {"logprobs": 1}))],
+        use_tqdm=False,
+    )
+    completion = output.outputs[0]
+    found = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert len(found) > 8
+    assert all(value <= 0 for value in found), found  # none is NaN
+
+
+# Of block-causal families; "edits" may replace what it has committed.
+BLOCK_RULES: dict[str, dict[str, dict[str, Any]]] = {
+    "llada2": {
+        "edits": {"algorithm": "joint_threshold", "editing_threshold": 0.1, "threshold": 0.3},
+        "edits at random": {"algorithm": "joint_threshold", "penalty_lambda": 0.5},
+    },
+    "sdar": {
+        name: {"algorithm": name}
+        for name in ("low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded")
+    },
+    "fast_dllm": {
+        "threshold": {"sub_block_length": 4},
+        "nothing kept": {"cache": "none"},
+        "hierarchy_block": {"algorithm": "hierarchy_block"},
+    },
+}
+
+
+@pytest.mark.parametrize("case", BLOCK_RULES)
+def test_block_causal_families_answer_in_the_language(
+    checkpoint: Callable[[str], Path], case: str
+) -> None:
+    with running(checkpoint(case)) as engine:
+        shared = {"gen_length": 60, "block_length": 8, "structured_outputs": {"json": SCHEMA}}
+        found = [
+            Ask(random_prompt(9, seed), {**shared, **rule, "temperature": t, "seed": seed})
+            for rule in BLOCK_RULES[case].values()
+            for seed, t in enumerate((0.0, 0.7, 1.5))
+        ]
+        for ask, answer in zip(found, engine.ask(*found), strict=True):
+            assert answer.finish_reason in ("stop", "length"), (ask, answer.report)
+            CHECK.validate(json.loads(answer.text))

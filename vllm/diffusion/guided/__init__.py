@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guided output: answers that match a schema, a regex or a choice, by construction."""

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language over tokens: which token leads from which state to which.
+
+Tokens with the same effect in every state are one class. What leads from one state to another is
+a set of classes; few sets are told apart, so what a state allows is a short list of (set, state).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from vllm.diffusion.guided.automaton import TooLargeError
+
+if TYPE_CHECKING:
+    from vllm.diffusion.guided.automaton import Array, Automaton
+    from vllm.diffusion.guided.vocabulary import Vocabulary
+
+MOST_STATES = 4_000  # that tokens lead to
+MOST_CELLS = 64_000_000  # states times classes
+DEAD = -1  # the class of tokens that lead nowhere
+_NEVER = 2**30  # tokens to acceptance, where it cannot be reached
+
+
+class EmptyLanguageError(ValueError):
+    """No sequence of tokens is in the language."""
+
+
+class Ends(NamedTuple):
+    """Token ids that end an answer.
+
+    Attributes:
+        eos: fills what follows the answer.
+        others: may stand right behind it.
+    """
+
+    eos: int
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Language:
+    """States 0 to Q - 1, of which 0 is the first and Q - 1 is behind the end of the answer.
+
+    Attributes:
+        class_of_token: [V] int16; the largest classes have the lowest numbers.
+        set_starts: [S + 1] int32: where the classes of every set begin in `set_members`.
+        set_members: [M] int16.
+        edge_sets: [Q, K] int32: what the state allows; S for nothing.
+        edge_targets: [Q, K] int32: where it leads.
+        room: [Q] int32: the least number of tokens to a whole answer; 0 where it is whole.
+    """
+
+    class_of_token: Array
+    set_starts: Array
+    set_members: Array
+    edge_sets: Array
+    edge_targets: Array
+    room: Array
+
+    @property
+    def num_states(self) -> int:
+        return len(self.room)
+
+    @property
+    def num_sets(self) -> int:
+        return len(self.set_starts) - 1
+
+    @cached_property
+    def num_classes(self) -> int:
+        return int(self.class_of_token.max()) + 1
+
+    @property
+    def least_tokens(self) -> int:
+        """Of the shortest answer."""
+        return int(self.room[0])
+
+    @cached_property
+    def by_class(self) -> tuple[Array, Array]:
+        """Tokens ordered by class, ascending in each, and where the classes begin."""
+        order = np.argsort(self.class_of_token, kind="stable")
+        ordered = self.class_of_token[order]
+        alive = int(np.searchsorted(ordered, 0))
+        starts = np.searchsorted(ordered[alive:], np.arange(self.num_classes))
+        return order[alive:], starts
+
+    @cached_property
+    def next_state(self) -> Array:
+        """[Q + 1, C + 1] int32 by class, Q for nowhere; the last column is of dead tokens."""
+        shape = (self.num_states + 1, self.num_classes + 1)
+        table = np.full(shape, self.num_states, dtype=np.int32)
+        starts = self.set_starts.tolist()
+        for state, place in zip(*(self.edge_sets < self.num_sets).nonzero(), strict=True):
+            number = int(self.edge_sets[state, place])
+            members = self.set_members[starts[number] : starts[number + 1]]
+            table[state, members] = self.edge_targets[state, place]
+        return table
+
+    def advance(self, state: int, token: int) -> int:
+        """The state behind a token; `num_states` where it does not belong there."""
+        return int(self.next_state[state, self.class_of_token[token]])
+
+    def packed(self) -> bytes:
+        """The language as one string, which `unpacked` takes."""
+        parts = [(a.dtype.str, a.shape, a.tobytes()) for a in (getattr(self, n) for n in _NAMES)]
+        return zlib.compress(msgspec.msgpack.encode(parts), 1)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Language:
+        parts = msgspec.msgpack.decode(zlib.decompress(data))
+        return cls(*(np.frombuffer(raw, dtype).reshape(shape) for dtype, shape, raw in parts))
+
+
+_NAMES = tuple(field.name for field in fields(Language))
+
+
+def key_of(data: bytes) -> str:
+    """Name of a packed language."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def over_tokens(automaton: Automaton, vocabulary: Vocabulary, ends: Ends) -> Language:
+    """The language of an automaton, spelled in tokens, with what stands behind an answer.
+
+    Raises:
+        TooLargeError: with the numbers.
+        EmptyLanguageError: no tokens spell any of it.
+    """
+    class_of_token, targets = _walk(automaton, vocabulary)
+    targets, room = _useful_states(targets, automaton.accepting[:-1])
+    class_of_token, targets = _by_size(class_of_token, targets)
+    num_states, num_classes = targets.shape[0], targets.shape[1]
+    class_of_token[list(ends.others)] = num_classes + 1
+    class_of_token[ends.eos] = num_classes
+    eos, other = [num_classes], [num_classes + 1] if ends.others else []
+    return _with_edges(class_of_token, targets, room, num_states, eos, other)
+
+
+def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
+    """Classes of tokens [V] int64, and where each leads from every state: [Q, C] int32, Q nowhere.
+
+    The trie is walked from all states at once. Paths that lead alike are one: a `vector` has the
+    state that each state is led to.
+    """
+    table, num_states = automaton.table, automaton.num_states
+    num_kinds = table.shape[1]
+    vectors = _Vectors(num_states)
+    nodes = np.array([vectors.number(np.arange(num_states + 1, dtype=np.int32)[None])[0]])
+    class_of_token = np.full(vocabulary.num_columns, DEAD, dtype=np.int64)
+    for level in vocabulary.levels:
+        before = nodes[level.parents]
+        alive = (before != 0).nonzero()[0]
+        nodes = np.zeros(len(before), dtype=np.int64)
+        keys = before[alive] * num_kinds + automaton.classes[level.bytes[alive]]
+        found, place = np.unique(keys, return_inverse=True)
+        steps = table[vectors.rows(found // num_kinds), (found % num_kinds)[:, None]]
+        nodes[alive] = vectors.number(steps)[place]
+        class_of_token[level.end_tokens] = nodes[level.end_nodes]
+    used, own = np.unique(class_of_token, return_inverse=True)
+    names = used[used > 0]
+    if not len(names):
+        raise EmptyLanguageError("no tokens of the model spell it")
+    class_of_token = own - np.count_nonzero(used <= 0)
+    return np.maximum(class_of_token, DEAD), vectors.rows(names)[:, :-1].T
+
+
+class _Vectors:
+    """Distinct rows of states, numbered; 0 leads nowhere from anywhere."""
+
+    def __init__(self, num_states: int) -> None:
+        random = np.random.default_rng(0)
+        self._weights = random.integers(1, 2**63, num_states + 1, dtype=np.uint64)
+        self._known: dict[int, int] = {}
+        self._parts: list[Array] = []
+        self._rows = np.empty((0, num_states + 1), dtype=np.int32)
+        self.number(np.full((1, num_states + 1), num_states, dtype=np.int32))
+
+    def number(self, rows: Array) -> Array:
+        """Numbers [N] int64 of rows [N, Q + 1]."""
+        keys = (rows.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64)
+        numbers, new = np.empty(len(rows), dtype=np.int64), []
+        for index, key in enumerate(keys.tolist()):
+            if key not in self._known:
+                self._known[key] = len(self._known)
+                new.append(index)
+            numbers[index] = self._known[key]
+        if len(self._known) * rows.shape[1] > MOST_CELLS:
+            raise TooLargeError(
+                f"its {rows.shape[1] - 1} states tell more than {MOST_CELLS // rows.shape[1]} "
+                f"kinds of token apart; wanted at most {MOST_CELLS} of both together"
+            )
+        self._rows = np.concatenate([self._rows, rows[new]])
+        return numbers
+
+    def rows(self, numbers: Array) -> Array:
+        return self._rows[numbers]
+
+
+def _useful_states(targets: Array, accepting: Array) -> tuple[Array, Array]:
+    """Only states that whole tokens lead to and from which they lead to acceptance.
+
+    Returns:
+        targets [Q', C] int32, and the least number of tokens to acceptance [Q'] int32.
+    """
+    num_states = len(targets)
+    leads = np.zeros((num_states, num_states + 1), dtype=np.bool_)
+    leads[np.arange(num_states)[:, None], targets] = True
+    leads = leads[:, :-1]
+    reached = _distances(leads, np.arange(num_states) == 0) < _NEVER
+    room = _distances(leads.T, accepting)
+    if room[0] == _NEVER:
+        raise EmptyLanguageError("no tokens of the model spell it")
+    kept = (reached & (room < _NEVER)).nonzero()[0]
+    if len(kept) >= MOST_STATES:
+        raise TooLargeError(f"it has {len(kept)} states; wanted at most {MOST_STATES}")
+    numbers = np.full(num_states + 1, len(kept), dtype=np.int32)
+    numbers[kept] = np.arange(len(kept))
+    return numbers[targets[kept]], room[kept].astype(np.int32)
+
+
+def _distances(leads: Array, first: Array) -> Array:
+    """Steps from `first` [Q] bool to every state; `leads` [Q, Q] bool, from row to column."""
+    found = np.where(first, 0, _NEVER)
+    newest, steps = first, 0
+    while newest.any():
+        steps += 1
+        newest = leads[newest].any(axis=0) & (found == _NEVER)
+        found[newest] = steps
+    return found
+
+
+def _by_size(class_of_token: Array, targets: Array) -> tuple[Array, Array]:
+    """Classes that lead alike become one, and those that lead nowhere none; large ones first."""
+    num_states = len(targets)
+    weights = np.random.default_rng(0).integers(1, 2**63, num_states, dtype=np.uint64)
+    keys = (targets.astype(np.uint64) * weights[:, None]).sum(axis=0, dtype=np.uint64)
+    _, first, merged = np.unique(keys, return_index=True, return_inverse=True)
+    leads = (targets[:, first] < num_states).any(axis=0)
+    counts = np.bincount(merged[class_of_token[class_of_token >= 0]], minlength=len(first)) * leads
+    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(leads)]
+    numbers = np.full(len(first), DEAD, dtype=np.int64)
+    numbers[order] = np.arange(len(order))
+    new = np.append(numbers[merged], DEAD)[class_of_token]  # DEAD is the last place
+    return new.astype(np.int16), targets[:, first[order]]
+
+
+def _with_edges(
+    class_of_token: Array,
+    targets: Array,
+    room: Array,
+    num_states: int,
+    eos: list[int],
+    other: list[int],
+) -> Language:
+    """The language with its sets of classes and what every state allows."""
+    states, classes = (targets < num_states).nonzero()
+    order = np.lexsort((classes, targets[states, classes], states))
+    states, classes = states[order], classes[order].astype(np.int16)
+    ends = targets[states, classes]
+    is_first = np.ones(len(states), dtype=np.bool_)
+    is_first[1:] = (states[1:] != states[:-1]) | (ends[1:] != ends[:-1])
+    starts = is_first.nonzero()[0]
+    sizes = np.diff(np.append(starts, len(states)))
+    weights = np.random.default_rng(0).integers(1, 2**63, targets.shape[1], dtype=np.uint64)
+    keys = np.add.reduceat(weights[classes], starts)
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    members = [classes[starts[i] : starts[i] + sizes[i]] for i in first]
+    members += [np.array(eos, dtype=np.int16), np.array(eos + other, dtype=np.int16)]
+    edges = [
+        *zip(states[starts].tolist(), number.tolist(), ends[starts].tolist(), strict=True),
+        *((state, len(first) + 1, num_states) for state in (room == 0).nonzero()[0].tolist()),
+        (num_states, len(first), num_states),
+    ]
+    by_state: list[list[tuple[int, int]]] = [[] for _ in range(num_states + 1)]
+    for state, set_number, target in edges:
+        by_state[state].append((set_number, target))
+    width = max(map(len, by_state))
+    edge_sets = np.full((num_states + 1, width), len(members), dtype=np.int32)
+    edge_targets = np.zeros((num_states + 1, width), dtype=np.int32)
+    for state, own in enumerate(by_state):
+        edge_sets[state, : len(own)] = [set_number for set_number, _ in own]
+        edge_targets[state, : len(own)] = [target for _, target in own]
+    return Language(
+        class_of_token=class_of_token,
+        set_starts=np.cumsum([0, *map(len, members)]).astype(np.int32),
+        set_members=np.concatenate(members),
+        edge_sets=edge_sets,
+        edge_targets=edge_targets,
+        room=np.append(room, 0).astype(np.int32),
+    )

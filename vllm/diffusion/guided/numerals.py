@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers within bounds, as JSON writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.guided.regex import regex
+from vllm.diffusion.guided.syntax import Byte, Either, Multiple, Then, either, maybe, text, then
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+    from vllm.diffusion.guided.syntax import Node
+
+MOST_LISTED = 1000  # multiples that are written out; also the largest factor
+MOST_BOUND_DIGITS = 12  # so that three more behind the point are still told apart by a double
+OPEN_DIGITS = 15  # before the point, where a bound is missing on that side
+
+INTEGER = regex("-?(0|[1-9][0-9]*)")
+NUMBER = regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?")
+
+
+class UnsupportedBoundsError(ValueError):
+    """Bounds that cannot be enforced; the message says why."""
+
+
+def integers(least: int | None, most: int | None, factor: int | None) -> Node:
+    """Whole numbers from `least` to `most` that `factor` divides, None where nothing binds."""
+    if factor is not None and factor != 1:
+        return _multiples(least, most, factor)
+    if least is None and most is None:
+        return INTEGER
+    return _between(least, most, 0)
+
+
+def numbers(least: Decimal | None, most: Decimal | None, *, above: bool, below: bool) -> Node:
+    """Decimals between bounds.
+
+    Args:
+        least, most: the bounds; None where there is none.
+        above: `least` itself is out.
+        below: `most` itself is out.
+    """
+    if least is None and most is None:
+        return NUMBER
+    places = max(_places(least), _places(most))
+    low = None if least is None else int(least.scaleb(places)) + above
+    high = None if most is None else int(most.scaleb(places)) - below
+    for bound in (low, high):
+        if bound is not None and len(str(abs(bound))) > MOST_BOUND_DIGITS:
+            raise UnsupportedBoundsError(f"wanted bounds of at most {MOST_BOUND_DIGITS} digits")
+    more = regex("[0-9]{1,3}") if places else regex(r"\.[0-9]{1,3}")
+    options = [_between(low, high, places)]
+    # What follows the places of the bounds leads away from zero, by less than one of the last.
+    outer_low = 0 if low is None else max(low, 0)
+    if high is None or high > outer_low:
+        options.append(then(_digits(outer_low, None if high is None else high - 1, places), more))
+    outer_high = 0 if high is None else max(-high, 0)
+    if low is None or -low > outer_high:
+        bottom = None if low is None else -low - 1
+        options.append(then("-", _digits(outer_high, bottom, places), more))
+    return either(options)
+
+
+def _multiples(least: int | None, most: int | None, factor: int) -> Node:
+    if not 1 <= factor <= MOST_LISTED:
+        raise UnsupportedBoundsError(f"wanted a whole number from 1 to {MOST_LISTED}")
+    if least is not None and most is not None:
+        first, last = -(-least // factor), most // factor
+        if last - first >= MOST_LISTED:
+            raise UnsupportedBoundsError(
+                f"{last - first + 1} multiples lie within the bounds; wanted at most {MOST_LISTED}"
+            )
+        return either(str(factor * number) for number in range(first, last + 1))
+    if most is None and (least is None or least <= 0):
+        sign = maybe(text("-")) if least is None else Then()
+        return then(sign, Multiple(factor))
+    raise UnsupportedBoundsError("wanted both bounds beside it, none, or minimum: 0")
+
+
+def _places(bound: Decimal | None) -> int:
+    """Decimals that a bound has."""
+    return 0 if bound is None else max(-int(bound.normalize().as_tuple().exponent), 0)
+
+
+def _between(least: int | None, most: int | None, places: int) -> Node:
+    """Whole numbers of both signs, written with so many of their digits behind a point."""
+    options: list[Node] = []
+    if most is None or most >= max(least or 0, 0):
+        options.append(_digits(max(least or 0, 0), most, places))
+    below = None if least is None else -least
+    above = 1 if most is None else max(-most, 1)
+    if below is None or below >= above:
+        options.append(then("-", _digits(above, below, places)))
+    return either(options) if options else Either()
+
+
+def _digits(least: int, most: int | None, places: int) -> Node:
+    """The same, none of them negative; None is without bound."""
+    if most is None:
+        most = 10 ** max(OPEN_DIGITS + places, len(str(least))) - 1
+    options, shortest = [], places + 1
+    for length in range(max(len(str(least)), shortest), max(len(str(most)), shortest) + 1):
+        first = max(least, 10 ** (length - 1) if length > shortest else 0)
+        last = min(most, 10**length - 1)
+        if first <= last:
+            low, high = (str(bound).zfill(length) for bound in (first, last))
+            options.append(_of_equal_length(low, high, length - places))
+    return either(options) if options else Either()
+
+
+def _of_equal_length(low: str, high: str, before: int) -> Node:
+    """Digits from `low` to `high`, a point behind so many of them, if others follow."""
+    if not low:
+        return Then()
+    point = text("." if before == 0 else "")
+    first, last, rest = int(low[0]), int(high[0]), len(low) - 1
+    least, most = "0" * rest, "9" * rest
+    if first == last:
+        inner = _of_equal_length(low[1:], high[1:], before - 1)
+        return then(point, low[0], inner)
+    options = []
+    if low[1:] != least:
+        options.append(then(low[0], _of_equal_length(low[1:], most, before - 1)))
+        first += 1
+    if high[1:] != most:
+        options.append(then(high[0], _of_equal_length(least, high[1:], before - 1)))
+        last -= 1
+    if first <= last:
+        digits = Byte(((1 << (last - first + 1)) - 1) << (ord("0") + first))
+        options.append(then(digits, _of_equal_length(least, most, before - 1)))
+    return then(point, either(options))

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expressions over bytes, of which languages are made: all regular, all of UTF-8 text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LAST_CODE_POINT = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+_LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, LAST_CODE_POINT)
+
+Range: TypeAlias = tuple[int, int]  # code points or bytes, both ends included
+
+
+@dataclass(frozen=True)
+class Byte:
+    """One byte of a set; bit b of `mask` is set where byte b belongs to it."""
+
+    mask: int
+
+
+@dataclass(frozen=True)
+class Then:
+    """One part after the other; no part is the empty text."""
+
+    parts: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of the options; none of them is no text at all."""
+
+    options: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`least` to `most` times the same; None is without bound."""
+
+    node: Node
+    least: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """A decimal without sign or leading zeros that `factor` divides; zero is one."""
+
+    factor: int
+
+
+Node: TypeAlias = "Byte | Then | Either | Repeat | Multiple"
+
+
+def text(string: str) -> Node:
+    """Exactly this text."""
+    return Then(tuple(Byte(1 << byte) for byte in string.encode()))
+
+
+def then(*parts: Node | str) -> Node:
+    """Parts one after the other; strings stand for themselves."""
+    return Then(tuple(text(part) if isinstance(part, str) else part for part in parts))
+
+
+def either(options: Iterable[Node | str]) -> Node:
+    """One of the options; strings stand for themselves."""
+    found = tuple(text(option) if isinstance(option, str) else option for option in options)
+    return found[0] if len(found) == 1 else Either(found)
+
+
+def maybe(node: Node) -> Node:
+    return Repeat(node, 0, 1)
+
+
+def chars(ranges: Iterable[Range]) -> Node:
+    """One character of the code points of `ranges`, in UTF-8; surrogates are none."""
+    mask, longer = 0, []
+    for first, last in _without_surrogates(ranges):
+        for low, high in _of_equal_length(first, last):
+            if high <= _LAST_OF_LENGTH[0]:
+                mask |= _byte_mask(low, high)
+            else:
+                longer += _sequences(chr(low).encode(), chr(high).encode())
+    options = [Byte(mask)] if mask else []
+    return either([*options, *longer]) if options or longer else Either()
+
+
+def complement(ranges: Iterable[Range]) -> list[Range]:
+    """All code points that are in none of `ranges`."""
+    found, start = [], 0
+    for first, last in sorted(ranges):
+        if first > start:
+            found.append((start, first - 1))
+        start = max(start, last + 1)
+    return [*found, (start, LAST_CODE_POINT)] if start <= LAST_CODE_POINT else found
+
+
+def _byte_mask(first: int, last: int) -> int:
+    return (1 << (last + 1)) - (1 << first)
+
+
+def _without_surrogates(ranges: Iterable[Range]) -> Iterable[Range]:
+    for first, last in ranges:
+        for low, high in ((first, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, last)):
+            if max(first, low) <= min(last, high):
+                yield max(first, low), min(last, high)
+
+
+def _of_equal_length(first: int, last: int) -> Iterable[Range]:
+    """A range cut where its characters become longer in UTF-8."""
+    for bound in _LAST_OF_LENGTH:
+        if first <= min(last, bound):
+            yield first, min(last, bound)
+            first = bound + 1
+
+
+def _sequences(low: bytes, high: bytes) -> list[Node]:
+    """Byte sequences from `low` to `high`, which are equally long and start alike or not."""
+    if len(low) == 1:
+        return [Byte(_byte_mask(low[0], high[0]))]
+    least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    if low[0] == high[0]:
+        return [Then((_one(low[0]), rest)) for rest in _sequences(low[1:], high[1:])]
+    found: list[Node] = []
+    first, last = low[0], high[0]
+    if low[1:] != least:
+        found += [Then((_one(first), rest)) for rest in _sequences(low[1:], most)]
+        first += 1
+    if high[1:] != most:
+        found += [Then((_one(last), rest)) for rest in _sequences(least, high[1:])]
+        last -= 1
+    if first <= last:
+        whole = _sequences(least, most)
+        found += [Then((Byte(_byte_mask(first, last)), rest)) for rest in whole]
+    return found
+
+
+def _one(byte: int) -> Byte:
+    return Byte(1 << byte)
+
+
+def count_nodes(node: Node) -> int:
+    """States that an automaton of `node` has at most, with repetitions written out."""
+    if isinstance(node, Byte):
+        return 1
+    if isinstance(node, Multiple):
+        return node.factor + 1
+    if isinstance(node, Repeat):
+        times = node.least + 1 if node.most is None else max(node.most, 1)
+        return times * (count_nodes(node.node) + 1)
+    inner: Sequence[Node] = node.parts if isinstance(node, Then) else node.options
+    return 1 + sum(map(count_nodes, inner))

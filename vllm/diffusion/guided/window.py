@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jointly best string of a language, or one drawn from it, over a forward's open positions.
+
+The distribution is the product of what the model says of every position, conditioned on the
+language (DINGO, Suresh et al., arXiv:2505.23061, finds its most probable string). All candidates
+are of one whole string, so any part of them may be committed and the rest can still be filled.
+
+Backward over positions: how well a state can be completed. Forward: from the first state, what each
+position takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.diffusion.guided.automaton import Array
+    from vllm.diffusion.guided.language import Language
+
+OPEN = -2  # of `Window.kinds`: there are logits
+FREE = -3  # anything may stand there, later
+LEAST_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
+
+
+class Window(NamedTuple):
+    """Positions of a canvas that a forward chooses for, and those between them.
+
+    Attributes:
+        first: the first one, on the canvas.
+        start: the state before it.
+        kinds: [n] int32: OPEN, FREE, or the class of the token that stands there.
+        left: positions behind the last one until the answer must be whole; negative where it must
+            be whole so many positions before the end of the window.
+    """
+
+    first: int
+    start: int
+    kinds: Array
+    left: int
+
+
+class Rows(NamedTuple):
+    """What the logits of R rows say of C classes.
+
+    Attributes:
+        weights: [R, C] float64: of all tokens of the class, in nats; at temperature 0 of its best.
+        keys: [R, C] float64: what the best token is chosen by, among classes too.
+        tokens: [R, C] int64: the best token of the class.
+        logprobs: [R, C] float64: its log probability, as it is scored.
+    """
+
+    weights: Array
+    keys: Array
+    tokens: Array
+    logprobs: Array
+
+
+def read(
+    language: Language,
+    logits: Array,
+    gumbel: Array | None,
+    temperature: float,
+    *,
+    is_tempered: bool,
+) -> Rows:
+    """What rows of logits say of the classes of a language.
+
+    Args:
+        language: of which the classes are.
+        logits: [R, V] floats.
+        gumbel: [R, V] noise, where temperature is above 0.
+        temperature: of the draw.
+        is_tempered: log probabilities are taken at the temperature, too.
+    """
+    order, starts = language.by_class
+    sizes = np.diff(np.append(starts, len(order)))
+    logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    kept = logits[:, order]
+    scaled = kept / temperature if temperature > 0 else kept
+    keys = scaled if gumbel is None else scaled + gumbel[:, order]
+    best = np.maximum.reduceat(keys, starts, axis=1)
+    columns = np.where(keys == np.repeat(best, sizes, axis=1), np.arange(len(order)), len(order))
+    columns = np.minimum.reduceat(columns, starts, axis=1)
+    weights = best
+    if gumbel is not None:
+        top = np.maximum(np.maximum.reduceat(scaled, starts, axis=1), LEAST_WEIGHT)
+        shares = np.exp(scaled - np.repeat(top, sizes, axis=1))
+        sums = np.add.reduceat(shares, starts, axis=1)
+        weights = top + np.log(np.maximum(sums, 1e-300))
+    base = logits.max(axis=1, keepdims=True) / (temperature if temperature > 0 else 1)
+    scored = scaled if is_tempered else kept
+    all_scored = logits / temperature if is_tempered and temperature > 0 else logits
+    total = np.logaddexp.reduce(all_scored, axis=1, keepdims=True)
+    logprobs = np.take_along_axis(scored, columns, axis=1) - total
+    return Rows(np.maximum(weights - base, LEAST_WEIGHT), best, order[columns], logprobs)
+
+
+def choose(language: Language, window: Window, rows: Rows, draws: Array | None) -> Array:
+    """Which class every row takes: [R] int64, in the order of the open positions.
+
+    Args:
+        language: with at least one string of this window.
+        window: its open positions are the rows.
+        rows: what the logits say.
+        draws: [n] uniform numbers, one per position, for a draw; None for the best string.
+    """
+    weights = _set_weights(language, window, rows.weights, is_drawn=draws is not None)
+    values = _backward(language, window, weights, is_drawn=draws is not None)
+    state, row = window.start, 0
+    chosen = np.empty(len(rows.weights), dtype=np.int64)
+    for index, kind in enumerate(window.kinds.tolist()):
+        options = weights[index, language.edge_sets[state]]
+        options = options + values[index + 1, language.edge_targets[state]]
+        if draws is None or kind == FREE:
+            edge = int(options.argmax())
+        else:
+            shares = np.exp(options - options.max()).cumsum()
+            edge = int(np.searchsorted(shares, draws[index] * shares[-1], side="right"))
+            edge = min(edge, len(options) - 1)
+        if kind == OPEN:
+            number = language.edge_sets[state, edge]
+            members = language.set_members[slice(*language.set_starts[number : number + 2])]
+            chosen[row] = members[rows.keys[row, members].argmax()]
+            row += 1
+        state = int(language.edge_targets[state, edge])
+    return chosen
+
+
+def can_be_completed(language: Language, window: Window) -> bool:
+    """Whether what stands in a window can become part of a whole answer."""
+    nothing = np.empty((np.count_nonzero(window.kinds == OPEN), language.num_classes))
+    weights = _set_weights(language, window, nothing * 0, is_drawn=False)
+    values = _backward(language, window, weights, is_drawn=False)
+    return bool(values[0, window.start] > -np.inf)
+
+
+def _set_weights(language: Language, window: Window, weights: Array, *, is_drawn: bool) -> Array:
+    """[n, S + 1] float64: what each set weighs at each position; the last column is no set."""
+    found = np.zeros((len(window.kinds), language.num_sets + 1))
+    members, starts = language.set_members, language.set_starts[:-1]
+    kept = weights[:, members]
+    best = np.maximum.reduceat(kept, starts, axis=1)
+    if is_drawn:
+        sizes = np.diff(language.set_starts)
+        shares = np.exp(kept - np.repeat(best, sizes, axis=1))
+        best = best + np.log(np.add.reduceat(shares, starts, axis=1))
+    found[window.kinds == OPEN, :-1] = best
+    known = (window.kinds >= 0).nonzero()[0]
+    is_there = window.kinds[known, None] == members
+    found[known, :-1] = np.where(np.logical_or.reduceat(is_there, starts, axis=1), 0.0, -np.inf)
+    found[:, -1] = -np.inf
+    return found
+
+
+def _backward(language: Language, window: Window, weights: Array, *, is_drawn: bool) -> Array:
+    """[n + 1, Q] float64: what the rest of the window is worth behind each position."""
+    num = len(window.kinds)
+    values = np.empty((num + 1, language.num_states))
+    values[num] = np.where(language.room <= max(window.left, 0), 0.0, -np.inf)
+    for index in range(num - 1, -1, -1):
+        options = weights[index][language.edge_sets] + values[index + 1][language.edge_targets]
+        best = options.max(axis=1)
+        if is_drawn and window.kinds[index] != FREE:
+            finite = np.maximum(best, -1e300)
+            sums = np.exp(options - finite[:, None]).sum(axis=1)
+            with np.errstate(divide="ignore"):
+                best = finite + np.log(sums)
+        values[index] = best
+        if index == num + window.left:  # the answer must be whole here
+            values[index, language.room > 0] = -np.inf
+    return values
