@@ -110,9 +110,14 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"tool_choice": "auto"},
     {"functions": [{"name": "f"}]},
     {"function_call": "auto"},
-    {"response_format": {"type": "json_object"}},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}},
-    {"structured_outputs": {"regex": "a*"}},
+    {"response_format": {"type": "xml"}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": {"uniqueItems": True}},
+        }
+    },
+    {"structured_outputs": {"grammar": "a"}},
     {"structured_outputs": 5},
     {"response_format": "json"},
     {"stream_interval": 2**64},

@@ -28,7 +28,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
     *({"vllm_xargs": value} for value in ({"steps": 0}, {"stepz": 1}, {"dllm_decision": 5})),
     *({"previous_response_id": "x"}, {"background": True}, {"model": "other"}),
     *({"repetition_penalty": 2.0}, {"presence_penalty": 1.0}, {"priority": "x"}),
-    *({"top_p": 0.5, "temperature": 1.0}, {"structured_outputs": {"regex": "a*"}}),
+    *({"top_p": 0.5, "temperature": 1.0}, {"structured_outputs": {"grammar": "a"}}),
 ]
 
 

@@ -21,7 +21,7 @@ from vllm.diffusion.algorithms import GUIDED_CACHES, NEVER, algorithms_for
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, canonical, named_algorithm
 from vllm.diffusion.guided.guides import STRUCTURED, Spec, check_room, spec_of
-from vllm.diffusion.lengths import decide_lengths
+from vllm.diffusion.lengths import DEFAULT_BLOCK, decide_lengths
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
 from vllm.diffusion.scoring import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
 from vllm.diffusion.values import in_words
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.algorithms import Algorithm
+    from vllm.diffusion.guided.guides import Guide
     from vllm.diffusion.params import SpecialIds
     from vllm.diffusion.scoring import ScoreRequest
     from vllm.diffusion.values import Field
@@ -213,6 +214,20 @@ def decide(
     lengths = decide_lengths(
         request, algorithm, model, len(prompt_token_ids), upstream_max_tokens=upstream_max_tokens
     )
+    guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
+    if guide is not None and lengths.canvas < _usual_canvas(guide):
+        longer = _longer(request, guide, model, len(prompt_token_ids), upstream_max_tokens)
+        lengths = (
+            lengths
+            if longer is None
+            else decide_lengths(
+                longer,
+                algorithm,
+                model,
+                len(prompt_token_ids),
+                upstream_max_tokens=upstream_max_tokens,
+            )
+        )
     cache = _cache(request, algorithm, model)
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
     if cache not in GUIDED_CACHES:
@@ -243,8 +258,8 @@ def decide(
         ignored=(*ignored, *inherited),
         **values,
     )
-    if spec is not None:
-        params = _guided(params, spec, model, stop_token_ids)
+    if spec is not None and guide is not None:
+        params = _guided(params, spec, guide)
     if score is not None:
         if spec is not None:
             raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
@@ -265,18 +280,43 @@ def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
     return {**ONLY_READ, "cfg_scale": float(score.cfg_scale)}
 
 
-def _guided(
-    params: DiffusionParams, spec: Spec, model: ServedModel, stop_token_ids: frozenset[int]
-) -> DiffusionParams:
-    """The parameters of a request whose answer must match; filters of single tokens cannot act."""
-    if params.logits_eos_inf:
+def _guide(
+    spec: Spec, request: Mapping[str, Any], model: ServedModel, stop_token_ids: frozenset[int]
+) -> Guide:
+    """The language of an answer that must match; what would break it is refused."""
+    if request.get("logits_eos_inf"):
         raise InvalidParameterError("logits_eos_inf", True, f"wanted false beside {spec.field}")
     others = sorted(stop_token_ids - model.ids.stop)
     if others:
         raise InvalidParameterError("stop_token_ids", others, f"wanted none beside {spec.field}")
     if model.guides is None:
         raise InvalidParameterError(spec.field, spec.value, "wanted a server with a tokenizer")
-    guide = model.guides.guide(spec)
+    return model.guides.guide(spec)
+
+
+def _usual_canvas(guide: Guide) -> int:
+    """Twice what the shortest answer takes, in whole default blocks."""
+    return -(-2 * guide.least_tokens // DEFAULT_BLOCK) * DEFAULT_BLOCK
+
+
+def _longer(
+    request: Mapping[str, Any],
+    guide: Guide,
+    model: ServedModel,
+    prompt_length: int,
+    upstream_max_tokens: int | None,
+) -> dict[str, Any] | None:
+    """The request with a canvas that fits its language, if it leaves the length open."""
+    room = model.max_model_len - prompt_length
+    is_open = upstream_max_tokens in (None, room, model.default_max_tokens)
+    if not is_open or {"gen_length", "max_tokens"} & request.keys():
+        return None
+    canvas = min(_usual_canvas(guide), room)
+    return {**request, "gen_length": canvas} if canvas >= guide.least_tokens else None
+
+
+def _guided(params: DiffusionParams, spec: Spec, guide: Guide) -> DiffusionParams:
+    """Parameters with a language, which fits its room; filters of single tokens cannot act."""
     is_cut = params.max_tokens < params.gen_length
     room = min(params.max_tokens, params.gen_length)
     check_room(guide, spec, room, "max_tokens" if is_cut else "gen_length")

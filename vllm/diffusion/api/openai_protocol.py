@@ -173,6 +173,7 @@ def check_body(body: Any) -> None:
         return
     try:
         _refuse_unsupported(body)
+        asked_spec(body.get("response_format"), body.get(STRUCTURED))
         if not isinstance(body.get("messages", []), list):
             raise InvalidParameterError("messages", body["messages"], "wanted a list of messages")
         for name in sorted(body.keys() - CANONICAL.keys()):
