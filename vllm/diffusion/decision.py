@@ -290,7 +290,8 @@ def _guide(
     if others:
         raise InvalidParameterError("stop_token_ids", others, f"wanted none beside {spec.field}")
     if model.guides is None:
-        raise InvalidParameterError(spec.field, spec.value, "wanted a server with a tokenizer")
+        wanted = "wanted a server that has a tokenizer and divides no sequence over ranks"
+        raise InvalidParameterError(spec.field, spec.value, wanted)
     return model.guides.guide(spec)
 
 

@@ -56,7 +56,7 @@ class ServedModel:
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: of a block-causal checkpoint's config.
         penalties: of generation_config.json, which upstream gives to requests that have none.
-        guides: compiles what answers must match; None without a tokenizer.
+        guides: compiles what answers must match; None where nothing can be matched.
     """
 
     family: Family
