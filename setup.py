@@ -5,6 +5,10 @@ At the root, for every room, or inside one room's folder, for that room alone::
 
     python setup.py build_ext --inplace
 
+``pip install .`` makes a wheel of the project. Upstream's package has files of the same names, so
+the wheel holds ours in a folder of its own, which ``mosaic.pth`` puts first on the path. Where the
+rooms cannot be compiled it holds none of them, and the server says so at its start.
+
 This file decides what is compiled and how; ninja decides what is out of date, and runs nvcc. The
 extension module is left beside the ``__init__.py`` that imports it, everything else under
 ``build/native`` at the root (never in a room, whose folder may stand on ``PYTHONPATH``).
@@ -33,6 +37,7 @@ from pathlib import Path
 try:
     from setuptools import Extension, setup
     from setuptools.command.build_ext import build_ext
+    from setuptools.command.build_py import build_py
 except ImportError:
     sys.exit("setuptools not found: python -m pip install -r requirements/build.txt")
 
@@ -40,6 +45,10 @@ ROOT = Path(__file__).resolve().parent
 # One for each interpreter: objects of the bindings depend on Python's headers.
 FOLDER = ROOT / "build" / "native" / str(sysconfig.get_config_var("SOABI"))
 DEFAULT_ARCHS = "80 90a 100"
+
+OVERLAY = "mosaic_overlay"  # the wheel's folder
+PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
+KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".typed"})  # of what lies in a package
 
 
 class BuildError(Exception):
@@ -207,11 +216,42 @@ class BuildNative(build_ext):
             room_of[extension.name]: Path(self.get_ext_fullpath(extension.name)).resolve()
             for extension in self.extensions
         }
+        if not self.inplace:
+            library = Path(self.build_lib).resolve()
+            outputs = {r: library / OVERLAY / p.relative_to(library) for r, p in outputs.items()}
+            for place in outputs.values():
+                place.parent.mkdir(parents=True, exist_ok=True)
         try:
             if outputs:
                 build(outputs)
         except BuildError as error:
-            sys.exit(str(error))
+            if self.inplace:
+                sys.exit(str(error))
+            print(f"without compiled kernels: {error}", file=sys.stderr)
+
+    def get_outputs(self) -> list[str]:
+        """They are part of what `BuildOverlay` makes."""
+        return []
+
+
+class BuildOverlay(build_py):
+    """``build_py`` that lays the project into the wheel's own folder."""
+
+    def run(self) -> None:
+        library = Path(self.build_lib)
+        shutil.rmtree(library / OVERLAY, ignore_errors=True)  # of an older build
+        for package in PACKAGES:
+            for file in (ROOT / package).rglob("*"):
+                if file.suffix in KEPT and file.name != "setup.py":
+                    place = library / OVERLAY / file.relative_to(ROOT)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, place)
+        shutil.copy(ROOT / "scripts" / "installed" / "mosaic_overlay_path.py", library)
+        (library / "mosaic.pth").write_text("import mosaic_overlay_path\n")
+
+    def get_source_files(self) -> list[str]:
+        """None in the places where setuptools looks for modules."""
+        return []
 
 
 def main(room_name: str | None) -> None:
@@ -219,17 +259,18 @@ def main(room_name: str | None) -> None:
     rooms = [room for room in ROOMS if room_name in (None, room.name)]
     package_dir = {"": "."} if room_name is None else {rooms[0].package: "."}
     os.chdir(ROOT if room_name is None else ROOT / rooms[0].folder)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     setup(
-        name="mosaic-native",
-        version="0.1.0",
         packages=[],
+        py_modules=["mosaic_overlay_path"] if room_name is None else [],
+        options={"egg_info": {"egg_base": str(FOLDER)}},  # not where Python would find it
         package_dir=package_dir,
         ext_modules=[
             Extension(room.extension, [str(source) for source in room.sources()])
             for room in rooms
             if room.is_enabled
         ],
-        cmdclass={"build_ext": BuildNative},
+        cmdclass={"build_ext": BuildNative, "build_py": BuildOverlay},
     )
 
 

@@ -22,7 +22,7 @@ from tests.scripts.repository import ROOT, add_recorder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INFO = "mosaic-0.1.0.dist-info"
+INFO = "mosaic-0.2.0.dist-info"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import flash_sample
@@ -10,7 +11,12 @@ import gather_gemm
 import vmm_allocator
 from vllm_add_llada.cuda_kernels import fused_ops
 
-BUILD = "python setup.py build_ext --inplace"  # at the root of the repository
+_IS_CLONE = (Path(__file__).resolve().parents[3] / "setup.py").is_file()
+BUILD = (
+    "python setup.py build_ext --inplace"  # at the root of the repository
+    if _IS_CLONE
+    else "pip install --force-reinstall --no-deps PLACE_OF_THE_REPOSITORY, with nvcc on PATH"
+)
 
 
 class Room(NamedTuple):
