@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +13,7 @@ from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params
 from tests.engine.test_batching import assert_decoded
 from vllm.diffusion.memory import UsageMeter
+from vllm.diffusion.ops import HostCopy
 
 if TYPE_CHECKING:
     import pytest
@@ -95,6 +98,65 @@ def test_a_launch_that_fails_leaves_nothing_switched_on(
     assert runner.pool.used_bytes == runner.caches.reserved_bytes  # and no scope is open
     (again,) = engine.ask(as_request(prompt, **BLOCKS))
     assert again.token_ids == wanted.ids
+
+
+def test_a_kernel_that_fails_while_the_host_waits_ends_the_requests_of_its_step(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    """A GPU says so late. Who comes after that is answered."""
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    wait, waits = HostCopy.wait, []
+
+    def fail_at_fifth(self: HostCopy) -> Any:
+        waits.append(self)
+        if len(waits) == 5:
+            raise RuntimeError("an illegal memory access was encountered")
+        return wait(self)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(HostCopy, "wait", fail_at_fifth)
+        answers = engine.ask(*[as_request(prompt, **BLOCKS)] * 2)
+        (after,) = engine.ask(as_request(prompt, **BLOCKS))
+    for answer in answers:
+        assert answer.finish_reason == "error"
+        assert "illegal memory access" in answer.report["error"]
+        assert answer.token_ids == wanted.ids[:8]
+    assert_decoded([after], [wanted])
+    assert engine.is_idle()
+
+
+def test_a_full_disk_for_logs_ends_nothing(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors are told to clients, whether they can be logged or not."""
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    tried = []
+
+    class FullDisk(logging.StreamHandler[Any]):
+        def emit(self, record: logging.LogRecord) -> None:
+            tried.append(record.levelname)
+            super().emit(record)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device broke")
+
+    handler = FullDisk(open("/dev/full", "w", buffering=1))  # noqa: SIM115
+    logger = logging.getLogger("vllm")
+    logger.addHandler(handler)
+    monkeypatch.setattr(engine.runner._log, "_tells_every_step", True)
+    try:
+        (good,) = engine.ask(as_request(prompt, **BLOCKS))
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.runner.model.layers[1], "feed_forward", fail)
+            (bad,) = engine.ask(as_request(prompt, **BLOCKS))
+    finally:
+        logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.stream.close()
+    assert {"INFO", "ERROR"} <= set(tried)
+    assert_decoded([good], [wanted])
+    assert "the device broke" in bad.report["error"]
+    assert engine.is_idle()
 
 
 def test_a_request_that_no_validator_saw_is_refused_by_the_scheduler(

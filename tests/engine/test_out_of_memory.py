@@ -52,6 +52,42 @@ def test_running_out_of_memory_fails_the_largest_request_alone(
     assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
 
 
+def test_every_stage_may_run_out_of_memory(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    """Whatever it is that does not fit, the largest request ends, and says what it was."""
+    asked = {"gen_length": 8, "block_length": 8, "steps": 4}
+    cases = [clear_case(model, length, **asked) for length in (20, 60)]
+    asks = [as_request(prompt, **asked) for prompt, _ in cases]
+    launch, pool = engine.runner.launch, engine.runner.pool
+    take, expect = pool.take, pool.expect
+    failing, seen, is_large = "", dict[str, None](), False
+
+    def noted_launch(req_ids: list[str]) -> Any:
+        nonlocal is_large
+        is_large = any(engine.runner.canvases[req_id].length > 60 for req_id in req_ids)
+        return launch(req_ids)
+
+    def noted(name: str, asks_pool: Any, *arguments: Any) -> Any:
+        seen[name] = None
+        if is_large and name == failing:
+            raise PoolExhaustedError(name, 10, 5)
+        return asks_pool(name, *arguments)
+
+    monkeypatch.setattr(engine.runner, "launch", noted_launch)
+    monkeypatch.setattr(pool, "take", lambda name, *a: noted(name, take, *a))
+    monkeypatch.setattr(pool, "expect", lambda name, *a: noted(name, expect, *a))
+    assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+    assert len(seen) >= 8
+    for failing in list(seen):
+        small, large = engine.ask(*asks)
+        assert_decoded([small], [cases[0][1]])
+        assert large.finish_reason == "error"
+        assert failing in large.report["error"]
+        assert engine.is_idle()
+        assert pool.used_bytes == engine.runner.caches.reserved_bytes
+
+
 def test_a_step_that_never_fits_fails_all_its_requests_and_no_other(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
