@@ -98,6 +98,11 @@ def test_what_is_left_in_the_engine_is_noticed(url: str, monkeypatch: pytest.Mon
     assert not Outcome(num_unfinished=3).is_good
 
 
+def test_memory_may_grow_a_little() -> None:
+    assert Outcome(rss_early=1000.0, rss_end=1030.0).is_good
+    assert not Outcome(rss_early=1000.0, rss_end=1031.0).is_good
+
+
 def test_bodies_are_the_same_for_the_same_seed() -> None:
     bodies = random_bodies(256, seed=5)
     assert bodies == random_bodies(256, seed=5)
