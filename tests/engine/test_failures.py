@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params
 from tests.engine.test_batching import assert_decoded
-from vllm.diffusion.memory import UsageMeter
+from vllm.diffusion.memory import PoolExhaustedError, UsageMeter
 from vllm.diffusion.ops import HostCopy
 
 if TYPE_CHECKING:
@@ -122,6 +123,27 @@ def test_a_kernel_that_fails_while_the_host_waits_ends_the_requests_of_its_step(
         assert "illegal memory access" in answer.report["error"]
         assert answer.token_ids == wanted.ids[:8]
     assert_decoded([after], [wanted])
+    assert engine.is_idle()
+
+
+def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = as_request(random_prompt(120), **BLOCKS, temperature=0.8)
+    noisy = {"temperature": 0.8, "n": 3, "seed": 5}
+    prompt = {"prompt_token_ids": ask.prompt}
+    sampling = sampling_params(replace(ask, sampling=noisy))
+    (wanted,) = engine.llm.generate([prompt], [sampling], use_tqdm=False)
+    failed = []
+
+    def fail(*arguments: Any) -> Any:
+        failed.append(arguments)
+        raise PoolExhaustedError("logits", 10, 5)
+
+    monkeypatch.setattr(engine.runner._compute, "known", fail)
+    (found,) = engine.llm.generate([prompt], [sampling], use_tqdm=False)
+    assert len(failed) == 2
+    assert [o.token_ids for o in found.outputs] == [o.token_ids for o in wanted.outputs]
     assert engine.is_idle()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,11 +15,13 @@ from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.harness import Ask, running, shrink, to_answer
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
 from tests.engine.test_running_ahead import finish, start
+from tests.memory.test_planner import LLADA_8B
 from vllm.diffusion.engine.messages import Slice
+from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.slicing import Pace
 from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import Demand, PoolExhaustedError, StepShape, cost
+from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, cost
 from vllm.diffusion.memory.planner import Plan, StageSeconds
 
 if TYPE_CHECKING:
@@ -78,6 +81,23 @@ def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | No
     answers = finish(engine)
     names = ["long", *(f"short {number}" for number in range(len(BESIDE)))]
     return tokens([answers[name] for name in names])
+
+
+def test_pages_are_not_given_back_for_what_a_slice_leaves_to_others() -> None:
+    """A plan that leaves nobody anything is faster, but is not the one that it would get."""
+    planner, step = Planner(LLADA_8B, 400 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
+    found = planner.plan_beside_others(step, 0, 0.05)
+    assert planner.plan(step, 0, 0.05).predicted_seconds < 0.9 * found.predicted_seconds
+    runner: Any = SimpleNamespace(
+        planner=planner,
+        caches=SimpleNamespace(unused_bytes=1),
+        pool=SimpleNamespace(has_frame=False),
+        _ledger=SimpleNamespace(kept_bytes=0),
+        _found_plan=lambda *a: DiffusionModelRunner._found_plan(runner, *a),
+    )
+    assert not DiffusionModelRunner._gains_by_trimming(runner, step, found, 0.05)
+    runner.caches.unused_bytes = 100 << 20
+    assert DiffusionModelRunner._gains_by_trimming(runner, step, found, 0.05)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -111,9 +111,7 @@ def _canvas(
     room = model.max_model_len - prompt_length
     canvas: int | None = request.get("gen_length")
     block_length: int | None = request.get("block_length")
-    max_tokens: int | None = request.get("max_tokens")
-    if max_tokens is None and not _is_no_limit(upstream_max_tokens, canvas, room, model):
-        max_tokens = upstream_max_tokens
+    max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
         if max_tokens is None and model.default_max_tokens is not None:
             max_tokens = min(model.default_max_tokens, max(room, 1))
@@ -147,15 +145,20 @@ def _check_room(
         )
 
 
-def _is_no_limit(max_tokens: int | None, canvas: int | None, room: int, model: ServedModel) -> bool:
-    """Whether upstream's limit stands for "no limit given".
+def _asked_max_tokens(
+    request: Mapping[str, Any], upstreams: int | None, room: int, model: ServedModel
+) -> int | None:
+    """The longest answer that is asked for; None where no limit is.
 
-    Upstream writes all the room that is left. Beside an explicit canvas its defaults, of
-    SamplingParams and of generation_config.json, are no wish to cut the answer either.
+    Upstream writes all the room that is left where none was given. Beside an explicit canvas its
+    defaults, of SamplingParams and of generation_config.json, are no wish to cut the answer either.
     """
-    if max_tokens is None or max_tokens == room:
-        return True
-    return canvas is not None and max_tokens in (OFFLINE_MAX_TOKENS, model.default_max_tokens)
+    asked: int | None = request.get("max_tokens")
+    if asked is not None or upstreams == room:
+        return asked
+    has_canvas = request.get("gen_length") is not None
+    is_default = upstreams in (OFFLINE_MAX_TOKENS, model.default_max_tokens)
+    return None if has_canvas and is_default else upstreams
 
 
 def _grid_lengths(
@@ -167,10 +170,8 @@ def _grid_lengths(
 ) -> Lengths:
     """Of block-causal families: any answer and any block, as future blocks cost nothing."""
     room = model.max_model_len - prompt_length
-    max_tokens = request.get("max_tokens")
     canvas = request.get("gen_length")
-    if max_tokens is None and not _is_no_limit(upstream_max_tokens, canvas, room, model):
-        max_tokens = upstream_max_tokens
+    max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
         usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
         canvas = max(usual, 1) if max_tokens is None else max_tokens

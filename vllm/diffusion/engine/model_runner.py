@@ -209,17 +209,15 @@ class DiffusionModelRunner:
         """
         started = time.perf_counter()
         shape, num_found = batch.shape, self.planner.num_found
-        is_sliced = longest_chunk_s < math.inf
-        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
         try:
-            plan = find(shape, self._kept_by_all(shape), longest_chunk_s)
+            plan = self._found_plan(shape, self._kept_by_all(shape), longest_chunk_s)
             is_whole = plan.is_whole(shape.rows)
             has_room = is_whole or not self._gains_by_trimming(shape, plan, longest_chunk_s)
         except ActivationBudgetError:
             has_room = False
         if not has_room:
             self.caches.trim()
-            plan = find(shape, self._kept_by_all(shape), longest_chunk_s)
+            plan = self._found_plan(shape, self._kept_by_all(shape), longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
@@ -231,6 +229,11 @@ class DiffusionModelRunner:
             return kept_bytes
         return -self._ranks.sequence.least(-kept_bytes)
 
+    def _found_plan(self, shape: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
+        is_sliced = longest_chunk_s < math.inf
+        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
+        return find(shape, kept_bytes, longest_chunk_s)
+
     def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
         """Whether a step in chunks is worth giving back pages that nobody uses.
 
@@ -239,7 +242,7 @@ class DiffusionModelRunner:
         unused = self.caches.unused_bytes
         if not unused or self.pool.has_frame:
             return False
-        roomy = self.planner.plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
+        roomy = self._found_plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
         return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
 
     # ---- requests ----

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.models.config_checks import check_id
-from vllm.diffusion.models.standard_config import StandardConfig
+from vllm.diffusion.models.standard_config import QWEN_DEFAULTS, StandardConfig
 
 if TYPE_CHECKING:
     from vllm.diffusion.models.config import Architecture
@@ -23,18 +23,7 @@ class DreamConfig(StandardConfig):
     model_type: ClassVar[str] = "Dream"
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        "use_sliding_window": False,
+        **QWEN_DEFAULTS,
         "eos_token_id": 151643,
         "pad_token_id": 151643,
         "mask_token_id": 151666,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.standard_config import StandardConfig
+from vllm.diffusion.models.standard_config import QWEN_DEFAULTS, StandardConfig
 
 if TYPE_CHECKING:
     from vllm.diffusion.models.config import Architecture
@@ -21,20 +21,9 @@ class SDARConfig(StandardConfig):
     model_type: ClassVar[str] = "sdar"
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
+        **QWEN_DEFAULTS,
         "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
         "attention_bias": False,
-        "use_sliding_window": False,
     }
     ONLY: ClassVar[dict[str, bool | str]] = {**StandardConfig.ONLY, "attention_bias": False}
 

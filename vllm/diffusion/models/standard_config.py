@@ -15,6 +15,22 @@ from vllm.diffusion.models.config_checks import (
     refuse,
 )
 
+# Of Qwen2's configuration class, from which several families come.
+QWEN_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "use_sliding_window": False,
+}
+
 
 class StandardConfig(DiffusionConfig):
     """A configuration whose family says only its defaults and what its forward does not have.
