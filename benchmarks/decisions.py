@@ -42,9 +42,12 @@ from benchmarks.server_process import ServerProcess, free_port  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    Run = tuple[list[tuple[float, dict[str, Any]]], float]  # calls, and seconds of all
+
 START_S = 600.0
 STEP_ROWS = 4096  # of the steps that are the measure of all else
 CANVAS = 64
+CONTEXT, TARGET = 200, 100  # tokens of a likelihood
 WARM_UP = 8  # calls before a row, not measured
 
 
@@ -100,9 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ServerProcess(command, log, port=port, variables={"PYTHONPATH": str(ROOT)}) as server:
             server.wait_until_healthy(START_S)
             steps_per_s, rows = asyncio.run(measure(server.url, options))
-    print(f"steps: {steps_per_s:.0f} rows/s")
-    for row in rows:
-        print(line_of(row))
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     found = {"steps_rows_per_s": steps_per_s, "rows": [asdict(row) for row in rows]}
     write_record(options.output_dir / "decisions.json", {"settings": settings, **found})
@@ -117,6 +117,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--calls", type=int, default=640, help="of a row with --clients clients")
     parser.add_argument("--questions", type=int, default=4, help="of a decision")
+    parser.add_argument("--steps", type=int, default=32, help="of a request that generates")
     parser.add_argument("--samples", type=int, default=128, help="of a likelihood")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
@@ -128,30 +129,35 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Row]]:
     """Rows per second of steps, and what the calls reach beside."""
     timeout, pool = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
+    found: list[Row] = []
     async with aiohttp.ClientSession(timeout=timeout, connector=pool, trust_env=False) as session:
         server = Server(url, session)
-        steps_per_s = await rate_of_steps(server, max(options.rows))
-        found = []
+        steps_per_s = await rate_of_steps(server, options)
+        print(f"steps: {steps_per_s:.0f} rows/s", flush=True)
+
+        async def add(kind: str, rows: int, clients: int, done: Run, rows_per_call: float) -> None:
+            found.append(row_of(kind, rows, clients, done, rows_per_call, steps_per_s))
+            print(line_of(found[-1]), flush=True)
+
         for rows in options.rows:
             body = await decision(server, rows, options.questions)
             for clients, calls in ((1, 60), (options.clients, options.calls)):
-                row = await run(server, "/v1/systemone", lambda _, b=body: b, clients, calls)
-                found.append(row_of("decision", rows, clients, row, rows, steps_per_s))
-        likelihood = likelihood_of(options)
+                done = await run(server, "/v1/systemone", lambda _, b=body: b, clients, calls)
+                await add("decision", rows, clients, done, rows)
         for clients, calls in ((1, 4), (4, 8)):
-            row = await run(server, "/v1/loglikelihood", likelihood, clients, calls)
-            length = 300
-            forwards = statistics.mean(answer["forwards"] for _, answer in row[0])
-            rows_per_call = forwards * length
-            found.append(row_of("likelihood", length, clients, row, rows_per_call, steps_per_s))
+            body_of = likelihood_of(options)
+            done = await run(server, "/v1/loglikelihood", body_of, clients, calls)
+            forwards = statistics.mean(answer["forwards"] for _, answer in done[0])
+            await add("likelihood", CONTEXT + TARGET, clients, done, forwards * (CONTEXT + TARGET))
     return steps_per_s, found
 
 
-async def rate_of_steps(server: Server, rows: int) -> float:
+async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
     """Rows per second while there is always a step of STEP_ROWS rows behind the one that runs."""
+    rows = max(options.rows)
     body = {
         "gen_length": CANVAS,
-        "steps": CANVAS // 2,
+        "steps": options.steps,
         "block_length": CANVAS,
         "ignore_eos": True,
         "prompt": [5 + i % 200 for i in range(rows - CANVAS)],
@@ -187,11 +193,11 @@ async def decision(server: Server, rows: int, num_questions: int) -> dict[str, A
 
 
 def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]]:
-    """A continuation of 100 tokens behind a context of 200; every call draws its own maskings."""
-    ids = [5 + i % 200 for i in range(300)]
+    """Every call draws its own maskings."""
+    ids = [5 + i % 200 for i in range(CONTEXT + TARGET)]
 
     def body(number: int) -> dict[str, Any]:
-        asked = {"context": ids[:200], "continuation": ids[200:], "mc_num": options.samples}
+        asked = {"context": ids[:CONTEXT], "continuation": ids[CONTEXT:], "mc_num": options.samples}
         return {**asked, "seed": number}
 
     return body
@@ -199,7 +205,7 @@ def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]
 
 async def run(
     server: Server, route: str, body: Callable[[int], dict[str, Any]], clients: int, calls: int
-) -> tuple[list[tuple[float, dict[str, Any]]], float]:
+) -> Run:
     """Seconds and answer of every call, and seconds of all."""
     found: list[tuple[float, dict[str, Any]]] = []
     numbers = iter(range(calls))
@@ -220,7 +226,7 @@ def row_of(
     kind: str,
     rows: int,
     clients: int,
-    run: tuple[list[tuple[float, dict[str, Any]]], float],
+    run: Run,
     rows_per_call: float,
     steps_per_s: float,
 ) -> Row:
