@@ -941,7 +941,6 @@ def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
         ("logprobs", -1),
-        ("logprob_token_ids", [1]),
         ("prompt_logprobs", 1),
         ("thinking_token_budget", 8),
         ("watermarking", True),

@@ -157,6 +157,40 @@ def test_scores_of_items_are_read_in_one_step(client: Client, apply_softmax: boo
         assert found["score"] == pytest.approx(chosen[0].item(), **CLOSE)
 
 
+def test_labels_on_the_routes_that_write(client: Client) -> None:
+    """Of a canvas of one token, on every route, the same numbers as the mask itself has."""
+    tokens, labels = encode("What is the capital of France?"), [5, 300, 17]
+    values = row([*tokens, mask_id()], len(tokens))
+    wanted = pytest.approx(values[labels].tolist(), **CLOSE)
+    body = {"prompt": tokens, "gen_length": 1, "logprob_token_ids": labels, "temperature": 0}
+    (told,) = client.generate(**body)["logprobs"][0]
+    assert [other["token_id"] for other in told["top_logprobs"]] == labels
+    assert [other["logprob"] for other in told["top_logprobs"]] == wanted
+    assert told["logprob"] == pytest.approx(values.max().item(), **CLOSE)
+    ids = {"logprobs": 1, "return_tokens_as_token_ids": True, "model": MODEL_NAME}
+    answer = client.answer("/v1/completions", {**body, **ids, "max_tokens": 1})
+    (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+    assert [top[f"token_id:{label}"] for label in labels] == wanted
+    chat = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 1, "gen_length": 1}
+    del body["prompt"]
+    answer = client.answer("/v1/chat/completions", {**body, **chat, **ids, "logprobs": True})
+    (told,) = answer["choices"][0]["logprobs"]["content"]
+    assert len(told["top_logprobs"]) in (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 1], "logprob_token_ids: given [1, 1]; wanted at most 128 token ids, each once"),
+        ([99999], "logprob_token_ids: given [99999]; wanted token ids from 0 to 703"),
+        ([*range(129)], "wanted at most 128 token ids"),
+    ],
+)
+def test_labels_that_are_refused(client: Client, ids: list[int], message: str) -> None:
+    body = {"prompt": "7", "logprob_token_ids": ids, "logprobs": 1}
+    assert message in refusal(client.http.post("/generate", json=body))["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -41,6 +41,8 @@ DECISION = "dllm_decision"  # the key of extra_args under which it travels
 # connectors are unknown parameters here: there is no such cache.
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
+MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
+
 _LEFT_TO_RIGHT = "penalties need a left-to-right order"
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -55,7 +57,6 @@ AUTOREGRESSIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("bad_words", (None, []), "wanted none: not supported"),
     ("allowed_token_ids", (None,), "wanted none: not supported"),
     ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
-    ("logprob_token_ids", (None, []), "wanted none: not supported"),
     ("repetition_detection", (None,), "wanted none: not supported"),
     ("thinking_token_budget", (None, -1), "wanted none: not supported"),
     ("watermarking", (None, False), "wanted false: not supported"),
@@ -148,6 +149,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     given["penalties"] = penalties
     given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
     given["logprobs"] = sampling.logprobs
+    given["logprob_token_ids"] = tuple(getattr(sampling, "logprob_token_ids", None) or ())
     if (sampling.logprobs or 0) < 0:
         raise InvalidParameterError(
             "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
@@ -202,6 +204,7 @@ def decide(
     spec: Spec | None = request.pop(STRUCTURED, None)
     score = request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
     logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     inherited = _inherited(request.pop("penalties", {}), model)
@@ -254,7 +257,8 @@ def decide(
         logit_shift=model.family.logit_shift,
         is_block_causal=model.family.is_block_causal,
         scores_after_filters=model.family.scores_after_filters,
-        logprobs=logprobs,
+        logprobs=len(told_ids) if told_ids else logprobs,
+        logprob_token_ids=told_ids,
         ignored=(*ignored, *inherited),
         **values,
     )
@@ -267,6 +271,20 @@ def decide(
         return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
+    """The tokens whose log probabilities are told in place of the most likely ones."""
+    ids = tuple(given or ())
+    if len(ids) > MOST_TOLD_IDS or len(set(ids)) < len(ids):
+        raise InvalidParameterError(
+            "logprob_token_ids", given, f"wanted at most {MOST_TOLD_IDS} token ids, each once"
+        )
+    if not all(type(token) is int and 0 <= token < model.vocab_size for token in ids):
+        raise InvalidParameterError(
+            "logprob_token_ids", given, f"wanted token ids from 0 to {model.vocab_size - 1}"
+        )
+    return ids
 
 
 def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class DiffusionParams(AlgorithmParams):
 
     `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false
     when `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
-    family's. `seed` is None until the engine draws
+    family's. `logprob_token_ids` are tokens whose log probabilities are told in place of the most
+    likely ones; there are `logprobs` of them. `seed` is None until the engine draws
     one. `logprobs` is how many alternatives are reported beside every token's log probability, None
     where none is. `ignored` names the standard fields that were given and cannot act. `priority` is
     None where upstream's request has it, and `timeout_s` where no time ends the request. `score` is
@@ -118,6 +119,7 @@ class DiffusionParams(AlgorithmParams):
     scores_after_filters: bool
     stream_canvas: bool
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
     priority: int | None = None
     timeout_s: float | None = None

@@ -195,7 +195,7 @@ class GenerateHandler:
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]
     ) -> GenerateResponse:
         completions = [output.outputs[0] for output in finals]
-        num_top = choices[0].sampling.logprobs
+        decided = choices[0].decided
         prompt_tokens = sum(choice.num_prompt_tokens for choice in choices)
         completion_tokens = sum(len(c.token_ids) for c in completions)
         return GenerateResponse(
@@ -205,7 +205,9 @@ class GenerateHandler:
             text=[c.text for c in completions],
             token_ids=[_answer_ids(c) for c in completions],
             finish_reason=[c.finish_reason or "abort" for c in completions],
-            logprobs=None if num_top is None else [_logprobs(c, num_top) for c in completions],
+            logprobs=None
+            if decided.logprobs is None
+            else [_logprobs(c, decided) for c in completions],
             usage=Usage(
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
@@ -230,14 +232,16 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     stop_token_ids = tuple(body.stop_token_ids or ())
     spec = asked_spec(body.response_format, body.structured_outputs)
     structured = {} if spec is None else {STRUCTURED: spec}
-    return {**asked, **structured, "stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
+    own_fields = {"stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
+    return {**asked, **structured, **own_fields, "logprob_token_ids": body.logprob_token_ids}
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
     """What upstream's front end does with the outputs; all else is in the decision."""
     return SamplingParams(
         temperature=0.0,
-        logprobs=body.logprobs,
+        logprobs=None if decided.logprob_token_ids else body.logprobs,
+        logprob_token_ids=list(decided.logprob_token_ids) or None,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
         include_stop_str_in_output=body.include_stop_str_in_output,
@@ -258,19 +262,22 @@ def _answer_ids(completion: Any) -> list[int]:
     return ids[:-1] if ended_by_token else ids
 
 
-def _logprobs(completion: Any, num_top: int) -> list[TokenLogprob]:
+def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
     """The log probabilities of the answer's tokens; the last may be of a token outside of it."""
     return [
         TokenLogprob(
-            **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, num_top)
+            **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, decided)
         )
         for token, found in zip(_answer_ids(completion), completion.logprobs, strict=False)
     ]
 
 
-def _top(found: dict[int, Any], num_top: int) -> list[AlternativeToken]:
-    ranked = sorted(found.items(), key=lambda item: item[1].rank)
-    return [_alternative(token, logprob) for token, logprob in ranked[:num_top]]
+def _top(found: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
+    """The tokens that were named, else the most likely ones."""
+    tokens = decided.logprob_token_ids
+    if not tokens:
+        tokens = tuple(sorted(found, key=lambda token: found[token].rank)[: decided.logprobs])
+    return [_alternative(token, found[token]) for token in tokens]
 
 
 def _alternative(token: int, logprob: Any) -> AlternativeToken:

@@ -66,6 +66,9 @@ class GenerateBody(BaseModel):
         description="report the log probability of every token in the step that committed it, and "
         "of so many of the most likely tokens",
     )
+    logprob_token_ids: list[int] | None = Field(
+        None, description="report the log probabilities of these tokens in place of the most likely"
+    )
 
 
 GenerateRequest = with_diffusion_fields(GenerateBody, "GenerateRequest", "Body of POST /generate.")

@@ -18,7 +18,7 @@ class Logprobs(NamedTuple):
     Attributes:
         token, token_rank: [R] of the proposed token.
         greedy, greedy_rank: [R] of the argmax of the noise-free logits.
-        top_tokens: [k, R] the k most likely tokens, the likeliest first.
+        top_tokens: [k, R] the k most likely tokens, the likeliest first; or those that were named.
         top: [k, R] their log probabilities.
     """
 
@@ -31,10 +31,26 @@ class Logprobs(NamedTuple):
 
     @classmethod
     def of(
-        cls, distribution: torch.Tensor, tokens: torch.Tensor, greedy: torch.Tensor, num_top: int
+        cls,
+        distribution: torch.Tensor,
+        tokens: torch.Tensor,
+        greedy: torch.Tensor,
+        num_top: int,
+        named: torch.Tensor | None = None,
     ) -> Logprobs:
-        """Look up candidates in log probabilities [R, V]; tokens and greedy are [R] int64."""
-        top, top_tokens = distribution.topk(num_top, dim=-1)
+        """Look up candidates in log probabilities [R, V].
+
+        Args:
+            distribution: of the rows.
+            tokens, greedy: [R] int64.
+            num_top: k.
+            named: [k] int64, tokens to look up in place of the most likely ones.
+        """
+        if named is None:
+            top, top_tokens = distribution.topk(num_top, dim=-1)
+        else:
+            top = distribution.index_select(1, named)
+            top_tokens = named.expand_as(top)
         return cls(
             *_value_and_rank(distribution, tokens),
             *_value_and_rank(distribution, greedy),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
@@ -182,7 +183,12 @@ def _sample_alone(
     whole = ops.gather_columns(logits, model.vocab_size)
     distribution = distribution_of(whole, group.forbidden)
     found = sample_group(logits, group, model, noise)
-    logprobs = Logprobs.of(distribution, found.token, found.greedy, group.params.num_logprobs)
+    named = None
+    if group.params.logprob_token_ids:
+        ids = np.array(group.params.logprob_token_ids, dtype=np.int64)
+        (named,) = ops.to_device([ids], logits.device)
+    num_top = group.params.num_logprobs
+    logprobs = Logprobs.of(distribution, found.token, found.greedy, num_top, named)
     return torch.cat([_packed(found), logprobs.packed()])
 
 
