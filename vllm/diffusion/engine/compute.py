@@ -6,10 +6,8 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm.diffusion import ops
-from vllm.diffusion.engine.division import Division, gathered, rounds_of
+from vllm.diffusion.engine.division import Cuts, Division, gathered, rounds_of
 from vllm.diffusion.engine.first_forwards import FirstForwards
 from vllm.diffusion.engine.forward import (
     run_body,
@@ -26,16 +24,15 @@ from vllm.diffusion.ranks import Ranks
 from vllm.diffusion.sampling import joined, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
-
     import torch
 
     from vllm.diffusion.engine.batch import SamplePart, StepBatch
-    from vllm.diffusion.engine.forward import BodyOutputs, Chunked, Samples
+    from vllm.diffusion.engine.division import Round
+    from vllm.diffusion.engine.forward import BodyOutputs, Chunked
     from vllm.diffusion.engine.graphs import GraphRunner
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
-    from vllm.diffusion.ops import Array
+    from vllm.diffusion.ranks import Peers
     from vllm.diffusion.sampling import NoiseSource
 
 
@@ -89,8 +86,8 @@ class Compute:
             host: host memory for rows that are not on the device.
             body: the layers' results, where a graph has computed them.
         """
-        if plan.shards > 1:
-            return (yield from self._divided(batch, plan, host))
+        if plan.is_streamed and body is None:
+            return (yield from self._streamed(batch, plan, host))
         pool, model, caches = self._pool, self._model, self._caches
         parts = list(batch.sample_parts(plan.logits_rows))  # while the graph runs
         self._make_room(batch, plan)
@@ -102,69 +99,78 @@ class Compute:
             else:
                 inputs, samples = upload(batch, plan, parts, caches)
                 caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
-            if body is None and plan.is_streamed:
-                division = Division(Ranks(), batch.num_rows)
-                streamed = StreamedForward(model, plan, inputs, division, pool, host, caches)
-                yield from streamed.run(_all_rows(parts))
-                hidden = self._selected(streamed, samples)
-            else:
-                body = body or (yield from run_body(model, inputs, plan, pool, pool, caches))
-                hidden = run_last_layer(model, body, samples, pool, caches)
+                body = yield from run_body(model, inputs, plan, pool, pool, caches)
             found = []
-            with closing(hidden):
+            with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part in samples:
                     yield plan.chunk_seconds.read
-                    groups = batch.row_groups(part.part, part.positions)
                     sample_rows = next(hidden)
                     self.first_forwards.note(batch, part.part, sample_rows)
-                    found.append(sample(self._head, [(sample_rows, groups)], self._noise))
+                    found.append(self._sampled(batch, part.part, part.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
             return self._agreed(batch.choose_jointly(joined(found)))
 
-    def _divided(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
-        """The same, where every rank has a share of the rows; all of them return the same.
+    def _streamed(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
+        """The same by groups of heads, from the host, or where every rank has a share of the rows.
 
-        Nothing is noted for siblings, as no rank has all sample rows.
+        Then they deal out the parts of the sample rows, and all return the same.
         """
-        pool, model, peers = self._pool, self._model, self._ranks.sequence
-        division = Division(self._ranks, batch.num_rows)
+        pool, caches = self._pool, self._caches
+        ranks = self._ranks if plan.shards > 1 else Ranks()
+        division, peers = Division(ranks, batch.num_rows), ranks.sequence
         even = -(-batch.shape.sample_rows // peers.size)
         parts = list(batch.sample_parts(max(min(plan.logits_rows, even), 1)))
-        rounds = rounds_of(parts, division)
+        rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
         self._make_room(batch, plan)
         with pool.scope("step"):
             pool.expect("inputs", division.longest * INPUT_BYTES)
             results = READ_INPUT_BYTES + RESULT_BYTES
             pool.expect("results", peers.size * even * results)
-            inputs, samples = upload_share(batch, plan, division, rounds, self._caches)
-            streamed = StreamedForward(model, plan, inputs, division, pool, host, self._caches)
-            yield from streamed.run(_all_rows(parts))
+            inputs, samples = upload_share(batch, cuts, division.own, rounds, caches)
+            caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
+            streamed = StreamedForward(
+                self._model, plan, inputs, division, cuts, pool, host, caches
+            )
+            yield from streamed.run()
             found = []
             for taken, (given, positions) in zip(rounds, samples, strict=True):
                 yield plan.chunk_seconds.read
                 with pool.scope("sample rows"):
-                    sent = streamed.select("given rows", given, taken.given)
-                    shape = (sum(taken.received), model.hidden_size)
-                    hidden = pool.take("sample rows", shape, model.dtype)
-                    peers.exchange(hidden, sent, taken.received, taken.sent)
+                    hidden = self._dealt(streamed, taken, given, peers)
+                    if plan.shards == 1 and taken.part is not None:  # this rank has all of them
+                        self.first_forwards.note(batch, taken.part, hidden)
                     if taken.part is not None:
-                        groups = batch.row_groups(taken.part, positions)
-                        found.append(sample(self._head, [(hidden, groups)], self._noise))
-            own = joined(found).to(self._device)
-            return gathered(own, parts, peers) if parts else own
+                        found.append(self._sampled(batch, taken.part, positions, hidden))
+            if batch.slot_mapping.size:
+                caches.end_step()
+            own = joined(found)
+            if plan.shards == 1 or not parts:
+                return self._agreed(own)
+            return gathered(own.to(self._device), parts, peers)
+
+    def _dealt(
+        self, streamed: StreamedForward, taken: Round, given: torch.Tensor, peers: Peers
+    ) -> torch.Tensor:
+        """Hidden states [r, D] of this rank's part of a round, after all layers."""
+        if peers.size == 1:
+            return streamed.select("sample rows", given, taken.given)
+        sent = streamed.select("given rows", given, taken.given)
+        shape = (sum(taken.received), self._model.hidden_size)
+        hidden = self._pool.take("sample rows", shape, self._model.dtype)
+        peers.exchange(hidden, sent, taken.received, taken.sent)
+        return hidden
+
+    def _sampled(
+        self, batch: StepBatch, part: SamplePart, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """What `sample` returns of a part, with its `positions` and `hidden` states."""
+        groups = batch.row_groups(part, positions)
+        return sample(self._head, [(hidden, groups)], self._noise)
 
     def _agreed(self, found: torch.Tensor) -> torch.Tensor:
         """Of a step that every rank has computed by itself, what the first has found."""
         return self._ranks.sequence.follow(found.contiguous()) if found.numel() else found
-
-    def _selected(
-        self, streamed: StreamedForward, samples: Iterable[Samples]
-    ) -> Generator[torch.Tensor]:
-        """The sample rows part by part: [r, D], good until the next ones are asked for."""
-        for part, rows, *_ in samples:
-            with self._pool.scope("sample rows"):
-                yield streamed.select("sample rows", rows, part.rows)
 
     def known(self, batch: StepBatch, of: str) -> torch.Tensor | None:
         """What is sampled of a request's first forward, where that of a sibling is known.
@@ -187,8 +193,3 @@ class Compute:
         if not plan.is_whole(batch.num_rows) and plan.sizes != self._last_sizes:
             self._pool.trim()
             self._last_sizes = plan.sizes
-
-
-def _all_rows(parts: Sequence[SamplePart]) -> Array:
-    """[R] int64: rows of the step that are sampled, or guide the sampling of others."""
-    return np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)])

@@ -20,8 +20,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.engine.batch import SamplePart
+    from vllm.diffusion.memory import Plan
     from vllm.diffusion.ops import Array
     from vllm.diffusion.ranks import Peers, Ranks
+
+
+class Chunk(NamedTuple):
+    """Rows that go through a stage at a time.
+
+    Attributes:
+        rows: of a share of full length, counted from its first one.
+        own: of these, what this rank's share has.
+        places: rows of the step, those of every rank.
+        exchange: of their heads; None where one rank has all.
+    """
+
+    rows: slice
+    own: slice
+    places: list[slice]
+    exchange: HeadExchange | None
 
 
 class Division:
@@ -48,27 +65,30 @@ class Division:
         """Rows of the step that this rank has."""
         return self.shares[self.peers.rank]
 
-    def chunks(self, rows_per_chunk: int) -> list[slice]:
-        """Of a share of full length, counted from its first row."""
-        return list(chunks(self.longest, rows_per_chunk))
+    def chunks(self, rows_per_chunk: int) -> list[Chunk]:
+        """All rows of the step."""
+        return [self._chunk(rows) for rows in chunks(self.longest, rows_per_chunk)]
 
-    def parts(self, chunk: slice) -> list[slice]:
-        """Rows of the step that each rank has of a chunk."""
-        return [
-            slice(*(min(share.start + row, share.stop) for row in (chunk.start, chunk.stop)))
+    def narrowed(self, all_chunks: Sequence[Chunk], rows: Array) -> list[Chunk]:
+        """Of these chunks, no more than what holds some of the rows [R] of the step."""
+        places, narrow = self.in_share(rows), []
+        for chunk in all_chunks:
+            held = places[(places >= chunk.rows.start) & (places < chunk.rows.stop)]
+            if held.size:
+                narrow.append(self._chunk(slice(int(held.min()), int(held.max()) + 1)))
+        return narrow
+
+    def _chunk(self, rows: slice) -> Chunk:
+        """Rows of a share of full length, counted from its first one."""
+        first = self.own.start
+        places = [
+            slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
             for share in self.shares
         ]
-
-    def own_part(self, chunk: slice) -> slice:
-        """Of a chunk, what this rank has, counted as the chunk is."""
-        part = self.parts(chunk)[self.peers.rank]
-        return slice(part.start - self.own.start, part.stop - self.own.start)
-
-    def exchange(self, chunk: slice) -> HeadExchange | None:
-        """Of the heads of a chunk; None where one rank has all."""
-        if self.peers.size == 1:
-            return None
-        return HeadExchange(self.peers, [part.stop - part.start for part in self.parts(chunk)])
+        own = places[self.peers.rank]
+        counts = [place.stop - place.start for place in places]
+        exchange = HeadExchange(self.peers, counts) if self.peers.size > 1 else None
+        return Chunk(rows, slice(own.start - first, own.stop - first), places, exchange)
 
     def in_share(self, rows: Array) -> Array:
         """Where rows [R] of the step are, counted from the first one of the share they are in."""
@@ -79,6 +99,30 @@ class Division:
         """The rank of each of the rows [R] of the step."""
         ranks: Array = rows // self.longest
         return ranks
+
+
+class Cuts(NamedTuple):
+    """The chunks of every stage of a step; of the last layer those that hold sample rows."""
+
+    keys_values: list[Chunk]
+    attend: list[Chunk]
+    feed_forward: list[Chunk]
+    last_attend: list[Chunk]
+    last_feed_forward: list[Chunk]
+
+    @classmethod
+    def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart]) -> Cuts:
+        """Args are those of the step; `parts` are its sample rows."""
+        attend = division.chunks(plan.attend_rows)
+        feed_forward = division.chunks(plan.feed_forward_rows)
+        rows = np.concatenate([_NO_ROWS, *(part.rows for part in parts)])
+        return cls(
+            division.chunks(plan.keys_values_rows),
+            attend,
+            feed_forward,
+            division.narrowed(attend, rows),
+            division.narrowed(feed_forward, rows),
+        )
 
 
 class Round(NamedTuple):

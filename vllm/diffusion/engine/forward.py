@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
-    from vllm.diffusion.engine.division import Division, Round
+    from vllm.diffusion.engine.division import Cuts, Round
     from vllm.diffusion.engine.step_inputs import SampleInputs, SequenceBounds, StepInputs
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import PageStore, Plan
@@ -63,7 +63,8 @@ class BodyInputs(NamedTuple):
     Attributes:
         token_ids, positions: [T] int64.
         slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
-        attending: for every chunk of the attend stage, what its rows read.
+        attending: for every chunk of the attend stage, what its rows read; then for those of the
+            last layer, where these are others.
     """
 
     token_ids: Tensor
@@ -138,11 +139,12 @@ def upload(
 
 
 def upload_share(
-    batch: StepBatch, plan: Plan, division: Division, rounds: Sequence[Round], caches: PageStore
+    batch: StepBatch, cuts: Cuts, rows: slice, rounds: Sequence[Round], caches: PageStore
 ) -> tuple[BodyInputs, list[SharedSamples]]:
-    """What the device of one of several ranks must be told of a step that they divide."""
-    groups = [batch.span_groups(*division.parts(c)) for c in division.chunks(plan.attend_rows)]
-    packed = pack(batch, groups, division.own), tuple((r.given, r.positions) for r in rounds)
+    """The same of a streamed forward, where this rank has the rows `rows`."""
+    chunks = (*cuts.attend, *cuts.last_attend)
+    groups = [batch.span_groups(*chunk.places) for chunk in chunks]
+    packed = pack(batch, groups, rows), tuple((r.given, r.positions) for r in rounds)
     inputs, samples = ops.to_device(packed, caches.device)
     return _body_inputs(groups, inputs, caches), [SharedSamples(*own) for own in samples]
 

@@ -13,61 +13,22 @@ rows of its heads.
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.forward import keep, sources_of
 from vllm.diffusion.memory import DeviceRows, HostRows
 from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.division import Division
+    from vllm.diffusion.engine.division import Chunk, Cuts, Division
     from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked
-    from vllm.diffusion.exchange import HeadExchange
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
-
-
-class _Chunk(NamedTuple):
-    """Rows that go through a stage at a time.
-
-    Attributes:
-        rows: of this rank's share.
-        places: of the step, those of every rank.
-        exchange: of their heads; None where one rank has all rows.
-        attending: what they read, of the attend stage.
-    """
-
-    rows: slice
-    places: list[slice]
-    exchange: HeadExchange | None
-    attending: tuple[Attending, ...] = ()
-
-    @classmethod
-    def all_of(cls, division: Division, rows_per_chunk: int) -> list[_Chunk]:
-        return [
-            cls(division.own_part(chunk), division.parts(chunk), division.exchange(chunk))
-            for chunk in division.chunks(rows_per_chunk)
-        ]
-
-    def has_some(self, rows: Array) -> bool:
-        """Whether some of the rows [R] int64 of the step are among those of any rank."""
-        return any(((rows >= own.start) & (rows < own.stop)).any() for own in self.places)
-
-
-class _Chunks(NamedTuple):
-    """What is computed of a layer at a time."""
-
-    attend: list[_Chunk]
-    feed_forward: list[_Chunk]
-
-    def only(self, rows: Array) -> _Chunks:
-        """The chunks that hold some of the rows [R] int64 of the step."""
-        return _Chunks(*([chunk for chunk in stage if chunk.has_some(rows)] for stage in self))
 
 
 class StreamedForward:
@@ -78,6 +39,7 @@ class StreamedForward:
         plan: head groups, chunks, and where the residual stream lies.
         inputs: of the rows of this rank, and of the chunks of all.
         division: which rows these are.
+        cuts: the chunks of every stage.
         pool: of the device.
         host: of the host, pinned where there is a GPU.
         caches: kept keys and values.
@@ -89,6 +51,7 @@ class StreamedForward:
         plan: Plan,
         inputs: BodyInputs,
         division: Division,
+        cuts: Cuts,
         pool: ActivationPool,
         host: HostBuffers,
         caches: PageStore,
@@ -112,26 +75,26 @@ class StreamedForward:
         self._k = pool.take("keys", heads, model.dtype)
         self._v = pool.take("values", heads, model.dtype)
         self._seconds = plan.chunk_seconds
-        self._writing = _Chunk.all_of(division, plan.keys_values_rows)
-        attend = _Chunk.all_of(division, plan.attend_rows)
-        self._chunks = _Chunks(
-            [c._replace(attending=a) for c, a in zip(attend, inputs.attending, strict=True)],
-            _Chunk.all_of(division, plan.feed_forward_rows),
-        )
+        self._cuts, count = cuts, len(cuts.attend)
+        self._attending = inputs.attending[:count]
+        self._last_attending = inputs.attending[count:]
 
-    def run(self, rows: Array) -> Chunked[None]:
-        """All layers; of the last one the chunks that hold some of the rows [R] of the step."""
+    def run(self) -> Chunked[None]:
+        """All layers, for all rows; of the last one for the chunks that hold sample rows."""
         yield from self._embed()
-        last = len(self._model.layers) - 1
+        cuts, last = self._cuts, len(self._model.layers) - 1
         for index in range(last + 1):
-            work = self._chunks if index < last else self._chunks.only(rows)
+            attend, feed_forward, attending = cuts.attend, cuts.feed_forward, self._attending
+            if index == last:
+                attend, feed_forward = cuts.last_attend, cuts.last_feed_forward
+                attending = self._last_attending
             if self._inputs.slot_mapping.numel():
                 self._caches.turn_to(index)
             for group in self._groups:
                 yield from self._keys_values(index, group)
-                yield from self._attend(index, group, work)
+                yield from self._attend(index, group, attend, attending)
             self._x, self._updated = self._updated, self._x
-            yield from self._feed_forward(index, work)
+            yield from self._feed_forward(index, feed_forward)
 
     def select(self, name: str, rows: Tensor, host_rows: Array) -> Tensor:
         """After `run`, rows [r] of this rank's share, as device and host know them: [r, D]."""
@@ -140,7 +103,7 @@ class StreamedForward:
         return x
 
     def _embed(self) -> Chunked[None]:
-        ids, parts = self._inputs.token_ids, [c.rows for c in self._chunks.feed_forward]
+        ids, parts = self._inputs.token_ids, [c.own for c in self._cuts.feed_forward]
         visiting = self._x.visit(parts, reads=False, writes=True)
         with self._pool.scope("embed"), closing(visiting) as visits:
             for rows, x in zip(parts, visits, strict=True):
@@ -149,12 +112,13 @@ class StreamedForward:
 
     def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
         layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
-        visiting = self._x.visit([chunk.rows for chunk in self._writing])
+        writing = self._cuts.keys_values
+        visiting = self._x.visit([chunk.own for chunk in writing])
         with pool.scope("keys-values"), closing(visiting) as visits:
-            for chunk, x in zip(self._writing, visits, strict=True):
+            for chunk, x in zip(writing, visits, strict=True):
                 yield self._seconds.keys_values
                 with pool.scope("keys-values"):
-                    rotary = self._model.rotary(positions[chunk.rows], pool)
+                    rotary = self._model.rotary(positions[chunk.own], pool)
                     k, v = self._own(self._k, "k", chunk), self._own(self._v, "v", chunk)
                     layer.attention.keys_values_of(group, x, rotary, k, v, pool)
                     self._give(k, self._k, chunk)
@@ -162,14 +126,14 @@ class StreamedForward:
         heads = group.part(self._model.num_kv_heads)
         keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
-    def _own(self, target: Tensor, name: str, chunk: _Chunk) -> Tensor:
+    def _own(self, target: Tensor, name: str, chunk: Chunk) -> Tensor:
         """Where the heads of this rank's rows go: their place, or what is exchanged."""
         if chunk.exchange is None:
-            return target[chunk.rows]
-        shape = (chunk.rows.stop - chunk.rows.start, self._group_heads, self._model.head_dim)
+            return target[chunk.own]
+        shape = (chunk.own.stop - chunk.own.start, self._group_heads, self._model.head_dim)
         return self._pool.take(name, shape, self._model.dtype)
 
-    def _give(self, x: Tensor, target: Tensor, chunk: _Chunk) -> None:
+    def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
         """Exchange heads of this rank's rows for all rows of its heads, in their places."""
         if chunk.exchange is None:
             return
@@ -178,17 +142,25 @@ class StreamedForward:
             for rows, part in zip(chunk.places, received, strict=True):
                 target[rows] = part
 
-    def _attend(self, index: int, group: HeadGroup, work: _Chunks) -> Chunked[None]:
+    def _attend(
+        self,
+        index: int,
+        group: HeadGroup,
+        work: list[Chunk],
+        attending: Sequence[Sequence[Attending]],
+    ) -> Chunked[None]:
         layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         heads = group.part(self._model.num_kv_heads)
-        visiting = self._visit_both([c.rows for c in work.attend], is_first=group.index == 0)
+        visiting = self._visit_both([c.own for c in work], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
-            for (rows, _, exchange, spans), (x, updated) in zip(work.attend, visits, strict=True):
+            for chunk, spans, (x, updated) in zip(work, attending, visits, strict=True):
                 yield self._seconds.attend
                 with pool.scope("attend"):
-                    rotary = self._model.rotary(positions[rows], pool)
+                    rotary = self._model.rotary(positions[chunk.own], pool)
                     sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
-                    layer.attention.attend_of(group, x, rotary, sources, updated, pool, exchange)
+                    layer.attention.attend_of(
+                        group, x, rotary, sources, updated, pool, chunk.exchange
+                    )
 
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
@@ -206,8 +178,8 @@ class StreamedForward:
                     updated.copy_(x)
                 yield x, updated
 
-    def _feed_forward(self, index: int, work: _Chunks) -> Chunked[None]:
-        visiting = self._x.visit([chunk.rows for chunk in work.feed_forward], writes=True)
+    def _feed_forward(self, index: int, work: list[Chunk]) -> Chunked[None]:
+        visiting = self._x.visit([chunk.own for chunk in work], writes=True)
         with self._pool.scope("feed-forward"), closing(visiting) as visits:
             for x in visits:
                 yield self._seconds.feed_forward
