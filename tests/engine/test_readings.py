@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the HTTP handlers read, in the context that each family's visibility gives it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.harness import Ask, running
+from tests.reference.block_models import FastDLLMReference, LLaDA2Reference, SDARReference
+from tests.reference.dream_model import DreamReference
+from tests.reference.layers import shift_right
+from vllm.diffusion.api.decisions import masked_behind
+from vllm.diffusion.api.echo import readings_of
+from vllm.diffusion.api.validator import validator_of
+from vllm.diffusion.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from vllm.diffusion.api.readings import Reading
+
+FAMILIES = {
+    "dream": DreamReference,
+    "sdar": SDARReference,
+    "llada2": LLaDA2Reference,
+    "fast_dllm": FastDLLMReference,
+}
+PROMPT = random_prompt(21, 5)
+
+
+def as_ask(reading: Reading) -> Ask:
+    names = ("positions", "token_ids", "num_top")
+    return Ask(reading.prompt, {"score": {name: getattr(reading, name) for name in names}})
+
+
+def row(model: Any, tokens: Sequence[int], position: int, block_length: int | None) -> torch.Tensor:
+    """[V] fp64 log probabilities of the token at a position."""
+    compute = model.logits
+    if block_length is not None:
+        compute = partial(model.logits, block_length=block_length)
+    logits = compute(torch.tensor([list(tokens)]))
+    if model.logit_shift:
+        logits = shift_right(logits)
+    return torch.log_softmax(logits[0, position].double(), dim=-1)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path], name: str) -> None:
+    """Everything before it, and masks to the end of what it sees; of blocks, those of its own."""
+    folder = checkpoint(name)
+    model: Any = FAMILIES[name].from_checkpoint(folder)
+    with running(folder) as engine:
+        validator = validator_of(engine.llm.llm_engine.input_processor)
+        assert validator is not None
+        length = validator.block_length
+        assert (length is None) == (name == "dream")
+        chain = readings_of(PROMPT, MASK_ID, 2, length)
+        lone = masked_behind(PROMPT, validator)
+        answers = engine.ask(*map(as_ask, chain), Ask(lone, {"score": reply_score()}))
+        if length is not None:
+            with pytest.raises(InvalidParameterError, match="x is of families whose"):
+                validator.refuse_blocks("x", "POST /v1/completions")
+    for position, answer in enumerate(answers[:-1], start=1):
+        end = len(PROMPT) if length is None else (position // length + 1) * length
+        tokens = [*PROMPT[:position], *[MASK_ID] * (end - position)]
+        wanted = row(model, tokens, position, length)
+        told = answer.report["scores"]
+        assert told["logprobs"][0] == [pytest.approx(wanted[PROMPT[position]].item(), rel=1e-4)]
+        assert told["top_tokens"][0] == wanted.topk(2).indices.tolist()
+    end = len(PROMPT) + 1 if length is None else -(-(len(PROMPT) + 1) // length) * length
+    tokens = [*PROMPT, *[MASK_ID] * (end - len(PROMPT))]
+    wanted = row(model, tokens, len(PROMPT), length)[[3, 9]].tolist()
+    assert answers[-1].report["scores"]["logprobs"][0] == pytest.approx(wanted, rel=1e-4)
+
+
+def reply_score() -> dict[str, Any]:
+    return {"positions": [len(PROMPT)], "token_ids": [[3, 9]]}
