@@ -73,7 +73,7 @@ class TestDockerfile:
             assert script.endswith(".py") or os.access(ROOT / script, os.X_OK), script
 
     def test_its_variables_are_documented(self, file: Path) -> None:
-        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
         names = {
             name
             for word, rest in instructions(file)
@@ -81,7 +81,7 @@ class TestDockerfile:
             for name in re.findall(r"(\w+)=", rest)
         }
         assert {"MOSAIC_DEVICE", "MODEL_DIR", "HOST", "PORT"} <= names
-        assert not {name for name in names if f"`{name}`" not in readme}
+        assert not {name for name in names if f"`{name}`" not in document}
 
 
 def test_there_is_an_image_for_each_kind_of_machine() -> None:
@@ -175,3 +175,49 @@ def test_every_query_uses_metrics_that_are_served_and_every_metric_is_shown() ->
     for query in queries():
         assert query.count("(") == query.count(")"), query
         assert query.count("{") == query.count("}"), query
+
+
+# ---- examples that are read, not run -----------------------------------------------------------
+
+DEPLOY = ROOT / "docs" / "examples" / "deploy"
+
+
+def test_kubernetes_asks_what_the_server_answers() -> None:
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    deployment, service = yaml.safe_load_all(text)
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    (port,) = container["ports"]
+    annotations = pod["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == env["PORT"] == str(port["containerPort"])
+    assert annotations["prometheus.io/path"] == "/metrics"
+    probes = {k: v["httpGet"]["path"] for k, v in container.items() if k.endswith("Probe")}
+    assert probes == {
+        "startupProbe": "/health",
+        "livenessProbe": "/health",
+        "readinessProbe": "/ready",
+    }
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in document for name in env)
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 30  # --shutdown-timeout of the script
+
+
+def test_the_systemd_unit_starts_a_script_with_documented_variables() -> None:
+    text = (DEPLOY / "mosaic.service").read_text(encoding="utf-8")
+    (start,) = re.findall(r"^ExecStart=/opt/mosaic/(.+)$", text, re.MULTILINE)
+    assert os.access(ROOT / start, os.X_OK)
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\b([A-Z]+(?:_[A-Z]+)*)=", text)) - {"VLLM_NO_USAGE_STATS"}
+    assert {"MODEL_DIR", "HOST", "PORT", "VLLM_API_KEY"} <= names
+    assert all(f"`{name}`" in document for name in names)
+    assert int(re.findall(r"TimeoutStopSec=(\d+)", text)[0]) > 30
+
+
+def test_the_front_end_asks_the_route_of_the_script() -> None:
+    services = load(DEPLOY / "open-webui.yaml")["services"]
+    (front_end,) = services.values()
+    assert front_end["environment"]["OPENAI_API_BASE_URL"] == "http://127.0.0.1:8901/v1"
+    assert re.search(r":v?\d+\.\d+", front_end["image"]), "pin the image"

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/architecture.md",
-    "docs/benchmarks.md",
-    "docs/decoding.md",
-    "docs/evaluation.md",
-    "docs/memory.md",
-    "docs/metrics.md",
-    "docs/performance.md",
+    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
 )
 
 # Made by running something, with what they hold: named in the documents, not in the repository.
@@ -51,7 +47,6 @@ def named_paths(text: str) -> set[str]:
 def test_every_named_path_exists(document: str) -> None:
     file = ROOT / document
     paths = named_paths(file.read_text(encoding="utf-8"))
-    assert paths, f"{document} names no path: the test does not see them"
     # A tree of folders names files below its headings.
     folders = (ROOT, file.parent, ROOT / "vllm", ROOT / "vllm" / "diffusion")
     missing = sorted(p for p in paths if not any((folder / p).exists() for folder in folders))
@@ -64,13 +59,13 @@ def test_the_test_sees_missing_paths() -> None:
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "llada_moe"])
-def test_readme_documents_every_variable_of_the_server_scripts(family: str) -> None:
+def test_every_variable_of_the_server_scripts_is_documented(family: str) -> None:
     script = (ROOT / "scripts" / f"run_{family}_server.sh").read_text(encoding="utf-8")
     header = script.split("\ncase", 1)[0]
     variables = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", header))
     assert len(variables) >= 8
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not {name for name in variables if name not in readme}
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert not {name for name in variables if name not in document}
 
 
 def test_one_table_has_every_variable_of_the_server() -> None:
@@ -79,10 +74,31 @@ def test_one_table_has_every_variable_of_the_server() -> None:
 
     from vllm.diffusion import envs
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.split("## Environment variables")[1].split("\n## ")[0]
+    document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    table = document.split("## Environment variables")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     ours = {name for name in names if name.startswith(("VLLM_", "DLLM_"))}
     assert set(envs.VARIABLES) <= ours
     assert ours - set(envs.VARIABLES) <= set(vllm.envs.environment_variables)
+
+
+def test_the_readme_is_short_and_every_document_has_a_place_on_the_site() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    first, *groups = site["nav"]
+    entries = [entry for group in groups for pages in group.values() for entry in pages]
+    places = [file for entry in (first, *entries) for file in entry.values()]
+    assert sorted(places) == sorted(file.name for file in (ROOT / "docs").glob("*.md"))
+
+
+def test_pictures_of_algorithms_are_as_the_engine_decodes() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from draw_algorithms import FOLDER, pictures
+
+    drawn = pictures()
+    assert set(FOLDER.glob("*.svg")) == set(drawn)
+    document = (ROOT / "docs" / "decoding.md").read_text(encoding="utf-8")
+    for file, text in drawn.items():
+        assert file.read_text(encoding="utf-8") == text, f"{file.name}: scripts/draw_algorithms.py"
+        assert f"](images/algorithms/{file.name})" in document

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples and the README's curl lines, run as they stand against the tiny model."""
+"""The examples and the documents' curl lines, run as they stand against the tiny model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import select
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.server.client import ANSWER, QUESTION
-from tests.server.process import ROOT, environment
+from tests.server.process import MODEL_NAME, ROOT, environment
 from vllm.diffusion import fields
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 CHAT = ROOT / "docs" / "examples" / "chat.py"
 CURL = re.compile(r"^curl .*?(?=\n\n|\n\Z|\n[a-z])", re.MULTILINE | re.DOTALL)
-README_URL = "http://127.0.0.1:8901"
+DOCUMENTED_URL = "http://127.0.0.1:8901"
 TIMEOUT_S = 120
 DIM = b"\x1b[2m"
 
@@ -123,15 +124,16 @@ def until_prompt(terminal: int) -> bytes:
 
 
 def curl_lines() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    files = (ROOT / "README.md", ROOT / "docs" / "requests.md")
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in CURL.findall(block)]
 
 
 @pytest.mark.parametrize("line", curl_lines(), ids=lambda line: line.split()[2].split("8901")[-1])
-def test_a_curl_line_of_the_readme(client: Client, server: ServerProcess, line: str) -> None:
-    assert README_URL in line
-    found = run("bash", "-c", line.replace(README_URL, server.url))
+def test_a_documented_curl_line(client: Client, server: ServerProcess, line: str) -> None:
+    assert DOCUMENTED_URL in line
+    found = run("bash", "-c", line.replace(DOCUMENTED_URL, server.url))
     if '"stream": true' in line:
         *events, end = [event.removeprefix("data: ") for event in found.split("\n\n") if event]
         assert end == "[DONE]"
@@ -156,3 +158,11 @@ def test_the_readme_asks_every_kind_of_route() -> None:
     assert len(lines) >= 3
     assert any("/v1/chat/completions" in line for line in lines)
     assert any('"stream": true' in line for line in lines)
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="no langchain-openai here")
+def test_langchain(server: ServerProcess) -> None:
+    script = CHAT.with_name("langchain_client.py")
+    said = run(sys.executable, script, "--server", server.url, "--model", MODEL_NAME)
+    assert "capital of France is Paris" in said
+    assert "3 plus 4 is 7" in said

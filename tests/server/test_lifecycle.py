@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -102,6 +103,12 @@ def test_the_log_of_a_start_fits_on_a_screen(servers: dict[str, ServerProcess]) 
         assert text.count(line) == 1, text
     for line in ("activation pool: ", "attention: ", "CUDA graphs: "):
         assert text.count(f"] {line}") == 1, text
+    (command,) = re.findall(r"\] or: (curl .*)$", text, re.MULTILINE)
+    asked = subprocess.run(
+        ["bash", "-c", f"NO_PROXY=127.0.0.1 {command}"], capture_output=True, check=True
+    )
+    assert json.loads(asked.stdout)["text"] == [ANSWER]
+    assert "(llada): prompt and canvas up to 4096 tokens" in text
     named = "without effect on a diffusion language model: --enable-prefix-caching"
     assert text.count(named) == 1
     assert "without effect" not in servers["script"].log()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that every client sends, on every family: README's commands, word for word."""
+"""The fields that every client sends, on every family: the documented commands, word for word."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+DOCUMENT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
 COMMANDS = {
     family: next(
         line
-        for line in README.splitlines()
+        for line in DOCUMENT.splitlines()
         if line.startswith("scripts/test_api_request.py") and f"--model-family {family} " in line
     )
     for family in ("llada", "dream", "llada-moe", "llada2", "sdar", "fast-dllm")

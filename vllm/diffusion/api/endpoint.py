@@ -33,7 +33,8 @@ from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.status import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
-from vllm.diffusion.config import family_of, served_model, serves_page
+from vllm.diffusion.api.welcome import log_welcome
+from vllm.diffusion.config import served_model, serves_page
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
@@ -191,9 +192,8 @@ class DiffusionEndpoint:
             state.diffusion_generate = state.diffusion_lifecycle = None
             state.diffusion_likelihood = None
             return
-        family = family_of(engine_client.vllm_config)
-        has_prefixes = family is not None and family.is_block_causal
-        warn_of_arguments_without_effect(args, has_prefixes=has_prefixes)
+        served = served_model(engine_client.vllm_config)
+        warn_of_arguments_without_effect(args, has_prefixes=served.family.is_block_causal)
         build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
         metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(engine_client)
@@ -212,10 +212,18 @@ class DiffusionEndpoint:
         adopt_decisions(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
-        if serves_page(engine_client.vllm_config):
-            served = served_model(engine_client.vllm_config)
+        has_page = serves_page(engine_client.vllm_config)
+        if has_page:
             options = page_options(served, model_names[0], __version__)
             page.install(self._app, options, Status(engine_client))
+        tokenizer = engine_client.renderer.tokenizer
+        log_welcome(
+            args,
+            served.family.name,
+            validator.longest_request(),
+            has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
+            has_page=has_page,
+        )
         state.diffusion_generate = GenerateHandler(
             engine_client,
             validator,

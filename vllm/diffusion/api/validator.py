@@ -10,6 +10,8 @@ So everybody is refused in the same words, and engines of other models are left 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +120,26 @@ class Validator:
                 await asyncio.to_thread(guides.guide, spec)
             except InvalidParameterError as error:
                 raise RequestRefused(error) from None
+
+    def longest_request(self) -> int:
+        """Prompt and canvas, half of each, of the longest request that model and memory hold."""
+        prompt = [0 if self._model.ids.mask else 1]
+        params = self.decide({"gen_length": 1}, prompt)
+        planner = self._planner
+
+        def is_refused(length: int) -> bool:
+            canvas = replace(params, gen_length=max(1, length // 2))
+            try:
+                if planner is not None:
+                    planner.check(demand_of(canvas, length - canvas.gen_length))
+            except ActivationBudgetError:
+                return True
+            return False
+
+        longest = self._model.max_model_len
+        if not is_refused(longest):
+            return longest
+        return bisect_left(range(longest), x=True, key=is_refused) - 1
 
     def decide(self, asked: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """The parameters of a request that asks for values under canonical names.

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Build the documents as a site into results/site; a link that leads nowhere is an error.
+#
+# usage: scripts/docs.sh
+#
+# It keeps the pinned packages of requirements/docs.txt in build/docs-venv.
+
+# shellcheck source=scripts/lib.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+case "${1:-}" in
+  '') ;;
+  -h | --help) show_help "$0" && exit ;;
+  *) die "unknown argument '$1' (see --help)" ;;
+esac
+
+folder=$ROOT/build/docs-venv
+if ! cmp -s "$ROOT/requirements/docs.txt" "$folder/installed.txt"; then
+  "${PYTHON:-python3}" -m venv "$folder" || die "cannot make $folder: install python3-venv"
+  "$folder/bin/python" -m pip install -qq --disable-pip-version-check --no-deps \
+    -r "$ROOT/requirements/docs.txt" || die "mkdocs-material cannot be installed (see above)"
+  cp "$ROOT/requirements/docs.txt" "$folder/installed.txt"
+fi
+cd "$ROOT" && NO_MKDOCS_2_WARNING=1 "$folder/bin/python" -m mkdocs build --strict --quiet
+say "results/site/index.html"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last lines of a start: what is served, how long a request may be, and how to ask."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+logger = init_logger(__name__)
+
+_QUESTION = "What is the capital of France?"
+_EVERYWHERE = frozenset({None, "0.0.0.0", "::"})
+
+
+def log_welcome(
+    args: Namespace, family: str, longest: int, *, has_template: bool, has_page: bool
+) -> None:
+    """Three lines, the last one a command that works.
+
+    Args:
+        args: of the server.
+        family: of the served model.
+        longest: prompt and canvas of the longest request, in tokens.
+        has_template: whether there is a chat template.
+        has_page: whether the server has its pages.
+    """
+    url, name = address(args), (args.served_model_name or [args.model])[0]
+    logger.info("serving %s (%s): prompt and canvas up to %d tokens", name, family, longest)
+    if has_page:
+        logger.info("open %s/ to ask and watch, %s/status for what the server does", url, url)
+    logger.info("or: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))
+
+
+def address(args: Namespace) -> str:
+    """Where a client on this machine finds the server."""
+    host = "127.0.0.1" if args.host in _EVERYWHERE else args.host
+    host = f"[{host}]" if ":" in host else host
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://{host}:{args.port}{args.root_path or ''}"
+
+
+def curl(url: str, *, has_template: bool, has_key: bool) -> str:
+    """A command that asks one question."""
+    body: dict[str, Any] = {"prompt": _QUESTION, "gen_length": 32}
+    if has_template:
+        body["apply_chat_template"] = True
+    key = "-H 'Authorization: Bearer KEY' " if has_key else ""
+    return (
+        f"curl -s {url}/generate {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )
