@@ -162,7 +162,7 @@ def measure(
             return replace(point, reason=str(error))
         point = replace(point, startup_s=round(time.monotonic() - started, 3))
         tell("denoising")
-        point = _ask(process, request, prompt_ids, gpu, tick, point)
+        point = _ask(process, request, prompt_ids, gpu, tell, tick, point)
         tell("stopping the server")
     return point
 
@@ -172,6 +172,7 @@ def _ask(
     request: Request,
     prompt_ids: Sequence[int],
     gpu: GpuMemory,
+    tell: Callable[[str], None],
     tick: Callable[[], None],
     point: Point,
 ) -> Point:
@@ -183,7 +184,12 @@ def _ask(
     body = request.body(prompt_ids)
     idle, mark = memory_now(), process.log_size()
     started = time.monotonic()
-    with PeakMemory(memory_now, tick) as memory:
+
+    def look() -> None:
+        tell(told_progress(process.log_text(mark), request.steps, memory.peak))
+        tick()
+
+    with PeakMemory(memory_now, look) as memory:
         answer = send(process, body, request, mark)
     request_s = time.monotonic() - started
     log = process.log_text(mark)
@@ -208,6 +214,16 @@ def _ask(
         plan=next(reversed(PLAN.findall(log)), ""),
         diffusion=answer.report,
     )
+
+
+def told_progress(log: str, steps: int, peak: MemoryUse) -> str:
+    """How far a request is, by what the server logged of its steps, and what it takes."""
+    step_s = [float(text) / 1000 for text in STEP_TIME.findall(log)]
+    num_bytes = peak.host_bytes if peak.gpu_bytes is None else peak.gpu_bytes
+    told = f"step {len(step_s)} of {steps}"
+    if step_s:
+        told += f", {statistics.median(step_s) * max(steps - len(step_s), 0):.0f} s left"
+    return f"{told}, {num_bytes / 2**30:.1f} GiB"
 
 
 def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: int) -> Answer:

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from rich.live import Live
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 Messages = list[dict[str, str]]
 
@@ -37,20 +38,34 @@ class Frame(NamedTuple):
     Attributes:
         text: the part that is final.
         canvas: text of every position and whether it is committed; empty where it is not known.
+        progress: how far that is, in words.
     """
 
     text: str
     canvas: list[tuple[str, bool]]
+    progress: str = ""
 
     def render(self) -> Text:
         if not self.canvas:
             return Text(self.text)
-        shown = Text()
+        shown = Text(f"{self.progress}\n", "dim")
         for piece, is_committed in self.canvas:
             if piece.startswith("<|") and piece.endswith("|>"):  # a special token, or still a mask
                 piece = "" if is_committed else "·"
             shown.append(piece, "" if is_committed else "dim")
         return shown
+
+
+class Clock:
+    """Says how far an answer is, and how long it still takes at its pace so far."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def told(self, step: int, committed: Sequence[bool]) -> str:
+        seconds, done = time.monotonic() - self._started, sum(committed)
+        left = f", {seconds * (len(committed) / done - 1):.1f} s left" if done else ""
+        return f"step {step}, {done} of {len(committed)} tokens, {seconds:.1f} s{left}"
 
 
 class Model(Protocol):
@@ -68,7 +83,7 @@ class Server:
 
     def answer(self, messages: Messages) -> Iterator[Frame]:
         body = {"messages": messages, "stream": True, **self._fields}
-        text = ""
+        text, clock = "", Clock()
         with self._http.stream("POST", "/generate", json=body) as response:
             if response.status_code != 200:
                 response.read()
@@ -83,7 +98,8 @@ class Server:
                 if event["object"] == "text_diffusion.canvas":
                     canvas = event["canvas"]
                     pieces = zip(canvas["text"], canvas["committed"], strict=True)
-                    yield Frame(text, list(pieces))
+                    progress = clock.told(canvas["step"], canvas["committed"])
+                    yield Frame(text, list(pieces), progress)
                 else:
                     text = event["text"][0] if isinstance(event["text"], list) else event["text"]
                     yield Frame(text, [])
@@ -119,11 +135,14 @@ class Engine:
         self._num_asked += 1
         request = {"prompt_token_ids": token_ids}
         self._engine.add_request(str(self._num_asked), request, self._sampling)
+        clock = Clock()
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 told = (output.kv_transfer_params or {}).get("dllm", {})
                 canvas = [] if output.finished else self._unpack(told.get("canvas"))
-                yield Frame(output.outputs[0].text, canvas)
+                step = told["canvas"]["step"] if canvas else 0
+                progress = clock.told(step, [is_committed for _, is_committed in canvas])
+                yield Frame(output.outputs[0].text, canvas, progress)
 
     def _unpack(self, canvas: dict[str, Any] | None) -> list[tuple[str, bool]]:
         """Token ids are int32, flags are bytes."""

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.context_length import runner
-from benchmarks.context_length.measure import Request, ordinary_ids
+from benchmarks.context_length.measure import Request, ordinary_ids, told_progress
 from benchmarks.context_length.memory import GpuMemory, MemoryUse, PeakMemory, memory_of
 from benchmarks.context_length.records import NOT_STARTED, OK, Point, Results, SettingsDiffer
 from benchmarks.context_length.search import Found, Range, search
@@ -505,3 +505,11 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     assert [point.length for point in again.points()] == [32, 64]
     assert again.final(64) == ok
     assert again.final(32) is None
+
+
+def test_how_far_a_long_request_is() -> None:
+    line = "INFO execute_diffusion_once time = 1500.0 ms\n"
+    gpu, host = MemoryUse(gpu_bytes=20 << 30, host_bytes=1 << 30), MemoryUse(host_bytes=1 << 30)
+    assert told_progress("", 8, host) == "step 0 of 8, 1.0 GiB"
+    assert told_progress(3 * line, 8, gpu) == "step 3 of 8, 8 s left, 20.0 GiB"
+    assert told_progress(9 * line, 8, MemoryUse()) == "step 9 of 8, 0 s left, 0.0 GiB"

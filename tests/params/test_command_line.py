@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,13 @@ def test_upstreams_command_without_a_model_names_ours(tmp_path: Path) -> None:
     last_line = log.read_text().splitlines()[-1]
     assert last_line.startswith("error: wanted a checkpoint: a folder")
     assert last_line.endswith("makes models/llada-tiny; vllm serve models/llada-tiny serves it")
+
+
+def test_the_version_is_ours_and_upstreams(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        settings("--version")
+    assert done.value.code == 0
+    assert re.fullmatch(r"mosaic \d+\.\d+\.\d+ on vllm 0\.32\.0\n", capsys.readouterr().out)
 
 
 def test_the_page_can_be_left_out() -> None:

@@ -93,6 +93,7 @@ def test_chat_shows_the_canvas_in_a_terminal(client: Client, server: ServerProce
     shown = in_a_terminal([sys.executable, str(CHAT), "--server", server.url], QUESTION)
     assert DIM in shown
     assert "·".encode() in shown
+    assert re.search(rb"step \d+, \d+ of 32 tokens, [\d.]+ s, [\d.]+ s left", shown)
     assert shown.rstrip().endswith(b"you>")
     assert ANSWER.encode() in shown
 

@@ -14,6 +14,7 @@ import pytest
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.client import ANSWER, GENERATE, QUESTION
 from tests.server.process import ROOT
+from vllm.diffusion import __version__
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.routes import OPEN_PATHS, STATIC
@@ -52,6 +53,10 @@ def test_files_need_no_key_and_are_not_sent_twice(client: Client) -> None:
         assert (again.status_code, again.content) == (304, b"")
     assert client.http.get("/page/routes.py").status_code == 404
     assert client.http.get("/").headers["content-type"] == "text/html; charset=utf-8"
+
+
+def test_versions(client: Client) -> None:
+    assert client.http.get("/version").json() == {"version": "0.32.0", "mosaic": __version__}
 
 
 # ---- what is offered ---------------------------------------------------------------------------

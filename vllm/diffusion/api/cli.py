@@ -7,6 +7,7 @@ They end in `--additional-config '{"dllm": {...}}'`, which `vllm serve` and `LLM
 from __future__ import annotations
 
 import errno
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import ValidationError
 
+from vllm.diffusion import __version__
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.errors import ServerConfigError
@@ -67,6 +69,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RANKS",
         type=int,
         help="GPUs that divide the rows of long steps, each with all weights that one would have",
+    )
+    group.add_argument(
+        "--version",
+        action="version",
+        version=f"mosaic {__version__} on vllm {metadata.version('vllm')}",
+        help="say which versions these are",
     )
     group.add_argument(
         "--no-page", action="store_true", help="serve no web page at / and /status, only the API"

@@ -48,6 +48,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.params import ChatParams
+from vllm.version import __version__ as VLLM_VERSION
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -132,6 +133,12 @@ async def ready(raw_request: Request) -> JSONResponse:
     lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
     state = "ready" if lifecycle is None else await lifecycle.state()
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+@openai_router.get("/version")
+async def version() -> JSONResponse:
+    """Of upstream, as its own route says it, and of this project."""
+    return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
 
 
 async def check_openai_body(raw_request: Request) -> None:
