@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 4096  # of one request; forwards take turns, so others go on meanwhile
 USUAL_BATCH = 32
+DECIMALS = 5  # what comes behind them depends, in fp32, on who shares a step
 
 # Of the check for greediness, whatever the server's defaults are.
 _PUBLISHED_LOOP: dict[str, Any] = {
@@ -203,6 +204,7 @@ class LikelihoodHandler:
         length = len(asked.continuation)
         estimated = estimate(asked.maskings, logprobs, length)
         is_greedy, is_given = None, body.masks is not None
+        stderr = 0.0 if is_given else estimated.stderr
         if asked.checks_greedy:
             is_greedy = await self._is_greedy(asked, request_id)
         num_tokens = len(asked.context) + length
@@ -210,8 +212,8 @@ class LikelihoodHandler:
             id=request_id,
             created=int(time.time()),
             model=self._model_names[0],
-            loglikelihood=estimated.loglikelihood,
-            stderr=0.0 if is_given else estimated.stderr,
+            loglikelihood=round(estimated.loglikelihood, DECIMALS),
+            stderr=stderr if stderr is None else round(stderr, DECIMALS),
             is_greedy=is_greedy,
             forwards=len(distinct) + (length if asked.checks_greedy else 0),
             num_tokens=length,

@@ -33,6 +33,7 @@ _SAMPLING: dict[str, Any] = {  # what upstream's front end does with the output
     "max_tokens": 1,
     "detokenize": False,
     "output_kind": RequestOutputKind.FINAL_ONLY,
+    "skip_clone": True,  # every reading has its own; a deep copy takes longer than all else here
 }
 
 TERMS = tuple(sorted(BESIDE_A_SCORE))  # of an HTTP request, that each of its readings has, too
