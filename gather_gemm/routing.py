@@ -130,7 +130,12 @@ def _allocate(
     )
 
 
-def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+def sum_terms(
+    terms: Tensor,
+    weights: Tensor | None = None,
+    addend: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The sum of each row's terms, first to last.
 
     Without weights every sum is rounded to the dtype; with them the terms are weighted and added in
@@ -140,6 +145,7 @@ def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | Non
         terms: [R, k, D] bf16, fp16 or fp32, contiguous.
         weights: fp32 [R, k] contiguous, or None.
         addend: [R, D] of the dtype of the terms, contiguous, or None.
+        out: Like the addend, written; allocated when not given.
 
     Returns:
         [R, D].
@@ -149,8 +155,9 @@ def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | Non
     """
     _check_terms("sum_terms", terms, weights, addend)
     if _kernels is None or not can_take(terms) or terms.numel() == 0:
-        return reference.sum_terms(terms, weights, addend)
-    out = terms.new_empty(terms.shape[0], terms.shape[2])
+        total = reference.sum_terms(terms, weights, addend)
+        return total if out is None else out.copy_(total)
+    out = terms.new_empty(terms.shape[0], terms.shape[2]) if out is None else out
     with guard(terms):
         _kernels.launch_sum(terms, weights, addend, out, adds=False)
     return out

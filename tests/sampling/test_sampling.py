@@ -7,6 +7,7 @@ import dataclasses
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -455,10 +456,10 @@ def on_two_ranks(
     rank = threading.local()
     sent: list[Tensor] = [torch.empty(0)] * 2
 
-    def gather(mine: Tensor, dim: int = -1) -> Tensor:
+    def gather(mine: Tensor) -> Tensor:
         sent[rank.number] = mine
         meeting.wait()
-        whole = torch.cat(sent, dim=dim)
+        whole = torch.stack(sent)
         meeting.wait()
         return whole
 
@@ -468,7 +469,9 @@ def on_two_ranks(
         return work(columns, start)
 
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(ops_sampling, "tensor_model_parallel_all_gather", gather)
+    monkeypatch.setattr(ops_sampling, "tensor_parallel", lambda: SimpleNamespace(gather=gather))
+    widest = max(boundary, logits.shape[1] - boundary)
+    monkeypatch.setattr(ops_sampling, "pad_vocab_size", lambda _: 2 * widest)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))
     for mine, others in zip(first, second, strict=True):

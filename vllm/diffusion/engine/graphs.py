@@ -127,6 +127,7 @@ class GraphRunner:
             return None
         step_inputs.fill(captured.inputs.arrays, batch)
         captured.inputs.upload()
+        ops.align_ranks()
         captured.graph.replay()
         return captured.outputs
 
@@ -158,8 +159,10 @@ class GraphRunner:
         staging.upload()
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
+        ops.align_ranks()
         with self._memory.capture(graph):
             outputs = run()
+            ops.align_ranks()
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, staging, outputs, generation)
         return self._captured[bucket]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.config import set_current_vllm_config
-from vllm.diffusion import envs, pages, startup_log, watchdog
+from vllm.diffusion import envs, ops, pages, startup_log, watchdog
 from vllm.diffusion.config import row_budget, sequence_parallel, served_model
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.build_info import build_info, log_build_info
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
+
+# Rows that tensor-parallel ranks sum at a time, at most: twice so much memory is theirs.
+_SUMMED_ROWS = 8192
 
 
 class DiffusionWorker(WorkerBase):
@@ -87,6 +90,7 @@ class DiffusionWorker(WorkerBase):
             model: DiffusionModel = get_model_loader(self.load_config).load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
+        ops.join_cards(self._device(), _SUMMED_ROWS * model.hidden_size * model.dtype.itemsize)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         logger.info(
             "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
@@ -157,8 +161,6 @@ class DiffusionWorker(WorkerBase):
             return "none (--enforce-eager)"
         if not envs.use_chunkwise_graph():
             return "none (VLLM_USE_CHUNKWISE_GRAPH=0)"
-        if self.ranks.tensor.size > 1:
-            return "none (tensor parallel)"
         if not model.can_be_captured(device):
             return f"none (attention of {model.dtype} heads of {model.head_dim} on this GPU)"
         return None

@@ -12,7 +12,6 @@ from vllm.diffusion import ops
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -72,7 +71,7 @@ class AllHeadsRMSNorm(RMSNorm):
             normed: Tensor = super().forward(flat, out=into)
             return normed.view(x.shape)
         wide = flat.to(torch.float32)
-        squares = tensor_model_parallel_all_reduce(wide.square().sum(dim=-1, keepdim=True))
+        squares = ops.tensor_parallel().sum(wide.square().sum(dim=-1, keepdim=True))
         mean_square = squares / (self.num_replicas * self.full_width)
         unit = (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
         result = (self.weight * unit).view(x.shape)

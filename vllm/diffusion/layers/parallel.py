@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from vllm.diffusion import ops
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -42,7 +44,19 @@ def keep_plain(layer: LayerT) -> LayerT:
 
 
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
-    """Write the embeddings of ids [T] to out [T, D], summed over the ranks, and return out."""
-    if table.tp_size == 1 and isinstance(table.quant_method, UnquantizedEmbeddingMethod):
+    """Write the embeddings of ids [T] to out [T, D], and return out; each is of one rank."""
+    if not isinstance(table.quant_method, UnquantizedEmbeddingMethod):
+        return out.copy_(table(ids))
+    if table.tp_size == 1:
         return torch.index_select(table.weight, 0, ids, out=out)
-    return out.copy_(table(ids))
+    shard, out = table.shard_indices, out.zero_()
+    places = ids - shard.org_vocab_start_index
+    is_here = (places >= 0) & (places < shard.num_org_elements)
+    places = places.clamp(0, max(shard.num_org_elements - 1, 0))
+
+    def write(rows: slice, part: Tensor) -> None:
+        torch.index_select(table.weight, 0, places[rows], out=part)
+        part.mul_(is_here[rows, None])
+
+    ops.tensor_parallel().add_sum(out, write, FreshBuffers(out.device))
+    return out

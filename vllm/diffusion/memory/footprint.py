@@ -132,7 +132,7 @@ class ModelShape:
 # What PyTorch allocates itself, while the other terms are buffers of the pool.
 TEMPORARIES = frozenset(
     {
-        *("attention", "statistics", "collected attention", "summed over ranks"),
+        *("attention", "statistics", "collected attention"),
         *("quantised product", "routing", "activated of experts", "terms of experts"),
     }
 )
@@ -323,7 +323,7 @@ class Footprint:
             "terms of experts": rows * row_bytes,
         }
         if self.shape.num_ranks > 1:
-            terms["summed over ranks"] = 2 * row_bytes  # the terms, then the ranks' sums
+            terms["projected"] = row_bytes
         if not experts.shared_width:
             return (terms,)
         activated = resident | {"activated": experts.shared_width * element}

@@ -2,6 +2,7 @@
 """The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
+from vllm.diffusion.ops.collectives import align_ranks, join_cards, tensor_parallel
 from vllm.diffusion.ops.experts import SOFTMAX, Matrices, Routing, Scoring, add_experts, route_rows
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.fused import (
@@ -68,9 +69,11 @@ __all__ = [
     "Workspace",
     "add_experts",
     "adopt_scheme",
+    "align_ranks",
     "apply_rotary",
     "candidates",
     "gather_columns",
+    "join_cards",
     "kind_of",
     "kinds_of",
     "most_likely",
@@ -86,6 +89,7 @@ __all__ = [
     "samples_in_head",
     "silu_mul",
     "store_keys_values",
+    "tensor_parallel",
     "to_device",
     "token_logprobs",
 ]

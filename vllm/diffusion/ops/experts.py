@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import gather_gemm
 from gather_gemm import SOFTMAX, Routing, Scoring
-from vllm.diffusion.ops import dispatch
-from vllm.distributed import (
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.diffusion.ops import collectives, dispatch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
@@ -141,7 +138,11 @@ def add_experts(
     late_weights = weights if in_fp32 else None
     if get_tensor_model_parallel_world_size() == 1:
         gather_gemm.add_terms(x, terms, late_weights, addend)
-    else:
-        scratch.expect("summed over ranks", 2 * len(x) * row_bytes)
-        total = gather_gemm.sum_terms(terms, late_weights, addend)
-        x.add_(tensor_model_parallel_all_reduce(total))
+        return
+
+    def write(rows: slice, out: Tensor) -> None:
+        some = None if late_weights is None else late_weights[rows]
+        rest = None if addend is None else addend[rows]
+        gather_gemm.sum_terms(terms[rows], some, rest, out=out)
+
+    collectives.tensor_parallel().add_sum(x, write, scratch)

@@ -19,7 +19,7 @@ from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, summed
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.diffusion.quantisation import Fp8Scheme
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
@@ -128,7 +128,7 @@ class Fp8Projection(Projection):
         if use is Use.GATED:
             row_bytes["gate and up"] = matrix.row_bytes
         elif use is Use.ADD_TO:
-            row_bytes |= {"projected": matrix.row_bytes} | summed(matrix)
+            row_bytes["projected"] = matrix.row_bytes
         return Workspace(row_bytes)
 
     def rows(
@@ -188,16 +188,19 @@ class Fp8Projection(Projection):
             rescale(gate_up, x.scales, self._scales, gate_up)
         silu_mul(gate_up, out=out)
 
-    def product(self, h: Tensor | QuantisedRows, scratch: Buffers, features: slice = ALL) -> Tensor:
+    def multiply(
+        self, h: Tensor | QuantisedRows, out: Tensor, scratch: Buffers, features: slice = ALL
+    ) -> None:
         h = self._quantised(h, scratch)
-        out = scratch.take("projected", (len(h.values), len(self._weight)), self._dtype)
         weight, bias = self._part(features)
-        if self._uses_cublas:
+        tiling = self._tiling(len(out)) if features == ALL else None
+        if tiling is not None:
+            self._fused(h, out, tiling, Epilogue.STORE)
+        elif self._uses_cublas:
             self._multiply(h, weight, out)
             rescale(out, h.scales, self._scales, out, bias=bias)
         else:
             fused_linear_fp8(h, weight, self._scales, out, bias=bias)
-        return out
 
     def add_to(
         self, x: Tensor, h: Tensor | QuantisedRows, scratch: Buffers, features: slice = ALL

@@ -16,7 +16,7 @@ from gather_gemm import Packed, pack, unpack
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, summed
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.diffusion.quantisation import PackedScheme
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
@@ -173,7 +173,7 @@ class PackedProjection(Projection):
             return Workspace({"gate and up": matrix.row_bytes})
         if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace({})
-        return Workspace({"projected": matrix.row_bytes} | summed(matrix))
+        return Workspace({"projected": matrix.row_bytes})
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         for part, weight in self._parts(columns, x.dtype):
@@ -186,11 +186,11 @@ class PackedProjection(Projection):
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
-    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
-        out = scratch.take("projected", (len(h), self._packed.shape[0]), h.dtype)
+    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         for part, weight in self._parts(ALL, h.dtype):
             torch.mm(h, weight[:, features].t(), out=out[:, part])
-        return out if self._bias is None or features.start else out.add_(self._bias)
+        if self._bias is not None and not features.start:
+            out.add_(self._bias)
 
     def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if not self._adds_in_place:

@@ -173,11 +173,11 @@ class OrderedProjection(PackedProjection):
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         super().project(self._ordered(x, scratch), out, scratch, columns)
 
-    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
-        return super().product(self._ordered(h, scratch), scratch, features)
+    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        super().multiply(self._ordered(h, scratch), out, scratch, features)
 
     def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        in_place = self._adds_in_place  # else by `product`, which puts them into order
+        in_place = self._adds_in_place  # else by `multiply`, which puts them into order
         super().add_to(x, self._ordered(h, scratch) if in_place else h, scratch, features)
 
     def _ordered(self, x: Tensor, scratch: Buffers) -> Tensor:

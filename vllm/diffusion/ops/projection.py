@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from gather_gemm import gather_gemm
-from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.fused import silu_mul
-from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
+    QuantisedRows,
     Tiling,
     fused_linear,
     has_fused_linear,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.buffers import Buffers
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 
     ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
 
@@ -153,12 +152,13 @@ class Projection(ABC):
         """
 
     @abstractmethod
-    def product(self, h: Any, scratch: Buffers, features: slice = ALL) -> Tensor:
-        """The product [R, columns] of some features, in scratch memory.
+    def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        """Write the product of some features.
 
         Args:
-            h: [R, features], model dtype.
-            scratch: memory for the product.
+            h: [R, features], model dtype, or as `rows` gave them.
+            out: [R, columns] contiguous, model dtype; written.
+            scratch: memory for the while.
             features: of `depth`; fewer than all only where `can_slice`. The bias comes with the
                 first.
         """
@@ -168,13 +168,18 @@ class Projection(ABC):
 
         Args:
             x: [R, columns], model dtype, contiguous; written.
-            h, scratch, features: as for `product`.
+            h, scratch, features: as for `multiply`.
         """
-        product = self.product(h, scratch, features)
-        if self._is_summed:
-            scratch.expect("summed over ranks", product.numel() * product.element_size())
-            product = tensor_model_parallel_all_reduce(product)
-        x.add_(product)
+        if not self._is_summed:
+            product = scratch.take("projected", tuple(x.shape), x.dtype)
+            self.multiply(h, product, scratch, features)
+            x.add_(product)
+            return
+
+        def write(rows: slice, out: Tensor) -> None:
+            self.multiply(_rows_of(h, rows), out, scratch, features)
+
+        collectives.tensor_parallel().add_sum(x, write, scratch)
 
 
 class PlainProjection(Projection):
@@ -201,7 +206,7 @@ class PlainProjection(Projection):
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace({})
-        return Workspace({"projected": matrix.row_bytes} | summed(matrix))
+        return Workspace({"projected": matrix.row_bytes})
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         weight, bias = self._weight[columns], self._bias
@@ -228,13 +233,13 @@ class PlainProjection(Projection):
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
-    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
-        out = scratch.take("projected", (len(h), len(self._weight)), h.dtype)
+    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if features == ALL:
             self.project(h, out, scratch)
-            return out
+            return
         torch.mm(h, self._weight[:, features].t(), out=out)
-        return out if self._bias is None or features.start > 0 else out.add_(self._bias)
+        if self._bias is not None and features.start == 0:
+            out.add_(self._bias)
 
     def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if not self._adds_in_place:
@@ -259,25 +264,37 @@ class QuantisedProjection(Projection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        ranks = summed(matrix) if use is Use.ADD_TO else {}
-        return Workspace({"quantised product": matrix.row_bytes} | ranks)
+        is_summed = use is Use.ADD_TO and matrix.is_summed
+        part = {"projected": matrix.row_bytes} if is_summed else {}
+        return Workspace({"quantised product": matrix.row_bytes} | part)
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        out.copy_(self.product(x, scratch)[:, columns])
+        out.copy_(self._product(x, scratch)[:, columns])
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        silu_mul(self.product(x, scratch), out=out)
+        silu_mul(self._product(x, scratch), out=out)
 
-    def product(self, h: Tensor, scratch: Buffers, features: slice = ALL) -> Tensor:
+    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        out.copy_(self._product(h, scratch))
+
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        if self._is_summed:
+            super().add_to(x, h, scratch, features)
+        else:
+            x.add_(self._product(h, scratch))
+
+    def _product(self, h: Tensor, scratch: Buffers) -> Tensor:
         row_bytes = self._layer.output_size_per_partition * h.element_size()
         scratch.expect("quantised product", len(h) * row_bytes)
         product: Tensor = self._layer.quant_method.apply(self._layer, h, self._bias)
         return product
 
 
-def summed(matrix: Matrix) -> dict[str, int]:
-    """What the products of the ranks are summed in."""
-    return {"summed over ranks": matrix.row_bytes} if matrix.is_summed else {}
+def _rows_of(h: Any, rows: slice) -> Any:
+    """Some rows of what a projection multiplies."""
+    if not isinstance(h, QuantisedRows):
+        return h[rows]
+    return h._replace(values=h.values[rows], scales=h.scales[rows])
 
 
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:

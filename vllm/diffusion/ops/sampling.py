@@ -9,10 +9,9 @@ import flash_sample
 import gather_gemm
 from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops import dispatch
-from vllm.distributed import (
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-)
+from vllm.diffusion.ops.collectives import tensor_parallel
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
 # What leaving out the epsilon may change an entropy by, in nats: what fp32 sums are good to.
 _NEGLIGIBLE_NATS = 2e-5
@@ -47,15 +46,13 @@ def candidates(
     if logits.shape[1] == vocab_size:
         return flash_sample.candidates(logits, rows, score)
     record = flash_sample.partial(logits, rows, score, first_column=first_column)
-    gathered = tensor_model_parallel_all_gather(record, dim=0)
-    records = gathered.view(-1, *record.shape)
+    records = tensor_parallel().gather(record)
     found = flash_sample.merge(records, rows, score)
     epsilon = rows.epsilon
     if score != "entropy" or _is_negligible(epsilon, vocab_size):
         return found
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
-    shares = tensor_model_parallel_all_gather(share[:, None], dim=-1)
-    return found._replace(score=shares.sum(dim=-1))
+    return found._replace(score=tensor_parallel().gather(share).sum(dim=0))
 
 
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -84,11 +81,10 @@ def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     if logits.shape[1] == vocab_size or get_tensor_model_parallel_world_size() == 1:
         return logits
     # Ranks own equal shares of the vocabulary rounded up; the last ones may have fewer columns.
-    widest = torch.tensor([logits.shape[1]], device=logits.device)
-    widest = tensor_model_parallel_all_gather(widest).max()
-    padded = torch.nn.functional.pad(logits, (0, int(widest) - logits.shape[1]))
-    whole: torch.Tensor = tensor_model_parallel_all_gather(padded, dim=-1)
-    return whole[:, :vocab_size]
+    widest = pad_vocab_size(vocab_size) // get_tensor_model_parallel_world_size()
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
+    ranks = tensor_parallel().gather(padded)
+    return ranks.transpose(0, 1).reshape(len(logits), -1)[:, :vocab_size]
 
 
 def most_likely(
@@ -139,9 +135,8 @@ def negative_entropy(
         return (p * torch.log(p + epsilon)).sum(dim=-1)
     top, total = _whole_softmax(kept.double())
     p = torch.exp(kept.double() - top) / total
-    share = (p * torch.log(p + epsilon)).sum(dim=-1, keepdim=True)
-    shares: torch.Tensor = tensor_model_parallel_all_gather(share, dim=-1)
-    return shares.sum(dim=-1).to(dtype)
+    share = (p * torch.log(p + epsilon)).sum(dim=-1)
+    return tensor_parallel().gather(share).sum(dim=0).to(dtype)
 
 
 def token_logprobs(
@@ -162,8 +157,7 @@ def token_logprobs(
     if num_columns == vocab_size:
         return found - torch.logsumexp(kept, dim=-1, keepdim=True)
     top, total = _whole_softmax(kept)
-    ranks: torch.Tensor = tensor_model_parallel_all_gather(found[None], dim=0)
-    return ranks.amax(dim=0) - top - total.log()
+    return tensor_parallel().gather(found).amax(dim=0) - top - total.log()
 
 
 def _is_negligible(epsilon: float | torch.Tensor, vocab_size: int) -> bool:
@@ -187,10 +181,9 @@ def _whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and sum of exp [R, 1] over the columns of all ranks, from this rank's [R, C]."""
     top = kept.amax(dim=-1, keepdim=True)
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
-    ranks = tensor_model_parallel_all_gather(torch.cat([top, total], dim=-1), dim=-1)
-    tops, totals = ranks[:, 0::2], ranks[:, 1::2]
-    whole = tops.amax(dim=-1, keepdim=True)
-    return whole, (totals * torch.exp(tops - whole)).sum(dim=-1, keepdim=True)
+    tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)
+    whole = tops.amax(dim=0)
+    return whole, (totals * torch.exp(tops - whole)).sum(dim=0)
 
 
 def _most_likely_sharded(
@@ -205,7 +198,7 @@ def _most_likely_sharded(
     kept = _without(logits, excluded).double()
     chosen = kept.gather(1, token[:, None])[:, 0]
     mine = torch.stack([best, (token + first_column).double(), chosen], dim=-1)
-    ranks = tensor_model_parallel_all_gather(mine, dim=-1).view(mine.shape[0], -1, 3)
+    ranks = tensor_parallel().gather(mine).transpose(0, 1)
     winner = ranks[:, :, 0].argmax(dim=-1, keepdim=True)  # first rank among equals: lowest id
     token = ranks[:, :, 1].gather(1, winner)[:, 0].long()
     chosen = ranks[:, :, 2].gather(1, winner)[:, 0]

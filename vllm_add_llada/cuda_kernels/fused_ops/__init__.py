@@ -27,20 +27,26 @@ from ._quantise import (
     rms_norm_quantised,
     silu_mul_quantised,
 )
+from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_ranks, sum_ranks
 
 __all__ = [
     "FP8",
     "Epilogue",
+    "Meeting",
     "QuantisedRows",
     "Tiling",
     "apply_rotary",
+    "call_counts",
+    "flag_bytes",
     "fused_linear",
     "fused_linear_fp8",
     "gated_gemm",
+    "gather_ranks",
     "has_fused_linear",
     "has_grouped_gemm",
     "has_quantise",
     "has_router",
+    "has_sum_ranks",
     "is_built",
     "norm_rotary",
     "quantise_rows",
@@ -52,5 +58,6 @@ __all__ = [
     "silu_mul",
     "silu_mul_quantised",
     "store_keys_values",
+    "sum_ranks",
     "weighted_gemm",
 ]

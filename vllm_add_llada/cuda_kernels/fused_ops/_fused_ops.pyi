@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled module: addresses, sizes and streams as integers; `fused_ops` checks them."""
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 _Rows: TypeAlias = tuple[int, int, int, int]  # address, inner rows, outer stride, inner stride
@@ -18,6 +19,8 @@ MAX_ROUTER_GROUPS: Final[int]
 MAX_ROUTED_ROWS: Final[int]
 MAX_ROUTER_DEPTH: Final[int]
 ROUTER_DEPTH_STEP: Final[int]
+MAX_RANKS: Final[int]
+MAX_RANK_BLOCKS: Final[int]
 
 def rms_norm(
     *,
@@ -194,6 +197,34 @@ def route(
     is_normalised: bool,
     scale: float,
     in_fp32: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+def sum_ranks(
+    *,
+    parts: Sequence[int],
+    flags: Sequence[int],
+    calls: int,
+    is_over: int,
+    rank: int,
+    num_blocks: int,
+    residual: int,
+    out: int,
+    dtype: int,
+    count: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def gather_ranks(
+    *,
+    parts: Sequence[int],
+    flags: Sequence[int],
+    calls: int,
+    is_over: int,
+    rank: int,
+    num_blocks: int,
+    out: int,
+    count: int,
     device: int,
     stream: int,
 ) -> None: ...

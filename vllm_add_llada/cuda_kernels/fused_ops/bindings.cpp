@@ -6,15 +6,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "fused_ops.h"
 #include "grouped_gemm.h"
 #include "linear.h"
 #include "quantise.h"
+#include "ranks.h"
 #include "router.h"
 
 namespace py = pybind11;
@@ -234,6 +237,38 @@ void route(uintptr_t x, uintptr_t gate, uintptr_t bias, uintptr_t weights, uintp
   launch("route", &launch_router, params, device, stream);
 }
 
+Meeting to_meeting(const std::vector<uintptr_t>& parts, const std::vector<uintptr_t>& flags,
+                   uintptr_t calls, uintptr_t is_over, int rank, int num_blocks) {
+  Meeting meeting{};
+  meeting.num_ranks = static_cast<int>(std::min<size_t>(parts.size(), kMaxRanks));
+  for (int other = 0; other < meeting.num_ranks; ++other) {
+    meeting.parts[other] = reinterpret_cast<void*>(parts[other]);
+    meeting.flags[other] = reinterpret_cast<uint32_t*>(flags.at(other));
+  }
+  meeting.calls = reinterpret_cast<uint32_t*>(calls);
+  meeting.is_over = reinterpret_cast<int*>(is_over);
+  meeting.rank = rank;
+  meeting.num_blocks = std::min(num_blocks, kMaxRankBlocks);
+  return meeting;
+}
+
+void sum_ranks(const std::vector<uintptr_t>& parts, const std::vector<uintptr_t>& flags,
+               uintptr_t calls, uintptr_t is_over, int rank, int num_blocks, uintptr_t residual,
+               uintptr_t out, int dtype, int64_t count, int device, uintptr_t stream) {
+  const SumRanksParams params{to_meeting(parts, flags, calls, is_over, rank, num_blocks),
+                              reinterpret_cast<void*>(residual), reinterpret_cast<void*>(out),
+                              to_data_type(dtype), count};
+  launch("sum_ranks", &launch_sum_ranks, params, device, stream);
+}
+
+void gather_ranks(const std::vector<uintptr_t>& parts, const std::vector<uintptr_t>& flags,
+                  uintptr_t calls, uintptr_t is_over, int rank, int num_blocks, uintptr_t out,
+                  int64_t count, int device, uintptr_t stream) {
+  const GatherRanksParams params{to_meeting(parts, flags, calls, is_over, rank, num_blocks),
+                                 reinterpret_cast<void*>(out), count};
+  launch("gather_ranks", &launch_gather_ranks, params, device, stream);
+}
+
 }  // namespace
 }  // namespace fused_ops
 
@@ -295,4 +330,12 @@ PYBIND11_MODULE(_fused_ops, module) {
              arg("num_rows"), arg("num_experts"), arg("num_chosen"), arg("depth"),
              arg("is_sigmoid"), arg("num_groups"), arg("num_kept_groups"), arg("is_normalised"),
              arg("scale"), arg("in_fp32"), arg("device"), arg("stream"), release);
+  module.attr("MAX_RANKS") = fused_ops::kMaxRanks;
+  module.attr("MAX_RANK_BLOCKS") = fused_ops::kMaxRankBlocks;
+  module.def("sum_ranks", &fused_ops::sum_ranks, py::kw_only(), arg("parts"), arg("flags"),
+             arg("calls"), arg("is_over"), arg("rank"), arg("num_blocks"), arg("residual"),
+             arg("out"), arg("dtype"), arg("count"), arg("device"), arg("stream"), release);
+  module.def("gather_ranks", &fused_ops::gather_ranks, py::kw_only(), arg("parts"), arg("flags"),
+             arg("calls"), arg("is_over"), arg("rank"), arg("num_blocks"), arg("out"), arg("count"),
+             arg("device"), arg("stream"), release);
 }

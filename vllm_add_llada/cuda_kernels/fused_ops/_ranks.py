@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses the cards of one host within a kernel: sums over ranks, and parts side by side."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._support import check_like, dtype_of, has_kernel, launch, native
+
+_VECTOR_BYTES = 16
+_THREADS = 512  # of a block, each with a vector at a time
+
+
+class Meeting(NamedTuple):
+    """Memory of every rank as this card addresses it, and how ranks wait for each other in it.
+
+    All ranks make the same calls in the same order. A call returns what the others had written
+    before theirs; what it reads may be written again only after the call that follows it.
+
+    Attributes:
+        parts: address of what is read of each rank, on 16 bytes.
+        flags: address of [`MAX_RANK_BLOCKS`, `MAX_RANKS`] uint32 of each rank, zero at first.
+        calls: [`MAX_RANK_BLOCKS`] int32 on this card, zero at first.
+        is_over: [1] int32 in pinned memory; while it is not zero nobody waits for others.
+        rank: this one.
+    """
+
+    parts: tuple[int, ...]
+    flags: tuple[int, ...]
+    calls: Tensor
+    is_over: Tensor
+    rank: int
+
+
+def has_sum_ranks(num_ranks: int) -> bool:
+    """Whether the kernels are built, and for so many ranks."""
+    return native is not None and num_ranks in (2, 4, 8)
+
+
+def flag_bytes() -> int:
+    """Bytes of the flags of a rank."""
+    assert native is not None
+    return 4 * int(native.MAX_RANK_BLOCKS) * int(native.MAX_RANKS)
+
+
+def call_counts(device: torch.device) -> Tensor:
+    """The calls of a rank that has made none."""
+    assert native is not None
+    return torch.zeros(int(native.MAX_RANK_BLOCKS), dtype=torch.int32, device=device)
+
+
+def sum_ranks(
+    meeting: Meeting, out: Tensor, residual: Tensor | None = None, *, most_blocks: int
+) -> None:
+    """out = residual + the parts of all ranks, added in fp32 in their order and rounded once.
+
+    Args:
+        meeting: with a part of out's shape and dtype at every rank.
+        out: bf16, fp16 or fp32, contiguous, whole vectors of 16 bytes; written.
+        residual: like out; may be out.
+        most_blocks: of the launch.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    name = "sum_ranks"
+    num_bytes = out.numel() * out.element_size()
+    rest = out if residual is None else residual
+    check_like(name, "residual", rest, out, out.shape)
+    is_whole = num_bytes % _VECTOR_BYTES == 0 and out.is_contiguous() and rest.is_contiguous()
+    if not has_kernel(out) or not is_whole:
+        raise ValueError(f"{name}: out must be contiguous vectors of 16 bytes on a GPU")
+    assert native is not None
+    launch(
+        native.sum_ranks,
+        out,
+        **_meeting(meeting, num_bytes, most_blocks),
+        residual=0 if residual is None else residual.data_ptr(),
+        out=out.data_ptr(),
+        dtype=dtype_of(out),
+        count=out.numel(),
+    )
+
+
+def gather_ranks(meeting: Meeting, out: Tensor, *, most_blocks: int) -> None:
+    """Write the parts of all ranks one after the other.
+
+    Args:
+        meeting: with a part of the dtype at every rank.
+        out: [ranks, ...], contiguous, whole vectors of 16 bytes a rank; written.
+        most_blocks: of the launch.
+
+    Raises:
+        ValueError: a shape or stride is not as above.
+    """
+    part_bytes = out[0].numel() * out.element_size()
+    is_whole = part_bytes % _VECTOR_BYTES == 0 and len(out) == len(meeting.parts)
+    if not has_kernel(out) or not out.is_contiguous() or not is_whole:
+        raise ValueError("gather_ranks: out must be contiguous vectors of 16 bytes on a GPU")
+    assert native is not None
+    launch(
+        native.gather_ranks,
+        out,
+        **_meeting(meeting, part_bytes * len(out), most_blocks),
+        out=out.data_ptr(),
+        count=part_bytes // _VECTOR_BYTES,
+    )
+
+
+def _meeting(meeting: Meeting, num_bytes: int, most_blocks: int) -> dict[str, object]:
+    blocks = -(-num_bytes // (_THREADS * _VECTOR_BYTES))
+    return {
+        "parts": meeting.parts,
+        "flags": meeting.flags,
+        "calls": meeting.calls.data_ptr(),
+        "is_over": meeting.is_over.data_ptr(),
+        "rank": meeting.rank,
+        "num_blocks": max(min(blocks, most_blocks), 1),
+    }
