@@ -62,9 +62,9 @@ class Collectives:
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks [ranks, ...], each like this rank's."""
-        out = part.new_empty(self.num_ranks, *part.shape)
+        out = part.new_empty(self.num_ranks * part.shape[0], *part.shape[1:])
         distributed.all_gather_into_tensor(out, part.contiguous(), group=self._group)
-        return out
+        return out.view(self.num_ranks, *part.shape)
 
 
 class CardCollectives(Collectives):
