@@ -42,6 +42,23 @@ def shrink_rank(worker: Any) -> None:
     shrink(worker.worker.model_runner, POOL_BYTES)
 
 
+def fail_once(worker: Any, error: str) -> None:
+    """The second rank fails in a layer of the next step, while the first one waits for it."""
+    from vllm.diffusion.memory import PoolExhaustedError
+
+    runner = worker.worker.model_runner
+    if worker.worker.rank != 1:
+        return
+    layer = runner.model.layers[1]
+    feed_forward = layer.feed_forward
+
+    def fail(*_: Any) -> None:
+        layer.feed_forward = feed_forward
+        raise PoolExhaustedError("x", 2, 1) if error == "memory" else RuntimeError("it broke")
+
+    layer.feed_forward = fail
+
+
 def break_rule(worker: Any) -> None:
     """On this rank, requests of 12 prompt tokens cannot go beyond their first block."""
     from vllm.diffusion.decoding.threshold import Threshold
@@ -61,7 +78,8 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """Heads, vocabulary and noise are split; in a batch, after a refusal, alone, and in chunks.
 
     In a small pool steps run in chunks, which must be the same on both ranks. A rule that fails on
-    both ends its own request. Steps in slices stop after the same chunk.
+    both ends its own request. Steps in slices stop after the same chunk. A rank that fails by
+    itself ends the requests of that step, and both go on.
 
     300 logit columns are no multiple of what upstream pads to, so the second rank has columns
     that no token may come from.
@@ -87,6 +105,11 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         engine.scheduler.slicing.seconds = 6e-5  # less than any step, more than any chunk
         assert_decoded(engine.ask(*asks), wanted)
         engine.scheduler.slicing.seconds = None
+        engine.llm.collective_rpc(fail_once, args=("other",))
+        broken = engine.ask(*asks)
+        assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(asks)
+        engine.llm.collective_rpc(fail_once, args=("memory",))
+        assert_decoded(engine.ask(*asks), wanted)  # all ranks try the same step again
         engine.llm.collective_rpc(break_rule)
         broken = engine.ask(*asks)
         assert "the rule broke" in broken[2].report["error"]

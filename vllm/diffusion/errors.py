@@ -6,7 +6,8 @@ DiffusionError
 │   └── ActivationBudgetError   its steps need more memory than there is
 ├── ModelConfigError        a checkpoint's config.json describes a model we do not run
 ├── CheckpointError         tensors are missing from a checkpoint, or not part of the model
-└── ServerConfigError       a server-wide setting is unknown or out of range
+├── ServerConfigError       a server-wide setting is unknown or out of range
+└── RankError               another rank of the engine failed in a step of both
 """
 
 from __future__ import annotations
@@ -96,3 +97,11 @@ class ServerConfigError(DiffusionError, ValueError):
 def _short(value: Any, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+class RankError(DiffusionError):
+    """Another rank of the engine failed in a step of both; its own log says how."""
+
+
+class RankMemoryError(RankError):
+    """Another rank has no memory for what both were to do."""

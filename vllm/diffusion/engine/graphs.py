@@ -22,6 +22,7 @@ from vllm.diffusion.spans import AttentionLayout, PageTable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm.diffusion.engine.agreement import Agreement
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.step_inputs import StepInputs
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
@@ -78,6 +79,7 @@ class GraphRunner:
             is needed in between is the graphs' own.
         caches: kept keys and values.
         memory: what the graphs may take; batches run without one when it is used up.
+        agreement: with the ranks whose graphs meet this one's.
         max_keys: the longest sequence.
     """
 
@@ -87,13 +89,14 @@ class GraphRunner:
         pool: ActivationPool,
         caches: PageStore,
         memory: GraphMemory,
+        agreement: Agreement,
         max_keys: int,
     ) -> None:
         self._model = model
         self._pool = pool
         self._scratch = FreshBuffers(torch.device("cuda"))
         self._caches = caches
-        self._memory = memory
+        self._memory, self._agreement = memory, agreement
         self._max_keys = max_keys
         self._reads_pages = model.reads_pages(caches.device)
         self._has_blocks = model.family.is_block_causal
@@ -145,7 +148,8 @@ class GraphRunner:
         if self._pool.has_frame:
             return None  # what a graph writes lies in front of all steps
         stale = self._captured.pop(bucket, None)
-        if stale is None and not self._memory.has_room:
+        has_room = stale is not None or self._memory.has_room
+        if self._agreement.most(int(not has_room)):  # of any rank
             return None
         staging = ops.Staging(bucket.inputs(), self._caches.device)
         step_inputs.fill(staging.arrays, batch)
@@ -163,6 +167,7 @@ class GraphRunner:
         with self._memory.capture(graph):
             outputs = run()
             ops.align_ranks()
+        self._memory.settle(self._agreement.most(self._memory.used_bytes))
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, staging, outputs, generation)
         return self._captured[bucket]

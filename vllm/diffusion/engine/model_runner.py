@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.engine.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
@@ -59,7 +60,7 @@ class DiffusionModelRunner:
         pool: the memory of steps and of kept keys and values, on the model's device.
         device: where the model lives.
         is_reporting: this rank writes the log lines of steps.
-        may_fail_alone: see `Recovery`.
+        agreement: with the ranks that run the same steps; None for one rank.
         graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
         max_model_len: the longest sequence.
         noise: source of random numbers; None for the one that requests name.
@@ -78,7 +79,7 @@ class DiffusionModelRunner:
         device: torch.device,
         *,
         is_reporting: bool = True,
-        may_fail_alone: bool = True,
+        agreement: Agreement | None = None,
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
         noise: NoiseSource | None = None,
@@ -93,13 +94,16 @@ class DiffusionModelRunner:
         self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
+        self._agreement = agreement or Agreement()
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
-            self.graphs = GraphRunner(model, pool, self.caches, graph_memory, max_model_len)
+            self.graphs = GraphRunner(
+                model, pool, self.caches, graph_memory, self._agreement, max_model_len
+            )
         self.shares = Shares(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
-        self._recovery = Recovery(self, may_fail_alone=may_fail_alone)
+        self._recovery = Recovery(self, self._agreement)
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
         self._ranks = ranks or Ranks()
         self._compute = Compute(
@@ -118,7 +122,7 @@ class DiffusionModelRunner:
         Requests that start while a step is under way take part in one after it.
         """
         for req_id in message.finished_req_ids:
-            self._forget(req_id)
+            self.forget(req_id)
         results = self._recovery.start(message.admitted)
         self._assign(message.new_pages)
         req_ids = list(message.num_scheduled_tokens)
@@ -250,16 +254,22 @@ class DiffusionModelRunner:
     def run_alone(
         self, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages] | None = None
     ) -> None:
-        """One step of requests that are forgotten afterwards; errors are raised."""
+        """One step of requests that are forgotten afterwards; errors are raised on all ranks."""
+        failure: Exception | None = None
         try:
             for new in requests:
                 self.start(new)
             self._assign(pages or {})
             with torch.inference_mode():
                 self.collect(self.launch([new.req_id for new in requests]))
+        except OUT_OF_MEMORY as error:
+            failure = error.with_traceback(None)
         finally:
             for new in requests:
-                self._forget(new.req_id)
+                self.forget(new.req_id)
+        failure = self._agreement.reach(failure)
+        if failure is not None:
+            raise failure
 
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
@@ -301,7 +311,7 @@ class DiffusionModelRunner:
         if new_pages:
             self.caches.renew_table()
 
-    def _forget(self, req_id: str) -> None:
+    def forget(self, req_id: str) -> None:
         if req_id == self._slices.req_id:
             self._slices.drop()
         self.canvases.pop(req_id, None)

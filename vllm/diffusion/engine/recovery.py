@@ -3,32 +3,28 @@
 
 A rule that raises ends its own request, and every rank sees it raise. A step that runs out of
 memory is tried again without the requests that take most. What else fails ends all requests of the
-step, unless other ranks run the same step and would wait for this one: then it ends the engine.
+step, on all ranks that run it (`agreement`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from vllm.diffusion.engine.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.windows import ALL_ROWS
-from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import PoolExhaustedError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.engine.agreement import Agreement
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.messages import NewCanvas, Slice
     from vllm.diffusion.engine.step import Outcomes, Step, StepRunner
 
 logger = init_logger(__name__)
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, PoolExhaustedError, ActivationBudgetError)
 
 
 class Attempt(NamedTuple):
@@ -52,13 +48,11 @@ class Recovery:
 
     Args:
         runner: whose steps they are.
-        may_fail_alone: an error inside a step may be turned into an error of its requests; False
-            where other ranks run the same step and would wait for this one.
+        agreement: with the ranks that run the same steps.
     """
 
-    def __init__(self, runner: StepRunner, *, may_fail_alone: bool) -> None:
-        self._runner = runner
-        self._may_fail_alone = may_fail_alone
+    def __init__(self, runner: StepRunner, agreement: Agreement) -> None:
+        self._runner, self._agreement = runner, agreement
         self._begun_anew: str | None = None  # whose long step has run out of memory once
 
     def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
@@ -70,11 +64,10 @@ class Recovery:
         """
         results = {}
         for new in admitted:
-            try:
-                self._start(new)
-            except OUT_OF_MEMORY as error:
-                if not self._may_fail_alone:
-                    raise
+            error = self._start(new)
+            if error is not None:
+                error = self._start_again(new)
+            if error is not None:
                 results[new.req_id] = self._result(new.req_id, error)
             else:
                 results |= self._step_known(new)
@@ -82,20 +75,30 @@ class Recovery:
 
     def _step_known(self, new: NewCanvas) -> dict[str, StepResult]:
         """Where that fails, the request computes its first step itself."""
+        outcomes: Outcomes = {}
+        failure: Exception | None = None
         try:
-            return self.results(self._runner.step_known(new))
-        except Exception:
-            if not self._may_fail_alone:
-                raise
+            outcomes = self._runner.step_known(new)
+        except Exception as error:
             logger.exception("request %s computes its first step itself", new.req_id)
-            return {}
+            failure = error
+        return self.results(outcomes) if self._agreement.reach(failure) is None else {}
 
-    def _start(self, new: NewCanvas) -> None:
+    def _start(self, new: NewCanvas) -> Exception | None:
+        """Take in a request; why it could not be, on any rank."""
+        failure: Exception | None = None
         try:
             self._runner.start(new)
-        except OUT_OF_MEMORY:
-            self._runner.pool.trim()  # what steps have left behind
-            self._runner.start(new)
+        except OUT_OF_MEMORY as error:
+            failure = error.with_traceback(None)
+        failure = self._agreement.reach(failure)
+        if failure is not None:
+            self._runner.forget(new.req_id)
+        return failure
+
+    def _start_again(self, new: NewCanvas) -> Exception | None:
+        self._runner.pool.trim()  # what steps have left behind
+        return self._start(new)
 
     def launch(self, rows: Mapping[str, int]) -> Attempt:
         """Launch a step; where memory runs out, without the requests that take most.
@@ -109,15 +112,12 @@ class Recovery:
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
         has_trimmed = False
         while ready:
-            try:
-                return Attempt(self._runner.launch(ready), failures)
-            except Exception as error:
-                if not self._may_fail_alone:
-                    raise
-                failure = error.with_traceback(None)  # whose frames hold tensors
-                if not isinstance(error, OUT_OF_MEMORY):
-                    logger.exception("denoise step failed; its %d requests end", len(ready))
-                    return Attempt(None, failures | dict.fromkeys(ready, failure))
+            step, failure = self._launched(ready)
+            if failure is None:
+                return Attempt(step, failures)
+            if not isinstance(failure, OUT_OF_MEMORY):
+                logger.error("denoise step failed; its %d requests end", len(ready))
+                return Attempt(None, failures | dict.fromkeys(ready, failure))
             if has_trimmed and not self._runner.drop_slices():
                 largest = self._largest(ready)
                 failures[largest] = failure
@@ -127,6 +127,17 @@ class Recovery:
             has_trimmed = True
         return Attempt(None, failures)
 
+    def _launched(self, req_ids: list[str]) -> tuple[Step | None, Exception | None]:
+        """A step, or what failed on any rank."""
+        step, failure = None, None
+        try:
+            step = self._runner.launch(req_ids)
+        except Exception as error:
+            if not isinstance(error, OUT_OF_MEMORY):
+                logger.exception("a denoise step could not be launched")
+            failure = error.with_traceback(None)  # whose frames hold tensors
+        return step, self._agreement.reach(failure)
+
     def advance_slice(self, asked: Slice) -> Outcomes:
         """The next slice of a request's step, committed if that was the last one.
 
@@ -134,20 +145,22 @@ class Recovery:
         with the next slice, once.
         """
         failures: dict[str, Exception] = {}
-        step = None
+        step, failure = None, None
         if self._is_ready(asked.req_id, failures, asked.rows):
             try:
                 step = self._runner.launch_slice(asked)
             except Exception as error:
-                self._runner.drop_slices()
-                if not self._may_fail_alone:
-                    raise
-                if isinstance(error, OUT_OF_MEMORY) and self._begun_anew != asked.req_id:
-                    self._begun_anew = asked.req_id
-                    self._runner.pool.trim()
-                    return {}
-                logger.exception("denoise step failed; request %s ends", asked.req_id)
-                failures[asked.req_id] = error.with_traceback(None)
+                logger.exception("a slice of request %s could not be launched", asked.req_id)
+                failure = error.with_traceback(None)
+            failure = self._agreement.reach(failure)
+        if failure is not None:
+            self._runner.drop_slices()
+            if isinstance(failure, OUT_OF_MEMORY) and self._begun_anew != asked.req_id:
+                self._begun_anew = asked.req_id
+                self._runner.pool.trim()
+                return {}
+            logger.error("denoise step failed; request %s ends", asked.req_id)
+            step, failures[asked.req_id] = None, failure
         if step is not None:
             self._begun_anew = None
         return self.collect(Attempt(step, failures))
@@ -173,13 +186,15 @@ class Recovery:
         step, failures = attempt
         outcomes: Outcomes = {}
         if step is not None:
+            failure: Exception | None = None
             try:
                 outcomes = self._runner.collect(step)
             except Exception as error:
-                if not self._may_fail_alone:
-                    raise
                 logger.exception("denoise step failed; its %d requests end", len(step.req_ids))
-                failures = failures | dict.fromkeys(step.req_ids, error)
+                failure = error
+            failure = self._agreement.reach(failure)
+            if failure is not None:
+                outcomes, failures = {}, failures | dict.fromkeys(step.req_ids, failure)
         running = self._runner.canvases
         return outcomes | {r: reason for r, reason in failures.items() if r in running}
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm.diffusion import decision, fields
+from vllm.diffusion.engine.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.graphs import buckets_of
 from vllm.diffusion.engine.messages import NewCanvas, NewPages
-from vllm.diffusion.engine.recovery import OUT_OF_MEMORY
 from vllm.diffusion.pages import num_pages
 
 if TYPE_CHECKING:

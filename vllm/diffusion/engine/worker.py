@@ -10,7 +10,9 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs, ops, pages, startup_log, watchdog
+from vllm.diffusion.board import Board
 from vllm.diffusion.config import row_budget, sequence_parallel, served_model
+from vllm.diffusion.engine.agreement import Agreement
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
@@ -24,6 +26,7 @@ from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.ranks import Ranks
 from vllm.distributed import (
     ensure_model_parallel_initialized,
+    get_tp_group,
     init_distributed_environment,
     set_custom_all_reduce,
 )
@@ -90,7 +93,7 @@ class DiffusionWorker(WorkerBase):
             model: DiffusionModel = get_model_loader(self.load_config).load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
-        ops.join_cards(self._device(), _SUMMED_ROWS * model.hidden_size * model.dtype.itemsize)
+        self._agreement = self._join_ranks(model)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         logger.info(
             "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
@@ -114,7 +117,7 @@ class DiffusionWorker(WorkerBase):
             pool,
             device,
             is_reporting=self.is_driver_worker,
-            may_fail_alone=not self.ranks.are_several,
+            agreement=self._agreement,
             graph_memory=self._graph_memory(model, pool),
             max_model_len=self.model_config.max_model_len,
             ranks=self.ranks,
@@ -127,6 +130,16 @@ class DiffusionWorker(WorkerBase):
             if not model.family.is_block_causal:
                 host = readable(self.model_runner.planner.host_bytes)
                 logger.info("kept keys and values: in the pool, else %s of host memory", host)
+
+    def _join_ranks(self, model: DiffusionModel) -> Agreement:
+        """Let tensor-parallel ranks sum; how all ranks of the engine agree on failures."""
+        tensor = self.ranks.tensor.size
+        board = Board.join(get_tp_group().cpu_group) if tensor > 1 else None
+        row_bytes = model.hidden_size * model.dtype.itemsize
+        ops.join_ranks(self._device(), _SUMMED_ROWS * row_bytes, board)
+        if not self.ranks.are_several:
+            return Agreement()
+        return Agreement(ops.tensor_parallel(), board if self.ranks.sequence.size == 1 else None)
 
     def build_info(self) -> dict[str, str]:
         """What the engine runs on; the API server asks for it."""

@@ -39,12 +39,17 @@ class GraphMemory:
             budget_bytes = int(min(total * DEVICE_SHARE, pool.budget_bytes * POOL_SHARE))
         self.budget_bytes = budget_bytes
         self._measured_bytes = 0
+        self._settled_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """What the graphs have taken."""
         counted = self._activation_pool.graph_bytes
-        return self._measured_bytes if counted is None else counted
+        return max(self._measured_bytes if counted is None else counted, self._settled_bytes)
+
+    def settle(self, num_bytes: int) -> None:
+        """What all ranks count, as their plans must be the same."""
+        self._settled_bytes = num_bytes
 
     @property
     def has_room(self) -> bool:

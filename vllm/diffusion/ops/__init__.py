@@ -2,7 +2,7 @@
 """The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
-from vllm.diffusion.ops.collectives import align_ranks, join_cards, tensor_parallel
+from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.experts import SOFTMAX, Matrices, Routing, Scoring, add_experts, route_rows
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.fused import (
@@ -47,6 +47,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 __all__ = [
     "SOFTMAX",
     "Array",
+    "Collectives",
     "Fp8Projection",
     "HostCopy",
     "Matrices",
@@ -73,7 +74,7 @@ __all__ = [
     "apply_rotary",
     "candidates",
     "gather_columns",
-    "join_cards",
+    "join_ranks",
     "kind_of",
     "kinds_of",
     "most_likely",

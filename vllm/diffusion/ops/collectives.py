@@ -4,16 +4,21 @@
 On the cards of one host ranks read each other's memory, in kernels of ours that a CUDA graph can
 hold; elsewhere, and beyond that memory, PyTorch's process group does it (NCCL, gloo). All ranks
 come to the same bits.
+
+A rank that fails in a step would leave the others waiting for it. On one host they hear of it on
+their board, stop waiting, and all begin anew with the next step (`engine/agreement.py`).
 """
 
 from __future__ import annotations
 
-import socket
+import time
 from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
+from vllm.diffusion.board import NO_MEMORY
+from vllm.diffusion.errors import RankError, RankMemoryError
 from vllm.diffusion.ops import dispatch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -24,11 +29,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from vllm.diffusion.board import Board
     from vllm.diffusion.buffers import Buffers
 
 logger = init_logger(__name__)
 
 _ALIGNMENT = 16  # bytes of what the kernels read at a time
+_PAUSE_S = 1e-5  # between two looks at work of the host
 
 
 class Collectives:
@@ -36,10 +43,11 @@ class Collectives:
 
     Args:
         group: of the ranks, for tensors of the device.
+        board: of the ranks, if they are on one host.
     """
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: distributed.ProcessGroup, board: Board | None = None) -> None:
+        self._group, self._board = group, board
         self.num_ranks = group.size()
 
     def add_sum(self, x: Tensor, write: Callable[[slice, Tensor], None], scratch: Buffers) -> None:
@@ -52,19 +60,50 @@ class Collectives:
         """
         part = scratch.take("projected", tuple(x.shape), x.dtype)
         write(slice(0, len(x)), part)
-        distributed.all_reduce(part, group=self._group)
-        x.add_(part)
+        x.add_(self.sum(part))
 
     def sum(self, x: Tensor) -> Tensor:
         """x = the sum over the ranks of x, contiguous, in place; returns it."""
-        distributed.all_reduce(x, group=self._group)
+        self._wait(distributed.all_reduce(x, group=self._group, async_op=True))
         return x
 
     def gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks [ranks, ...], each like this rank's."""
+        """The parts of all ranks [ranks, ...], each like this rank's [N, ...]."""
         out = part.new_empty(self.num_ranks * part.shape[0], *part.shape[1:])
-        distributed.all_gather_into_tensor(out, part.contiguous(), group=self._group)
+        self._wait(
+            distributed.all_gather_into_tensor(
+                out, part.contiguous(), group=self._group, async_op=True
+            )
+        )
         return out.view(self.num_ranks, *part.shape)
+
+    def align(self) -> None:
+        """To be called before and after what a CUDA graph captures, and before its replay."""
+
+    @property
+    def can_begin_anew(self) -> bool:
+        """Whether ranks can go on after one of them has left the others waiting."""
+        return self._board is not None and distributed.get_backend(self._group) == "gloo"
+
+    def stop_waiting(self) -> None:
+        """This rank makes no more calls; others hear so at their next look at the board."""
+
+    def begin_anew(self) -> None:
+        """Forget calls that not all ranks have made; all of them come here."""
+        ranks = distributed.get_process_group_ranks(self._group)
+        self._group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def _wait(self, work: distributed.Work) -> None:
+        """Until it is done; on the host no longer than all ranks are well."""
+        if self.can_begin_anew and self._board is not None:
+            while not work.is_completed():
+                failure = self._board.failure_of_others()
+                if failure == NO_MEMORY:
+                    raise RankMemoryError("another rank has no memory for it")
+                if failure:
+                    raise RankError("another rank failed")
+                time.sleep(_PAUSE_S)
+        work.wait()
 
 
 class CardCollectives(Collectives):
@@ -76,39 +115,43 @@ class CardCollectives(Collectives):
 
     Args:
         group: of the ranks; all are processes of one host.
+        board: of the ranks.
         device: of this rank.
         buffer_bytes: of each of the two buffers; larger sums go through them in parts, and larger
             gathers through the process group.
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup, device: torch.device, buffer_bytes: int
+        self,
+        group: distributed.ProcessGroup,
+        board: Board,
+        device: torch.device,
+        buffer_bytes: int,
     ) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        super().__init__(group)
+        super().__init__(group, board)
+        self._device, self._all = device, board
         self._buffer_bytes = buffer_bytes // _ALIGNMENT * _ALIGNMENT
         size = 2 * self._buffer_bytes + fused_ops.flag_bytes()
         self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(self._memory, group)
-        self._is_over = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         starts = [int(start) for start in self._handle.buffer_ptrs]
-        calls = fused_ops.call_counts(device)
+        self._calls = fused_ops.call_counts(device)
+        board.share_with_gpu()
         self._meetings = [
             fused_ops.Meeting(
                 parts=tuple(start + turn * self._buffer_bytes for start in starts),
                 flags=tuple(start + 2 * self._buffer_bytes for start in starts),
-                calls=calls,
-                is_over=self._is_over,
-                rank=group.rank(),
+                calls=self._calls,
+                is_over=board.is_over,
+                rank=board.rank,
             )
             for turn in range(2)
         ]
         self._turn = 0
         self._nothing = torch.zeros(self.num_ranks, _ALIGNMENT, dtype=torch.uint8, device=device)
-        self._memory.zero_()
-        torch.cuda.synchronize(device)
-        distributed.barrier(group=group, device_ids=[device.index])
+        self.begin_anew()
 
     def add_sum(self, x: Tensor, write: Callable[[slice, Tensor], None], scratch: Buffers) -> None:
         for rows in self._pieces(x):
@@ -135,9 +178,27 @@ class CardCollectives(Collectives):
         return out[:, : part.nbytes].view(part.dtype).view(self.num_ranks, *part.shape)
 
     def align(self) -> None:
-        """Make the first of the two buffers the next one."""
         if self._turn:
             self._gather(self._nothing)
+
+    @property
+    def can_begin_anew(self) -> bool:
+        return True
+
+    def stop_waiting(self) -> None:
+        torch.cuda.synchronize(self._device)  # what others wait for in earlier steps
+        self._all.is_over.fill_(1)
+
+    def begin_anew(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._all.exchange(0)  # nobody computes
+        self._memory[2 * self._buffer_bytes :].zero_()
+        self._calls.zero_()
+        self._turn = 0
+        torch.cuda.synchronize(self._device)
+        if self._all.rank == 0:
+            self._all.is_over.fill_(0)
+        self._all.exchange(0)
 
     def _pieces(self, x: Tensor) -> Iterator[slice]:
         """Rows that fit into a buffer."""
@@ -162,41 +223,52 @@ class CardCollectives(Collectives):
         fused_ops.gather_ranks(self._meetings[self._turn], out, most_blocks=most)
         self._turn = 1 - self._turn
 
+    def _wait(self, work: distributed.Work) -> None:
+        work.wait()
 
-_of_cards: CardCollectives | None = None
+
+_current: Collectives | None = None
 
 
 def tensor_parallel() -> Collectives:
     """Of this process's tensor-parallel ranks."""
-    return _of_cards or Collectives(get_tp_group().device_group)
+    return _current or Collectives(get_tp_group().device_group)
 
 
 def align_ranks() -> None:
     """To be called before and after what a CUDA graph captures, and before its replay."""
-    if _of_cards is not None:
-        _of_cards.align()
+    if _current is not None:
+        _current.align()
 
 
-def join_cards(device: torch.device, buffer_bytes: int) -> None:
-    """Let the tensor-parallel ranks read each other's cards where they can; all ranks call it."""
-    global _of_cards
-    _of_cards = None
+def join_ranks(device: torch.device, buffer_bytes: int, board: Board | None) -> None:
+    """Make what `tensor_parallel` gives; all tensor-parallel ranks call it.
+
+    Args:
+        device: of this rank.
+        buffer_bytes: of what the ranks of several cards sum at a time.
+        board: of these ranks, if they are on one host.
+    """
+    global _current
+    _current = None
     group = get_tp_group()
-    if device.type != "cuda" or group.world_size == 1:
+    if group.world_size == 1:
         return
-    places: list[tuple[str, int, bool]] = [("", 0, False)] * group.world_size
-    mine = (socket.gethostname(), device.index, fused_ops.has_sum_ranks(group.world_size))
-    distributed.all_gather_object(places, mine, group=group.cpu_group)
-    hosts, cards, are_built = zip(*places, strict=True)
-    others = [card for card in cards if card != device.index]
-    sees_all = (
-        len(set(hosts)) == 1
-        and len(set(cards)) == len(cards)
-        and all(torch.cuda.can_device_access_peer(device.index, card) for card in others)
-    )
-    found = [False] * group.world_size
-    distributed.all_gather_object(found, sees_all and all(are_built), group=group.cpu_group)
-    if all(found):
-        _of_cards = CardCollectives(group.device_group, device, buffer_bytes)
+    if device.type != "cuda":
+        _current = Collectives(group.device_group, board)
+    elif board is not None and _reads_others(device, board):
+        _current = CardCollectives(group.device_group, board, device, buffer_bytes)
     else:
-        logger.warning("tensor parallel: cards do not read each other's memory; NCCL sums")
+        logger.warning("tensor parallel: cards do not read each other's memory, so NCCL sums")
+        _current = Collectives(group.device_group)
+
+
+def _reads_others(device: torch.device, board: Board) -> bool:
+    """Whether every rank's card reads those of all others."""
+    cards = board.exchange(device.index)
+    sees_all = len(set(cards)) == len(cards) and all(
+        torch.cuda.can_device_access_peer(device.index, card)
+        for card in cards
+        if card != device.index
+    )
+    return all(board.exchange(int(sees_all and fused_ops.has_sum_ranks(board.size))))

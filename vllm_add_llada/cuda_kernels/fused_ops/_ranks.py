@@ -22,7 +22,7 @@ class Meeting(NamedTuple):
         parts: address of what is read of each rank, on 16 bytes.
         flags: address of [`MAX_RANK_BLOCKS`, `MAX_RANKS`] uint32 of each rank, zero at first.
         calls: [`MAX_RANK_BLOCKS`] int32 on this card, zero at first.
-        is_over: [1] int32 in pinned memory; while it is not zero nobody waits for others.
+        is_over: an integer in pinned memory; while it is not zero nobody waits for others.
         rank: this one.
     """
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that tell each other numbers, and stay together when one of them fails."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vllm.diffusion.board import FAILED, NO_MEMORY, Board
+from vllm.diffusion.engine.agreement import Agreement
+from vllm.diffusion.errors import RankError, RankMemoryError
+from vllm.diffusion.memory import PoolExhaustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Ranks:
+    """Collectives that only note what is asked of them."""
+
+    can_begin_anew = True
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def stop_waiting(self) -> None:
+        self.asked.append("stop")
+
+    def begin_anew(self) -> None:
+        self.asked.append("anew")
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> list[Board]:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(Board.SIZE))
+    return [Board(str(path), rank, 2) for rank in range(2)]
+
+
+def on_both(*work: Callable[[], Any]) -> list[Any]:
+    """What both ranks come to, each in a thread of its own."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result(20) for future in [pool.submit(run) for run in work]]
+
+
+def test_numbers_of_all_ranks_arrive_in_order(boards: list[Board]) -> None:
+    def tell(board: Board) -> list[Any]:
+        return [list(board.exchange(10 * turn + board.rank)) for turn in range(300)]
+
+    wanted = [[10 * turn, 10 * turn + 1] for turn in range(300)]
+    assert on_both(*(lambda b=board: tell(b) for board in boards)) == [wanted, wanted]
+
+
+def test_a_failure_is_seen_before_the_others_come(boards: list[Board]) -> None:
+    first, second = boards
+
+    def wait() -> int:
+        while not first.failure_of_others():
+            pass
+        found = first.failure_of_others()
+        first.exchange(FAILED)
+        return found
+
+    assert on_both(wait, lambda: second.exchange(NO_MEMORY))[0] == NO_MEMORY
+    assert first.failure_of_others() == 0
+
+
+@pytest.mark.parametrize(
+    ("errors", "kinds"),
+    [
+        ((None, None), (None, None)),
+        ((None, ValueError("a")), (RankError, ValueError)),
+        ((PoolExhaustedError("x", 2, 1), None), (PoolExhaustedError, RankMemoryError)),
+        ((PoolExhaustedError("x", 2, 1), ValueError("b")), (RankError, ValueError)),
+    ],
+)
+def test_ranks_agree_on_what_failed(
+    boards: list[Board], errors: tuple[Any, Any], kinds: tuple[Any, Any]
+) -> None:
+    ranks = [Ranks(), Ranks()]
+    agreements = [Agreement(r, b) for r, b in zip(ranks, boards, strict=True)]  # type: ignore[arg-type]
+    for _ in range(3):
+        found = on_both(
+            lambda: agreements[0].reach(errors[0]), lambda: agreements[1].reach(errors[1])
+        )
+        assert tuple(None if f is None else type(f) for f in found) == kinds
+    has_failed = any(errors)
+    for rank, error in zip(ranks, errors, strict=True):
+        assert rank.asked == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
+
+
+def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[Board]) -> None:
+    ranks = [Ranks(), Ranks()]
+    asking, failing = (Agreement(r, b) for r, b in zip(ranks, boards, strict=True))  # type: ignore[arg-type]
+    assert on_both(lambda: asking.most(7), lambda: failing.most(9)) == [9, 9]
+
+    def ask() -> Any:
+        try:
+            return asking.most(7)
+        except RankError as error:
+            return asking.reach(error)
+
+    found = on_both(ask, lambda: failing.reach(ValueError("a")))
+    assert [type(error) for error in found] == [RankError, ValueError]
+
+
+def test_one_rank_keeps_its_own_error() -> None:
+    error = ValueError("a")
+    assert Agreement().reach(error) is error
+    assert Agreement().reach(None) is None
+    with pytest.raises(ValueError, match="a"):
+        Agreement(Ranks()).reach(error)  # type: ignore[arg-type]  # others wait, and cannot hear

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of an engine stay together when one of them fails.
+
+All ranks do the same on their hosts. After what may fail they ask each other, and go on in one way:
+what failed on one rank has failed on all, so its requests end on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.board import FAILED, NO_MEMORY, NUMBER, WELL
+from vllm.diffusion.errors import ActivationBudgetError, RankError, RankMemoryError
+from vllm.diffusion.memory import PoolExhaustedError
+
+if TYPE_CHECKING:
+    from vllm.diffusion import ops
+    from vllm.diffusion.board import Board
+
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError,
+    PoolExhaustedError,
+    ActivationBudgetError,
+    RankMemoryError,
+)
+_CODE_BITS = 2
+_CODE = (1 << _CODE_BITS) - 1
+
+
+class Agreement:
+    """What all ranks know of what they did; one rank by itself has nobody to ask.
+
+    Args:
+        ranks: that do the same; None for one.
+        board: of these, if they are on one host. Without one an error ends the engine, as others
+            wait for this rank.
+    """
+
+    def __init__(self, ranks: ops.Collectives | None = None, board: Board | None = None) -> None:
+        self._ranks, self._board = ranks, board
+
+    def reach(self, error: Exception | None) -> Exception | None:
+        """This rank's error, or what stands for another's; None where all ranks came through.
+
+        Raises:
+            Exception: this rank's error, where the others could not go on.
+        """
+        if self._ranks is None:
+            return error
+        if self._board is None or not self._ranks.can_begin_anew:
+            if error is not None:
+                raise error
+            return None
+        if error is not None:
+            self._ranks.stop_waiting()
+        worst = _worst(self._board, _code_of(error))
+        if worst == WELL:
+            return None
+        self._ranks.begin_anew()
+        if error is not None and _code_of(error) == worst:
+            return error
+        if worst == NO_MEMORY:
+            return RankMemoryError("another rank has no memory for it")
+        return RankError("another rank failed")
+
+    def most(self, number: int) -> int:
+        """The largest number of any rank.
+
+        Raises:
+            RankError: another rank has failed and does not ask.
+        """
+        if self._board is None:
+            return number
+        told = self._board.exchange(number << _CODE_BITS | NUMBER)
+        if any(other & _CODE != NUMBER for other in told):
+            raise RankError("another rank failed")
+        return max(told) >> _CODE_BITS
+
+
+def _worst(board: Board, code: int) -> int:
+    """What is so of any rank, when all have come that were asking for a number."""
+    while True:
+        told = board.exchange(code)
+        if all(other != NUMBER for other in (number & _CODE for number in told)):
+            return max(told)
+
+
+def _code_of(error: Exception | None) -> int:
+    if error is None:
+        return WELL
+    return NO_MEMORY if isinstance(error, OUT_OF_MEMORY) else FAILED
