@@ -12,6 +12,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_GRACE_S = 1.0  # for an orderly end, in which one rank is the first
 
 # Names of the processes that upstream starts and in which it loads plugins.
 _PROCESS_NAMES = ("EngineCore", "VllmWorker-", "ApiServer_")
@@ -34,6 +41,27 @@ def follow_parent() -> None:
     threading.Thread(
         target=_end_with, args=(parent.pid, parent.sentinel), name="watchdog", daemon=True
     ).start()
+
+
+def follow_ranks(pids: Sequence[int]) -> None:
+    """In a rank that computes with others: end it when one of these is gone.
+
+    It would wait for that one until upstream's executor gives it up.
+    """
+    ends = []
+    for pid in pids:
+        with contextlib.suppress(AttributeError, OSError):
+            ends.append(os.pidfd_open(pid))
+    if ends:
+        threading.Thread(target=_end_with_ranks, args=(ends,), name="ranks", daemon=True).start()
+
+
+def _end_with_ranks(ends: list[int]) -> None:
+    multiprocessing.connection.wait(ends)
+    time.sleep(_GRACE_S)
+    with contextlib.suppress(OSError):
+        os.write(2, f"process {os.getpid()} ends: another rank is gone\n".encode())
+    os._exit(1)
 
 
 def _end_with(parent_pid: int | None, sentinel: int) -> None:

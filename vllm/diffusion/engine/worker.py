@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,8 @@ class DiffusionWorker(WorkerBase):
         """Let tensor-parallel ranks sum; how all ranks of the engine agree on failures."""
         tensor = self.ranks.tensor.size
         board = Board.join(get_tp_group().cpu_group) if tensor > 1 else None
+        if board is not None:
+            watchdog.follow_ranks([p for p in board.exchange(os.getpid()) if p != os.getpid()])
         row_bytes = model.hidden_size * model.dtype.itemsize
         ops.join_ranks(self._device(), _SUMMED_ROWS * row_bytes, board)
         if not self.ranks.are_several:
