@@ -236,9 +236,9 @@ def main() -> None:
         model = arguments.model or Path(folder)
         if arguments.model is None:
             write_checkpoint(model, "llada")
-        settings: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 128}
+        settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
         if arguments.model is None:
-            settings["dtype"] = "bfloat16"
+            settings |= {"dtype": "bfloat16", "max_model_len": 4096}
         for way in arguments.ways:
             draws = arguments.model is None
             rows += asyncio.run(

@@ -214,13 +214,13 @@ class CardCollectives(Collectives):
         return self._memory[start : start + num_bytes]
 
     def _sum(self, out: Tensor, residual: Tensor | None) -> None:
-        most = dispatch.ranks_blocks(out.nbytes)
-        fused_ops.sum_ranks(self._meetings[self._turn], out, residual, most_blocks=most)
+        meeting = self._meetings[self._turn]
+        fused_ops.sum_ranks(meeting, out, residual, most_blocks=dispatch.RANKS_BLOCKS)
         self._turn = 1 - self._turn
 
     def _gather(self, out: Tensor) -> None:
-        most = dispatch.ranks_blocks(out.nbytes)
-        fused_ops.gather_ranks(self._meetings[self._turn], out, most_blocks=most)
+        meeting = self._meetings[self._turn]
+        fused_ops.gather_ranks(meeting, out, most_blocks=dispatch.RANKS_BLOCKS)
         self._turn = 1 - self._turn
 
     def _wait(self, work: distributed.Work) -> None:

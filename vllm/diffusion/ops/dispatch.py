@@ -50,8 +50,8 @@ _HEAD_COLUMNS = 65_536  # of what counts as an output matrix
 _HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faster one
 _TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and sampling from them
 
-# Sums over ranks, by the bytes that each rank reads of another.
-_FEW_BYTES, _FEW_BLOCKS, _MANY_BLOCKS = 1 << 20, 64, 132
+# Of sums over ranks: as fast as more, and the rest of the card is free for other kernels.
+RANKS_BLOCKS = 64
 
 # The compiled router, by the number of experts: elsewhere, and of 256 experts everywhere, Triton's
 # is as fast or faster.
@@ -147,11 +147,6 @@ def samples_in_head(num_rows: int, num_columns: int, device: torch.device) -> bo
 def _is_head(num_columns: int, device: torch.device) -> bool:
     """Whether this is what was measured: an output matrix, on such a card."""
     return num_columns >= _HEAD_COLUMNS and is_hopper(device)
-
-
-def ranks_blocks(num_bytes: int) -> int:
-    """Blocks of a sum or a gather over ranks, at most."""
-    return _FEW_BLOCKS if num_bytes <= _FEW_BYTES else _MANY_BLOCKS
 
 
 def routes_compiled(num_rows: int, num_experts: int) -> bool:
