@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 import httpx
-import psutil
 import pytest
 
 from tests.server.client import PUZZLE
@@ -16,6 +15,8 @@ from tests.server.test_watchdog import descendants, still_alive
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import psutil
 
 HEARD_S = 5.0
 LONG = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 2048}
