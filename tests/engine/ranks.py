@@ -15,6 +15,7 @@ import torch
 from tests.engine.harness import running
 from vllm.diffusion.config import SequenceParallel
 from vllm.diffusion.engine import sizes
+from vllm.diffusion.engine.agreement import Agreement
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.memory import activation_pool
 from vllm.diffusion.ranks import Ranks
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from tests.engine.harness import Engine
 
 WAIT_S = 60.0
+
+
+def cannot_fail() -> Agreement:
+    """Of ranks that cannot go on after one of them has failed."""
+    return Agreement(mock.Mock(can_begin_anew=False))
 
 
 class Meeting:
@@ -88,7 +94,7 @@ class Ranked:
         pool = activation_pool(runner.pool.budget_bytes, runner.device, use_vmm=False)
         planner = pickle.loads(pickle.dumps(runner.planner))
         return DiffusionModelRunner(
-            runner.model, planner, pool, runner.device, may_fail_alone=False, ranks=ranks
+            runner.model, planner, pool, runner.device, agreement=cannot_fail(), ranks=ranks
         )
 
     def execute(self, message: Any) -> Any:

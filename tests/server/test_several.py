@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
@@ -24,6 +26,12 @@ LONG = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 204
 
 def named(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
     return [process for process in processes if title in "".join(process.cmdline())]
+
+
+def of_engines(text: str, name: str) -> dict[str, float]:
+    """A metric of every engine, by its number."""
+    pattern = rf'^{re.escape(name)}{{[^}}]*engine="(\d+)"[^}}]*}} (\S+)$'
+    return {engine: float(value) for engine, value in re.findall(pattern, text, re.MULTILINE)}
 
 
 def seconds_until_unhealthy(server: ServerProcess) -> float:
@@ -51,6 +59,31 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
         started = descendants(server.pid)
         rank = named(started, "Worker_TP1")[0]
         rank.kill()
+        assert seconds_until_unhealthy(server) < HEARD_S
+        assert still_alive(started) == []
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Path) -> None:
+    """Statistics are of each replica; upstream's server ends when one of them does."""
+    command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
+    server = ServerProcess(command, tmp_path / "server.log")
+    try:
+        server.wait_until_healthy()
+        assert server.client().get("/ready").json() == {"status": "ready"}
+        body = {"prompt": PUZZLE, "gen_length": 32, "steps": 32, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as pool, server.client() as client:
+            asked = [pool.submit(client.post, "/generate", json=body) for _ in range(4)]
+            texts = {future.result().json()["text"][0] for future in asked}
+            assert len(texts) == 1
+            committed = of_engines(client.get("/metrics").text, "dllm:committed_tokens_total")
+        assert sorted(committed) == ["0", "1"]
+        assert sum(committed.values()) == 4 * 32
+        assert min(committed.values()) > 0
+        started = descendants(server.pid)
+        named(started, "EngineCore")[0].kill()
         assert seconds_until_unhealthy(server) < HEARD_S
         assert still_alive(started) == []
     finally:

@@ -25,6 +25,14 @@ _SPINS, _PAUSE_S = 200, 2e-5  # looks at the board before others may have the pr
 _MEMORY = "/dev/shm"
 
 
+def processes_here(group: distributed.ProcessGroup) -> list[int]:
+    """Processes of a group on this host, without this one; all of them come here."""
+    mine = (socket.gethostname(), os.getpid())
+    found = [mine] * group.size()
+    distributed.all_gather_object(found, mine, group=group)
+    return [pid for host, pid in found if host == mine[0] and pid != mine[1]]
+
+
 class Board:
     """A number of every rank, again and again, and a flag that kernels see.
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs, ops, pages, startup_log, watchdog
-from vllm.diffusion.board import Board
+from vllm.diffusion.board import Board, processes_here
 from vllm.diffusion.config import row_budget, sequence_parallel, served_model
 from vllm.diffusion.engine.agreement import Agreement
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
@@ -31,6 +30,7 @@ from vllm.distributed import (
     init_distributed_environment,
     set_custom_all_reduce,
 )
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -136,12 +136,11 @@ class DiffusionWorker(WorkerBase):
         """Let tensor-parallel ranks sum; how all ranks of the engine agree on failures."""
         tensor = self.ranks.tensor.size
         board = Board.join(get_tp_group().cpu_group) if tensor > 1 else None
-        if board is not None:
-            watchdog.follow_ranks([p for p in board.exchange(os.getpid()) if p != os.getpid()])
         row_bytes = model.hidden_size * model.dtype.itemsize
         ops.join_ranks(self._device(), _SUMMED_ROWS * row_bytes, board)
         if not self.ranks.are_several:
             return Agreement()
+        watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
         return Agreement(ops.tensor_parallel(), board if self.ranks.sequence.size == 1 else None)
 
     def build_info(self) -> dict[str, str]:
