@@ -47,6 +47,7 @@ struct KernelParams {
   int64_t x_stride;
   int num_groups, num_columns, depth, num_chosen;
   bool early;
+  uint64_t weight_hint;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -140,7 +141,7 @@ struct Source {
     const int row = walk.group * params.num_columns * (kIsGated ? 2 : 1) + walk.tile.first_column;
     for (int half = 0; half < 2; ++half) {
       copy_tile(ring.weight(stage) + half * kHalfRows * kRowBytes, weight, step * kDepth,
-                row + half * gap, ring.full(stage), kEvictFirst);
+                row + half * gap, ring.full(stage), params.weight_hint);
     }
   }
 
@@ -400,6 +401,10 @@ __global__ void grouped_gemm_kernel(const __grid_constant__ CUtensorMap,
 
 #endif
 
+// Results that fill the cache are written back while the kernel runs. If weights are the first to
+// leave the cache then, they leave before they are used; so they are not.
+constexpr int64_t kMostKeptBytes = 32 << 20;
+
 template <bool kIsGated>
 cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
   if (params.depth % kDepth != 0 || params.num_columns % 8 != 0 || params.num_groups > kMaxGroups) {
@@ -407,9 +412,13 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
   }
   CUtensorMap weight;
   const int weight_rows = params.num_groups * params.num_columns * (kIsGated ? 2 : 1);
-  const cudaError_t error =
-      describe(&weight, params.weight, weight_rows, params.depth, params.weight_stride, kHalfRows);
+  // The gathered rows stay in the cache, and push out what is fetched ahead of its use.
+  const cudaError_t error = describe(&weight, params.weight, weight_rows, params.depth,
+                                     params.weight_stride, kHalfRows, /*element_bytes=*/2,
+                                     /*in_pairs=*/!kIsGated);
   if (error != cudaSuccess) return error;
+  const int64_t result_bytes = int64_t{params.num_rows} * params.num_columns * 2;
+  const bool fills_cache = !kIsGated && result_bytes >= kMostKeptBytes;
   const KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.x),
                                    params.ends,
                                    params.slots,
@@ -420,7 +429,8 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
                                    params.num_columns,
                                    params.depth,
                                    params.num_chosen,
-                                   params.early};
+                                   params.early,
+                                   fills_cache ? kEvictNormal : kEvictFirst};
   const Launch launch{params.num_blocks, kThreads, stream, /*overlaps=*/true, Sizes::shared_bytes};
   return launch_kernel(grouped_gemm_kernel<kIsGated>, launch, weight, kernel_params);
 }

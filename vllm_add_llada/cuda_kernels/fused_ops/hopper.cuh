@@ -184,9 +184,10 @@ inline EncodeTiled find_encode_tiled() {
 }
 
 // Tiles [num_rows of the tile, kRowBytes] of a bf16 matrix, or one of bytes; what lies outside
-// reads as 0.
+// reads as 0. Of every line of 128 bytes the cache may fetch the one beside it, too.
 inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int depth,
-                            int64_t stride, int tile_rows, int element_bytes = 2) {
+                            int64_t stride, int tile_rows, int element_bytes = 2,
+                            bool in_pairs = true) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
@@ -197,7 +198,8 @@ inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, 
   const CUresult result = encode(
       map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
       const_cast<void*>(matrix), sizes, strides, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_SWIZZLE_128B,
+      in_pairs ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
