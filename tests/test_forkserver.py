@@ -37,6 +37,10 @@ def test_only_a_server_begins(
     forkserver.begin()
     assert not started  # the user has said how
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    monkeypatch.setattr(forkserver, "_DEVICES", ("/dev/null",))
+    forkserver.begin()
+    assert not started  # there is a GPU
+    monkeypatch.setattr(forkserver, "_DEVICES", ())
     forkserver.begin()
     assert bool(started) == begins
 

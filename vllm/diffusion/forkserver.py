@@ -3,9 +3,10 @@
 
 Python starts a process anew by importing everything again: first the server imports its part, then
 the engine its own. Here a process that does nothing else (Python's forkserver) begins to import
-before the server does. The engine is forked from it, without threads and before any device is used.
+before the server does. The engine is forked from it, without threads.
 
-A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports torch or upstream.
+Not where there is a GPU: what is imported asks the device, and no fork of a process that has may use
+it. A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports upstream.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 PRELOADED = "vllm.diffusion.engine.preload"
 _PROGRAM = "vllm.entrypoints.api_server"
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is where a GPU is
 _is_begun = False
 
 
@@ -48,7 +50,8 @@ def begin() -> None:
     """Start importing for the engine, if this program is the server. Called before all imports."""
     global _is_begun
     is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and _serves(sys.orig_argv)
-    if _is_begun or not is_wanted or multiprocessing.parent_process() is not None:
+    has_gpu = any(os.path.exists(device) for device in _DEVICES)
+    if _is_begun or not is_wanted or has_gpu or multiprocessing.parent_process() is not None:
         return
     _is_begun = True
     multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
@@ -58,6 +61,10 @@ def begin() -> None:
 def adopt() -> None:
     """Let upstream fork engines from there, if it was begun."""
     if not _is_begun:
+        return
+    import torch
+
+    if torch.accelerator.is_available():
         return
     from vllm.v1.engine import utils
 
