@@ -139,3 +139,21 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
             assert [answer.token_ids for answer in cached] == alone
             assert_decoded([last], [wanted])
             engine.llm.collective_rpc(run_ahead)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_equal_the_reference(tmp_path: Path) -> None:
+    """Their kernels sum; a rank that fails leaves the other one waiting in them."""
+    folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
+    model = load_reference(folder)
+    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
+    asks = [
+        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+    ]
+    wanted = [decoded for _, decoded in cases]
+    with running(folder, tensor_parallel_size=2) as engine:
+        assert_decoded(engine.ask(*asks), wanted)
+        engine.llm.collective_rpc(fail_once, args=("other",))
+        broken = engine.ask(*asks)
+        assert any("RankError" in answer.report.get("error", "") for answer in broken)
+        assert_decoded(engine.ask(*asks), wanted)

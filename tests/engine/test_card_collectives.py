@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums and gathers of two GPUs that read each other: bits, graphs, and a rank that fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+from torch import distributed
+
+from vllm.diffusion.board import Board
+from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.engine.agreement import Agreement
+from vllm.diffusion.errors import RankError
+from vllm.diffusion.ops.collectives import CardCollectives
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BUFFER_BYTES = 1 << 16
+
+
+def numbers(*shape: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """What a rank has: every rank knows that of all."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(shape, generator=generator).to(dtype).cuda()
+
+
+def check_sums(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
+    """In one part and in several, and in a graph after sums outside of it, odd and even."""
+    scratch = FreshBuffers(torch.device("cuda"))
+    for rows in (1, 7, 64, 300):
+        parts = [numbers(rows, 264, rank=other, dtype=dtype) for other in range(2)]
+        mine, x = parts[rank], numbers(rows, 264, rank=9, dtype=dtype)
+        wanted = (parts[0].float() + parts[1].float() + x.float()).to(dtype)
+
+        def write(some: slice, out: Tensor, mine: Tensor = mine) -> None:
+            out.copy_(mine[some])
+
+        found = x.clone()
+        ranks.add_sum(found, write, scratch)
+        assert torch.equal(found, wanted)
+        static = x.clone()
+        graph = torch.cuda.CUDAGraph()
+        ranks.align()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            ranks.add_sum(static, write, scratch)
+            ranks.align()
+        for turn in range(5):
+            static.copy_(x)
+            for _ in range(turn):
+                assert torch.equal(ranks.gather(mine), torch.stack(parts))
+            ranks.align()
+            graph.replay()
+            assert torch.equal(static, wanted)
+
+
+def check_failure(ranks: CardCollectives, board: Board, rank: int) -> None:
+    """The second rank leaves the first one waiting in kernels; then both go on."""
+    agreement = Agreement(ranks, board)
+    x = torch.ones(64, 256, device="cuda")
+    for _ in range(3):
+        error: Exception | None = None
+        if rank == 0:
+            for _ in range(5):
+                ranks.sum(x)
+        else:
+            ranks.sum(x)
+            error = ValueError("this rank broke")
+        found = agreement.reach(error)
+        assert isinstance(found, ValueError if rank else RankError)
+        assert ranks.sum(torch.ones(8, device="cuda")).tolist() == [2.0] * 8
+        assert agreement.reach(None) is None
+        assert agreement.most(rank + 5) == 6
+
+
+def run_rank() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    group = cast("distributed.ProcessGroup", distributed.group.WORLD)
+    board = Board.join(group)
+    assert board is not None
+    ranks = CardCollectives(group, board, device, BUFFER_BYTES)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check_sums(ranks, rank, dtype)
+    large = numbers(300, 264, rank=rank, dtype=torch.float32)  # by the process group
+    assert torch.equal(ranks.gather(large)[rank], large)
+    few = torch.full((3,), float(rank + 1), device=device)  # no whole vector
+    assert ranks.sum(few).tolist() == [3.0] * 3
+    check_failure(ranks, board, rank)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_sum_and_go_on_after_a_failure() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, *command, str(Path(__file__))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    run_rank()
