@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import statistics
 import sys
@@ -97,10 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             *(sys.executable, "-m", "vllm.entrypoints.api_server"),
             *("--model", folder, "--served-model-name", "m", "--port", str(port)),
             *("--load-format", "dummy", "--dtype", options.dtype, "--max-model-len", "4096"),
-            "--disable-uvicorn-access-log",
+            *("--disable-uvicorn-access-log", *(["--enforce-eager"] if options.eager else [])),
         ]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths)}
         log = options.output_dir / "server.log"
-        with ServerProcess(command, log, port=port, variables={"PYTHONPATH": str(ROOT)}) as server:
+        with ServerProcess(command, log, port=port, variables=variables) as server:
             server.wait_until_healthy(START_S)
             steps_per_s, rows = asyncio.run(measure(server.url, options))
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
@@ -116,9 +119,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 128], help="of a decision")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--calls", type=int, default=640, help="of a row with --clients clients")
+    parser.add_argument("--lone", type=int, default=60, help="calls of a row with one client")
+    parser.add_argument("--likelihoods", type=int, default=2, help="rows of likelihoods, 0 to 2")
     parser.add_argument("--questions", type=int, default=4, help="of a decision")
     parser.add_argument("--steps", type=int, default=32, help="of a request that generates")
     parser.add_argument("--samples", type=int, default=128, help="of a likelihood")
+    parser.add_argument(
+        "--eager", action="store_true", help="no CUDA graphs: a server starts faster"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
     parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
@@ -141,10 +149,10 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Ro
 
         for rows in options.rows:
             body = await decision(server, rows, options.questions)
-            for clients, calls in ((1, 60), (options.clients, options.calls)):
+            for clients, calls in ((1, options.lone), (options.clients, options.calls)):
                 done = await run(server, "/v1/systemone", lambda _, b=body: b, clients, calls)
                 await add("decision", rows, clients, done, rows)
-        for clients, calls in ((1, 4), (4, 8)):
+        for clients, calls in ((1, 4), (4, 8))[: options.likelihoods]:
             body_of = likelihood_of(options)
             done = await run(server, "/v1/loglikelihood", body_of, clients, calls)
             forwards = statistics.mean(answer["forwards"] for _, answer in done[0])
