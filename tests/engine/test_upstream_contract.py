@@ -268,6 +268,37 @@ def test_the_openai_handlers_take_another_class() -> None:
         assert isinstance(handler, ours)
 
 
+def test_typed_decisions_have_what_is_overridden_and_called() -> None:
+    """A table of strategies, a client that is asked for every item, and steps of the handlers."""
+    from vllm.entrypoints.generate.generative_scoring import serving as scoring
+    from vllm.entrypoints.generate.structured_decisions import serving, strategies
+
+    from vllm.diffusion.api.decisions import DiffusionDecisions, DiffusionScoring
+
+    assert isinstance(strategies.READ_STRATEGIES, dict)
+    for name in ("_render", "_read_request", "_content", "_tokenizer"):
+        assert callable(getattr(strategies.NextTokenStrategy, name))
+    for upstream, ours, step in (
+        (serving.ServingStructuredDecisions, DiffusionDecisions, "create_decision"),
+        (scoring.ServingGenerativeScoring, DiffusionScoring, "create_generative_scoring"),
+    ):
+        handler = object.__new__(upstream)
+        handler.__class__ = ours
+        wanted = ["self", "request", "raw_request"]
+        assert list(inspect.signature(getattr(upstream, step)).parameters) == wanted
+    assert "self.strategy.read(" in inspect.getsource(serving.ServingStructuredDecisions)
+    asked = inspect.getsource(scoring.ServingGenerativeScoring.create_generative_scoring)
+    assert "next_token_label_reads(\n                self.engine_client" in asked
+
+
+def test_an_echo_asks_for_the_prompts_probabilities() -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    body = CompletionRequest(prompt="a", echo=True, logprobs=2, max_tokens=0)
+    sampling = body.to_sampling_params(0, {})
+    assert (sampling.prompt_logprobs, sampling.max_tokens) == (2, 1)
+
+
 def test_an_application_has_a_stack_to_stand_before() -> None:
     from fastapi import FastAPI
 
