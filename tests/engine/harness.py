@@ -210,6 +210,11 @@ def assert_parity(
     """A request of `asked` gives the reference's canvas with as many forwards."""
     prompt, wanted = clear_case(model, prompt_length, **asked)
     (answer,) = engine.ask(as_request(prompt, **asked))
+    assert_alike(answer, wanted, prompt_length)
+
+
+def assert_alike(answer: Answer, wanted: decode.Decoded, prompt_length: int) -> None:
+    """The answer is the reference's canvas, with as many forwards."""
     step = None
     if len(answer.token_ids) == len(wanted.ids):
         step = decode.first_difference(answer.token_ids, wanted, prompt_length)

@@ -11,6 +11,7 @@ from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.harness import (
     Engine,
     as_request,
+    assert_alike,
     assert_parity,
     clear_case,
     load_reference,
@@ -24,6 +25,8 @@ from tests.reference.llada_moe_model import LLaDAMoEReference
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.engine.harness import Answer
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "mha": load_reference,
@@ -146,17 +149,37 @@ def pair(
 Pair = tuple[str, Engine, decode.LogitModel]
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("asked", BLOCKWISE, ids=name_of)
-def test_one_block_after_the_other(pair: Pair, asked: dict[str, Any], cache: str) -> None:
-    _, engine, model = pair
-    assert_parity(engine, model, PROMPT_LENGTH, {**BLOCKS, **asked, "cache": cache})
+CACHES = ("none", "prefix", "dual")
+EVERYTHING = [
+    *({**BLOCKS, **asked, "cache": cache} for asked in BLOCKWISE for cache in CACHES),
+    *(*OTHERS, *NOISY),
+]
 
 
-@pytest.mark.parametrize("asked", [*OTHERS, *NOISY], ids=name_of)
-def test_every_parameter(pair: Pair, asked: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def together(pair: Pair) -> dict[str, tuple[Answer, decode.Decoded]]:
+    """What one batch of all cases gives, and what their published loops do."""
     _, engine, model = pair
-    assert_parity(engine, model, PROMPT_LENGTH, asked)
+    cases = [clear_case(model, PROMPT_LENGTH, **asked) for asked in EVERYTHING]
+    asks = [
+        as_request(prompt, **asked) for (prompt, _), asked in zip(cases, EVERYTHING, strict=True)
+    ]
+    answers = zip(engine.ask(*asks), (wanted for _, wanted in cases), strict=True)
+    return dict(zip(map(name_of, EVERYTHING), answers, strict=True))
+
+
+@pytest.mark.parametrize("name", [name_of(asked) for asked in EVERYTHING])
+def test_every_algorithm_cache_and_parameter(
+    together: dict[str, tuple[Answer, decode.Decoded]], name: str
+) -> None:
+    assert_alike(*together[name], PROMPT_LENGTH)
+
+
+def test_a_request_alone(pair: Pair) -> None:
+    """One of every algorithm, which has no neighbours in its steps."""
+    _, engine, model = pair
+    for asked in {asked["algorithm"]: asked for asked in EVERYTHING}.values():
+        assert_parity(engine, model, PROMPT_LENGTH, asked)
 
 
 def test_a_batch_of_everything(pair: Pair) -> None:

@@ -42,7 +42,7 @@ def requests() -> list[Ask]:
     kinds = list(CACHED.values())
     return [
         as_request(random_prompt(length, seed), **kinds[seed % len(kinds)])
-        for seed, length in enumerate((*LENGTHS, *LENGTHS[::-1]))
+        for seed, length in enumerate((*LENGTHS, *LENGTHS[::-2]))
     ]
 
 
