@@ -236,14 +236,19 @@ class StepBatch:
     @cached_property
     def joints(self) -> tuple[Joint | None, ...]:
         """Per request, what it chooses together, if it does."""
-        return tuple(c.joint(work) for c, work in zip(self.canvases, self.works, strict=True))
+        found = [c.joint(work) for c, work in zip(self.canvases, self.works, strict=True)]
+        together = [joint for joint in found if joint is not None]
+        for joint in together:
+            joint.beside = together
+        return tuple(found)
 
     def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
         """What was sampled, with the candidates of requests that choose several together."""
         ends = np.cumsum([work.eligible.size for work in self.works]).tolist()
         found = [(j, end) for j, end in zip(self.joints, ends, strict=True) if j is not None]
         if found:
-            choose_all(sampled, found)
+            joints, ends = zip(*found, strict=True)
+            choose_all(sampled, joints, ends)
         return sampled
 
     def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:

@@ -82,6 +82,7 @@ class Guided(Selector):
             sets_scores=is_scored,
             excluded=tuple(token for token in excluded if token is not None),
             num_logprobs=params.num_logprobs,
+            num_holes=work.eligible.size - eligible.size,
         )
 
     def select(

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +17,15 @@ from vllm.diffusion.scoring import GUIDED, TOKEN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.diffusion.guided.device import DeviceStep
     from vllm.diffusion.guided.language import Language
     from vllm.diffusion.guided.window import Window
     from vllm.diffusion.ops import Array
 
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # the GPU's way, for tests
 
-@dataclass
+
+@dataclass(eq=False)
 class Joint:
     """What one forward of a request chooses together.
 
@@ -33,8 +37,11 @@ class Joint:
         is_tempered: confidences are taken at the temperature.
         sets_scores: the score of a candidate is the probability of its token; else it stays as
             sampling has it.
-        excluded: token ids whose probability counts as zero.
+        excluded: at most two token ids whose probability counts as zero.
         num_logprobs: most likely tokens that are told beside log probabilities, None for neither.
+        num_holes: sample rows of the prompt, which come first and are filled freely.
+        beside: all joint choices of the same step, itself among them.
+        on_device: where these are made, if not on the host.
     """
 
     language: Language
@@ -46,12 +53,29 @@ class Joint:
     sets_scores: bool
     excluded: tuple[int, ...] = ()
     num_logprobs: int | None = None
+    num_holes: int = 0
+    beside: Sequence[Joint] = ()
+    on_device: DeviceStep | None = None
     _read: list[Rows] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return int(np.count_nonzero(self.window.kinds == OPEN))
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """What logits are multiplied by for the draw, and for the score."""
+        scale = 1 / self.temperature if self.temperature > 0 else 1.0
+        return scale, scale if self.is_tempered else 1.0
 
     def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Take in whole rows of logits [R, V] of canvas `positions` [R], in ascending order."""
-        inside = positions >= 0  # masks of the prompt are filled freely
-        logits, positions = logits[inside], positions[inside]
+        skipped = min(self.num_holes, len(logits))
+        self.num_holes -= skipped
+        logits, positions = logits[skipped:], positions[skipped:]
+        if logits.is_cuda or _IS_INTERPRETED:
+            self._device_step(logits).read(self, logits, positions)
+            return
         gumbel = None
         if self.temperature > 0:
             columns = range(logits.shape[1])
@@ -61,8 +85,19 @@ class Joint:
         found = read(self.language, own, gumbel, self.temperature, is_tempered=self.is_tempered)
         self._read.append(found)
 
+    def _device_step(self, logits: torch.Tensor) -> DeviceStep:
+        """Where all choices of the step are on the device of `logits`, from the first read on."""
+        if self.on_device is None:
+            from vllm.diffusion.guided.device import DeviceStep
+
+            step = DeviceStep(self.beside, logits.shape[1], logits.device)
+            for joint in self.beside:
+                joint.on_device = step
+            return step
+        return self.on_device
+
     def choose(self) -> tuple[Array, Array]:
-        """Tokens [R] int64 and log probabilities [R] of the rows that were read."""
+        """Tokens [R] int64 and log probabilities [R] of the rows that were read, on the host."""
         rows = Rows(*(np.concatenate(parts) for parts in zip(*self._read, strict=True)))
         window, draws = self.window, None
         if self.temperature > 0:
@@ -74,40 +109,56 @@ class Joint:
         logprobs = np.take_along_axis(rows.logprobs, chosen, axis=1)[:, 0]
         return tokens, logprobs
 
-    @property
-    def num_rows(self) -> int:
-        return int(np.count_nonzero(self.window.kinds == OPEN))
 
-
-def choose_all(sampled: torch.Tensor, joints: Sequence[tuple[Joint, int]]) -> None:
+def choose_all(sampled: torch.Tensor, joints: Sequence[Joint], ends: Sequence[int]) -> None:
     """Put what is jointly chosen in place of what was sampled row by row.
 
     Args:
         sampled: as `sample` returns it; changed.
-        joints: requests with a choice, and the last of their columns + 1.
+        joints: the choices of a step, all of whose rows have been read.
+        ends: of each, the last of its columns + 1.
     """
-    for joint, end in joints:
-        columns = slice(end - joint.num_rows, end)
-        tokens, logprobs = joint.choose()
-        put(sampled, columns, torch.from_numpy(tokens), torch.from_numpy(logprobs), joint)
+    step = joints[0].on_device
+    if step is not None:
+        tokens, logprobs = step.choose(sampled, ends)
+    else:
+        found = [joint.choose() for joint in joints]
+        tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True))
+    start = 0
+    for joint, end in zip(joints, ends, strict=True):
+        columns, rows = slice(end - joint.num_rows, end), slice(start, start + joint.num_rows)
+        start = rows.stop
+        if step is None:
+            _put(sampled, columns, tokens[rows], logprobs[rows], joint)
+        if joint.num_logprobs is not None:
+            _put_logprobs(sampled, columns, logprobs[rows], joint.num_logprobs)
 
 
-def put(
-    sampled: Any, columns: slice, tokens: torch.Tensor, logprobs: torch.Tensor, joint: Joint
+def _put(
+    sampled: torch.Tensor,
+    columns: slice,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    joint: Joint,
 ) -> None:
-    """Write tokens [R] and their log probabilities [R] into `columns` of what was sampled."""
-    sampled[0, columns] = tokens.double()
-    sampled[2, columns] = tokens.double()
-    if joint.num_logprobs is None:
-        return
-    # As `Logprobs.packed` has them; of the rank is known what the most likely tokens tell.
-    top = slice(7 + joint.num_logprobs, 7 + 2 * joint.num_logprobs)
-    ranks = 1 + (sampled[top, columns] > logprobs).sum(dim=0)
-    for value, rank in ((3, 4), (5, 6)):
-        sampled[value, columns] = logprobs.double()
-        sampled[rank, columns] = ranks.double()
+    """Write tokens [R] and what they are scored into `columns` of what was sampled."""
+    sampled[0, columns] = sampled[2, columns] = tokens.double()
     if joint.sets_scores:
         scores = torch.exp(logprobs)
         for token in joint.excluded:
             scores = scores.masked_fill(tokens == token, 0.0)
-        sampled[1, columns] = scores.double()
+        sampled[1, columns] = scores
+
+
+def _put_logprobs(
+    sampled: torch.Tensor, columns: slice, logprobs: torch.Tensor, num_top: int
+) -> None:
+    """Write log probabilities [R] where `Logprobs.packed` has them.
+
+    Of the rank is known what the most likely tokens tell.
+    """
+    top = slice(7 + num_top, 7 + 2 * num_top)
+    ranks = 1 + (sampled[top, columns] > logprobs).sum(dim=0)
+    for value, rank in ((3, 4), (5, 6)):
+        sampled[value, columns] = logprobs
+        sampled[rank, columns] = ranks.double()

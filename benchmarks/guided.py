@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a schema costs: to compile, in a step of its own, and in an engine's steps.
+
+    benchmarks/guided.py                      all of it; without a GPU compiling only
+    benchmarks/guided.py --num-layers 2       fewer layers of LLaDA-8B in the engine
+
+The vocabulary is made up: 126,464 tokens of syllables, numbers, spaces, punctuation and pieces of
+UTF-8, many of which cross the borders of JSON's parts. Engines run random weights with and without
+the schema, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks import in_process  # noqa: E402
+from vllm.diffusion.guided.automaton import build  # noqa: E402
+from vllm.diffusion.guided.joint import Joint, choose_all  # noqa: E402
+from vllm.diffusion.guided.language import Ends, Language, over_tokens  # noqa: E402
+from vllm.diffusion.guided.schema import from_schema  # noqa: E402
+from vllm.diffusion.guided.vocabulary import Vocabulary  # noqa: E402
+from vllm.diffusion.guided.window import OPEN, Window  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_TOKENS = 126_464
+KINDS: tuple[dict[str, Any], ...] = (
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "boolean"},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "string", "format": "date"},
+    {"enum": ["red", "green", "blue"]},
+)
+
+
+def schema(num_fields: int) -> dict[str, Any]:
+    """An object of so many required fields of seven kinds."""
+    members = {f"field_{i}": KINDS[i % len(KINDS)] for i in range(num_fields)}
+    return {"type": "object", "properties": members, "required": list(members)}
+
+
+def vocabulary(num_tokens: int) -> Vocabulary:
+    """Made-up tokens, the same every time; the last 64 are special."""
+    draw = random.Random(0)
+    tokens = {bytes([byte]) for byte in range(256)}
+    tokens |= {str(number).encode() for number in range(1000)}
+    for length in range(1, 64):
+        tokens |= {b" " * length, b"\n" + b" " * length, b"\t" * min(length, 20)}
+    marks = list(".,;:!?\"'()[]{}<>/\\|@#$%^&*-_=+`~")
+    for first in marks:
+        for second in [*marks, " ", "\n"]:
+            tokens |= {(first + second).encode(), (" " + first + second).encode()}
+            tokens |= {(first + second + m).encode() for m in marks if draw.random() < 0.1}
+    for word in ("name", "field", "type", "date", "true", "false", "red", "green", "blue"):
+        for before in ("", " ", '"', ' "', '{"', '["', ', "', "_"):
+            tokens |= {(before + word + behind).encode() for behind in ("", '"', '":', '",', "_")}
+    onsets = ["", *"bcdfgnmprstlwvkh", "st", "tr"]
+    syllables = [a + b + c for a in onsets for b in "aeiouy" for c in ("", *"nrstlm", "ng", "ck")]
+    while len(tokens) < num_tokens - 28_000:
+        word = "".join(draw.choices(syllables, k=draw.choice([1, 2, 2, 3, 3, 4])))
+        word = draw.choice([word, word, word.capitalize(), word.upper()])
+        behind = draw.choice([""] * 12 + ["(", ".", "_", '"', "'s", ":", "=", "\n"])
+        tokens.add((draw.choice(["", " ", " "]) + word + behind).encode())
+    scripts = [(0x4E00, 0x9FFF), (0x430, 0x450), (0xAC00, 0xD7A3)]
+    while len(tokens) < num_tokens - 64:
+        text = "".join(chr(draw.randrange(*draw.choice(scripts))) for _ in range(3))
+        tokens.add(text.encode()[: draw.choice([2, 3, 6, 9])])
+    ordered = sorted(tokens)
+    draw.shuffle(ordered)
+    return Vocabulary([*ordered, *(None for _ in range(num_tokens - len(ordered)))], num_tokens)
+
+
+def compile_times(known: Vocabulary) -> tuple[Language, dict[str, float]]:
+    """Milliseconds of one core, of a schema of 20 fields; the trie is made once a server."""
+    times = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        found = work()
+        times[name] = 1000 * (time.process_time() - started)
+        return found
+
+    timed("trie of the vocabulary", lambda: known.levels)
+    automaton = timed("automaton", lambda: build(from_schema(schema(20))))
+    ends = Ends(NUM_TOKENS - 1, (NUM_TOKENS - 2,))
+    language = timed("over tokens", lambda: over_tokens(automaton, known, ends))
+    packed = timed("packed", language.packed)
+    timed("unpacked", lambda: Language.unpacked(packed))
+    return language, times
+
+
+def step_us(
+    language: Language, num_requests: int, num_rows: int, temperature: float, repeats: int = 20
+) -> tuple[float, float]:
+    """Microseconds of the device, and of the host, of one step's joint choices."""
+    rows = torch.randn(num_requests * num_rows, NUM_TOKENS, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(num_rows, device="cuda")
+    ends = [num_rows * (i + 1) for i in range(num_requests)]
+    device, host = [], []
+    for _ in range(repeats):
+        sampled = torch.zeros(3, len(rows), dtype=torch.float64, device="cuda")
+        kinds = np.full(num_rows, OPEN, dtype=np.int32)
+        window = Window(0, 0, kinds, 200)
+        joints = [
+            Joint(language, window, temperature, seed, 0, is_tempered=False, sets_scores=True)
+            for seed in range(num_requests)
+        ]
+        for joint in joints:
+            joint.beside = joints
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        first.record()
+        for joint, end in zip(joints, ends, strict=True):
+            joint.read(rows[end - num_rows : end], positions)
+        choose_all(sampled, joints, ends)
+        last.record()
+        host.append(1e6 * (time.perf_counter() - started))
+        torch.cuda.synchronize()
+        device.append(1000 * first.elapsed_time(last))
+    return statistics.median(device[3:]), statistics.median(host[3:])
+
+
+def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Milliseconds a step of LLaDA-8B's shape: free, and with the schema."""
+    from make_dummy_checkpoint import configuration, write_checkpoint
+
+    vocab_size = configuration("llada")["embedding_size"]
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), "llada", num_layers=options.num_layers)
+        known = vocabulary(vocab_size)
+        with (
+            mock.patch("vllm.diffusion.config.vocabulary_of", lambda *_: known),
+            in_process.engine(
+                Path(folder),
+                dummy_weights=True,
+                dtype="bfloat16",
+                max_model_len=1024,
+                max_num_seqs=32,
+            ) as (llm, runner),
+        ):
+            for requests in options.requests:
+                for _ in range(2):  # the first time compiles kernels and captures graphs
+                    for name, more in (("free", {}), ("schema", _structured())):
+                        times = _run(llm, runner, vocab_size, requests, more)
+                        found.setdefault(f"{requests} requests", {})[name] = times
+    return found
+
+
+def _structured() -> dict[str, Any]:
+    return {"structured_outputs": {"json": schema(5)}}
+
+
+def _run(llm: Any, runner: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
+    prompts = [in_process.random_prompt(128, vocab_size, seed) for seed in range(requests)]
+    asked = {"gen_length": 128, "block_length": 64, "steps": 64, **more}
+    with in_process.StepLog().attached(runner) as log:
+        in_process.run_requests(llm, prompts, asked)
+    steps = [step for step in log.steps() if step.num_requests == requests]
+    return in_process.median_interval_ms(steps[2:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-layers", type=int, help="instead of LLaDA-8B's 32")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    options = parser.parse_args()
+    language, times = compile_times(vocabulary(NUM_TOKENS))
+    results: dict[str, Any] = {"compile_ms": times, "states": language.num_states}
+    results |= {"classes": language.num_classes, "sets": language.num_sets}
+    if torch.cuda.is_available():
+        for requests, rows in ((1, 64), (32, 32)):
+            for temperature in (0.0, 1.0):
+                device, host = step_us(language, requests, rows, temperature)
+                name = f"{requests} requests of {rows} rows, temperature {temperature:g}"
+                results[name] = {"device_us": device, "host_us": host}
+        print(json.dumps(results, indent=1), flush=True)
+        results["engine_ms"] = engine_steps(options)
+    print(json.dumps(results, indent=1))
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

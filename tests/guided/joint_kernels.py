@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases for the kernels of joint choices: several requests in one step, against the host's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.guided.support import language_of
+from vllm.diffusion.guided.joint import Joint, choose_all
+from vllm.diffusion.guided.regex import regex
+from vllm.diffusion.guided.window import FREE, OPEN, Window
+
+LETTERS = tuple(bytes([byte]) for byte in b'abcdefgh1234"{}: ,')
+TOKENS: tuple[bytes | None, ...] = (
+    *LETTERS,
+    *(a + b for a in LETTERS for b in LETTERS[:9]),
+    *(a + b + c for a in LETTERS[:6] for b in LETTERS[:6] for c in LETTERS[:6]),
+    *(None for _ in range(40)),
+)
+PATTERNS = ("([a-d]{1,3}, )*[e-h]+", '\\{"a": [1-4]{2,9}, "b": "[a-h ]*"\\}', "(ab|cd|1)*2?")
+
+
+def joints(seed: int, temperature: float) -> list[Joint]:
+    """Requests of different languages, lengths and states of progress."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for index, pattern in enumerate(PATTERNS):
+        language = language_of(regex(pattern), TOKENS)
+        length = 12 + 5 * index
+        kinds = np.full(length, OPEN, dtype=np.int32)
+        if index == 1:
+            kinds[0] = language.class_of_token[TOKENS.index(b"{")]
+            kinds[5:7] = FREE
+        left = int(draw.integers(-2, 6))
+        window = Window(3 * index, 0, kinds, left)
+        own = temperature if index != 2 or temperature == 0 else temperature / 2
+        joint = Joint(
+            language,
+            window,
+            own,
+            seed=2**63 + seed,
+            step=4,
+            is_tempered=index == 1,
+            sets_scores=index != 2,
+            excluded=(len(TOKENS) - 2,) if index == 0 else (),
+        )
+        found.append(joint)
+    return found
+
+
+def chosen(made: list[Joint], device: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the step is told: [3, columns] on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    for joint in made:
+        joint.beside = made
+    counts = [joint.num_rows for joint in made]
+    ends = np.cumsum(counts).tolist()
+    logits = 4 * torch.randn(sum(counts), len(TOKENS), generator=generator)
+    logits[::5, ::3] = -torch.inf
+    logits = logits.to(dtype)
+    sampled = torch.full((3, sum(counts)), 0.25, dtype=torch.float64)
+    sampled, logits = sampled.to(device), logits.to(device)
+    for joint, count, end in zip(made, counts, ends, strict=True):
+        rows = logits[end - count : end]
+        at = np.flatnonzero(joint.window.kinds == OPEN) + joint.window.first
+        positions = torch.from_numpy(at).to(device)
+        for piece in (slice(0, 4), slice(4, None)):
+            joint.read(rows[piece], positions[piece])
+    choose_all(sampled, made, ends)
+    return sampled.cpu()
+
+
+def check(device: str, seed: int, temperature: float, dtype: Any = torch.float32) -> None:
+    """The kernels choose what the host does."""
+    found = chosen(joints(seed, temperature), device, seed, dtype)
+    wanted = _on_host(seed, temperature, dtype)
+    torch.testing.assert_close(found[[0, 2]], wanted[[0, 2]], rtol=0, atol=0)
+    torch.testing.assert_close(found[1], wanted[1], rtol=2e-4, atol=1e-7)
+
+
+def _on_host(seed: int, temperature: float, dtype: Any) -> torch.Tensor:
+    from unittest import mock
+
+    with mock.patch("vllm.diffusion.guided.joint._IS_INTERPRETED", False):
+        return chosen(joints(seed, temperature), "cpu", seed, dtype)
