@@ -77,3 +77,93 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Cli
     found = re.search(r"has (\d+) tokens; wanted at least as many", error["message"])
     assert found is not None, error
     assert int(found[1]) > 8
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "what it does",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "integer", "maximum": 99}},
+                "required": [key],
+            },
+        },
+    }
+    for name, key in (("add", "number"), ("remove", "index"))
+]
+
+
+def check_call(name: str, arguments: str) -> None:
+    key = {"add": "number", "remove": "index"}[name]
+    assert list(json.loads(arguments)) == [key]
+
+
+def test_tools_are_called(client: Client) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "remove"}}):
+        body = body_for(CHAT, gen_length=96, tools=TOOLS, tool_choice=choice, temperature=1.0)
+        answer = client.http.post(CHAT, json=body).json()["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+        check_call(call["function"]["name"], call["function"]["arguments"])
+        if choice != "required":
+            assert call["function"]["name"] == "remove"
+
+
+def test_tools_may_be_left_alone(client: Client) -> None:
+    """With `auto`, which is the default, an answer may be text."""
+    found = set()
+    for seed in range(4):
+        body = body_for(CHAT, gen_length=64, tools=TOOLS, temperature=1.5, seed=seed)
+        answer = client.http.post(CHAT, json=body).json()["choices"][0]
+        calls = answer["message"].get("tool_calls")
+        found.add(bool(calls))
+        for call in calls or []:
+            check_call(call["function"]["name"], call["function"]["arguments"])
+        if not calls:
+            assert not answer["message"]["content"].startswith("<")
+    assert False in found
+
+
+def test_tool_calls_are_streamed(client: Client) -> None:
+    body = body_for(CHAT, gen_length=96, block_length=8, tools=TOOLS, tool_choice="required")
+    with client.http.stream("POST", CHAT, json={**body, "stream": True}) as response:
+        chunks = [json.loads(data) for data in events(response.iter_lines()) if data != "[DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert not any(choice["delta"].get("content") for choice in choices)
+    calls = [call for c in choices for call in c["delta"].get("tool_calls") or []]
+    assert calls[0]["id"].startswith("call_")
+    assert calls[0]["type"] == "function"
+    assert len(calls) > 1
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    check_call(calls[0]["function"]["name"], arguments)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_conversation_goes_on_behind_a_call(client: Client) -> None:
+    """The template of the tiny model knows of no tools."""
+    function = {"name": "add", "arguments": '{"number": 5}'}
+    body = body_for(CHAT, gen_length=96, tools=TOOLS)
+    body["messages"] += [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "5 was added"},
+    ]
+    answer = client.http.post(CHAT, json=body).json()
+    assert answer["usage"]["prompt_tokens"] > 100
+    assert answer["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
+
+
+def test_tools_that_cannot_be_offered_are_refused(client: Client) -> None:
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
+    twice = [TOOLS[0], TOOLS[0]]
+    for tools in ([odd], twice):
+        error = refusal(client.http.post(CHAT, json=body_for(CHAT, tools=tools)))
+        assert error["param"] == "tools"
+    body = body_for(CHAT, tools=TOOLS, response_format=FORMAT)
+    assert refusal(client.http.post(CHAT, json=body))["param"] == "tools"

@@ -106,7 +106,7 @@ UPSTREAMS = {"temperature", "ignore_eos", "min_tokens"}
 
 # Fields of the OpenAI routes that cannot work.
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    {"tools": [{"type": "function", "function": {"name": "no name", "parameters": {}}}]},
     {"tool_choice": "auto"},
     {"functions": [{"name": "f"}]},
     {"function_call": "auto"},

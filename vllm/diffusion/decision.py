@@ -20,7 +20,14 @@ import msgspec
 from vllm.diffusion.algorithms import GUIDED_CACHES, NEVER, algorithms_for
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, canonical, named_algorithm
-from vllm.diffusion.guided.guides import STRUCTURED, Spec, check_room, spec_of
+from vllm.diffusion.guided.guides import (
+    SPEC,
+    STRUCTURED,
+    Spec,
+    check_room,
+    spec_of,
+    unpacked,
+)
 from vllm.diffusion.lengths import DEFAULT_BLOCK, decide_lengths
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
 from vllm.diffusion.scoring import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
@@ -124,6 +131,8 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     penalties = _autoregressive_fields(sampling)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
+    if SPEC in extra:
+        spec = unpacked(extra.pop(SPEC))
     score = extra.pop(SCORE, None)
     others = sorted(extra.keys() - BESIDE_A_SCORE)
     if score is not None and others:

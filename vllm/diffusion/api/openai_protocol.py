@@ -14,11 +14,12 @@ from pydantic import BaseModel, Field, model_validator
 
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
+from vllm.diffusion.api.tools import asked_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import AUTOREGRESSIVE, RESERVED_EXTRA_ARGS
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, CANONICAL, canonical
-from vllm.diffusion.guided.guides import STRUCTURED, as_structured, asked_spec
+from vllm.diffusion.guided.guides import SPEC, STRUCTURED, asked_spec, packed, spec_of_tools
 from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -45,8 +46,6 @@ _WITHOUT_EFFECT = frozenset(
 
 # Fields that cannot work, beside those of SamplingParams, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
     "reasoning_effort": (None, "none"),
@@ -134,8 +133,14 @@ def prepare(request: Any, model_config: Any) -> None:
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     spec = asked_spec(_plain(request.response_format), _plain(request.structured_outputs))
+    tools = asked_tools(request) if isinstance(request, ChatCompletionRequest) else None
+    if tools is not None:
+        if spec is not None:
+            raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
+        spec = spec_of_tools(tools)
+        request.tool_choice = "none"  # upstream parses no calls, but tells the template of tools
     request.response_format = request.structured_outputs = None  # upstream has its own grammars
-    request.vllm_xargs = extra if spec is None else {**extra, STRUCTURED: as_structured(spec)}
+    request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
     _allow_several_greedy_answers(request, model_config)
 
 

@@ -20,10 +20,11 @@ from vllm.diffusion.api.events import DONE, Listener, event
 from vllm.diffusion.api.openai_protocol import prepare, reads_prompt
 from vllm.diffusion.api.readings import TERMS
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
+from vllm.diffusion.api.tools import described, put_calls, with_calls
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import STRUCTURED, spec_of
+from vllm.diffusion.guided.guides import SPEC, unpacked
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -63,19 +64,25 @@ class _Diffusion:
     token_texts: TokenTexts
     validator: Validator
     model_config: Any
+    chat_template: str | None
 
-    async def prepare(self, request: Any) -> None:
+    async def prepare(self, request: Any) -> bool:
         """Bring a body into upstream's form, and compile what its answer must match.
+
+        Returns:
+            whether the answer may call tools.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
         """
         try:
             prepare(request, self.model_config)
-            spec = spec_of(request.vllm_xargs.get(STRUCTURED))
+            given = request.vllm_xargs.get(SPEC)
+            spec = None if given is None else unpacked(given)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
+        return spec is not None and spec.kind == "tools"
 
     async def begun(self, request: Any, answer: Any) -> Any:
         """An answer; of a stream that a time may end, once it has begun.
@@ -93,9 +100,15 @@ class DiffusionServingChat(_Diffusion, OpenAIServingChat):
     """POST /v1/chat/completions."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        await self.prepare(request)
+        if await self.prepare(request) and "tools" not in self._template(request):
+            request.messages, request.tools = described(request.messages, request.tools), None
         answer = await super().create_chat_completion(request, raw_request)
         return await self.begun(request, answer)
+
+    def _template(self, request: Any) -> str:
+        """The chat template of a request, as far as it is known here."""
+        own = getattr(self.renderer.tokenizer, "chat_template", None)
+        return str(request.chat_template or self.chat_template or own or "")
 
     async def chat_completion_stream_generator(
         self,
@@ -108,9 +121,12 @@ class DiffusionServingChat(_Diffusion, OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         listener = Listener(request.n or 1)
         heard = _heard(result_generator, listener)
+        calls_tools = _calls_tools(request)
         chunks = super().chat_completion_stream_generator(
             request, heard, request_id, model_name, *args, **kwargs
         )
+        if calls_tools:
+            chunks = with_calls(chunks)
         if request.vllm_xargs.get("stream_canvas"):
             head = _head(request_id, "chat.completion.chunk", model_name)
             choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
@@ -130,6 +146,8 @@ class DiffusionServingChat(_Diffusion, OpenAIServingChat):
         heard = _heard(result_generator, listener)
         response = await super().chat_completion_full_generator(request, heard, *args, **kwargs)
         if not isinstance(response, ErrorResponse):
+            if _calls_tools(request):
+                put_calls(response)
             _report(response, listener.reports)
         return response
 
@@ -200,6 +218,11 @@ class DiffusionServingResponses(_Diffusion, OpenAIServingResponses):
             request_id, engine_input, sampling_params, *args, **kwargs
         )
         return found
+
+
+def _calls_tools(request: Any) -> bool:
+    kind, *_ = request.vllm_xargs.get(SPEC, [None])
+    return bool(kind == "tools")
 
 
 async def _heard(

@@ -15,6 +15,7 @@ from vllm.diffusion.guided.language import EmptyLanguageError, Language, over_to
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
 from vllm.diffusion.guided.schema import SchemaError, any_object, from_schema
 from vllm.diffusion.guided.syntax import either
+from vllm.diffusion.guided.tools import Tools, calls
 from vllm.diffusion.guided.vocabulary import Vocabulary, VocabularyError
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.syntax import Node
 
 STRUCTURED = "structured_outputs"
+SPEC = "dllm_spec"  # key of extra_args under which our own routes hand on what is asked for
 RESPONSE_FORMAT = "response_format"
 MOST_KEPT = 256  # languages in a process
 MOST_CHARACTERS = 200_000  # of what is asked for, as JSON
 
 _KINDS = ("json", "regex", "choice", "json_object")
+_WRITERS = (*_KINDS, "tools")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar": (None,),
     "structural_tag": (None,),
@@ -84,8 +87,7 @@ def spec_of(given: Any) -> Spec | None:
     if len(kinds) != 1 or unknown:
         wanted = f"wanted exactly one of {', '.join(_KINDS)}"
         raise InvalidParameterError(STRUCTURED, unknown or kinds, wanted)
-    field = given.get("_field") or f"{STRUCTURED}.{kinds[0]}"
-    return _spec(kinds[0], given[kinds[0]], field)
+    return _spec(kinds[0], given[kinds[0]], f"{STRUCTURED}.{kinds[0]}")
 
 
 def spec_of_format(given: Any) -> Spec | None:
@@ -137,6 +139,7 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
         and all(isinstance(option, str) for option in value),
         "json": isinstance(value, (dict, bool)),
         "json_object": value is True,
+        "tools": True,
     }
     if not is_right[kind]:
         raise InvalidParameterError(field, value, f"wanted {wanted.get(kind, 'true')}")
@@ -159,6 +162,8 @@ def expression(spec: Spec) -> Node:
         return from_schema(value)
     if spec.kind == "regex":
         return regex(value)
+    if spec.kind == "tools":
+        return calls(Tools(*value))
     return either(value) if spec.kind == "choice" else any_object()
 
 
@@ -262,6 +267,27 @@ def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:
         )
 
 
-def as_structured(spec: Spec) -> dict[str, Any]:
-    """The same as a map of `structured_outputs`' fields, for what passes upstream's hands."""
-    return {spec.kind: json.loads(spec.value), "_field": spec.field}
+def packed(spec: Spec) -> list[str]:
+    """A spec for what passes upstream's hands, under `SPEC`."""
+    return [spec.kind, spec.value, spec.field]
+
+
+def unpacked(given: Any) -> Spec:
+    """The inverse of `packed`, of whatever comes under its name.
+
+    Raises:
+        InvalidParameterError: nothing of ours has packed it.
+    """
+    is_spec = isinstance(given, list) and len(given) == 3
+    if not is_spec or not all(isinstance(x, str) for x in given) or given[0] not in _WRITERS:
+        raise InvalidParameterError(SPEC, given, f"wanted {STRUCTURED}")
+    return _spec(given[0], json.loads(given[1]), given[2])
+
+
+def spec_of_tools(tools: Tools) -> Spec:
+    """What calls of functions ask of an answer.
+
+    Raises:
+        InvalidParameterError: it is too long.
+    """
+    return _spec("tools", list(tools), "tools")
