@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ TOKENS: tuple[bytes | None, ...] = (
 PATTERNS = ("([a-d]{1,3}, )*[e-h]+", '\\{"a": [1-4]{2,9}, "b": "[a-h ]*"\\}', "(ab|cd|1)*2?")
 
 
-def joints(seed: int, temperature: float) -> list[Joint]:
+def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
     """Requests of different languages, lengths and states of progress."""
     draw = np.random.default_rng(seed)
     found = []
-    for index, pattern in enumerate(PATTERNS):
+    for index, pattern in enumerate(PATTERNS[:num_requests]):
         language = language_of(regex(pattern), TOKENS)
         length = 12 + 5 * index
         kinds = np.full(length, OPEN, dtype=np.int32)
@@ -73,16 +73,16 @@ def chosen(made: list[Joint], device: str, seed: int, dtype: torch.dtype) -> tor
     return sampled.cpu()
 
 
-def check(device: str, seed: int, temperature: float, dtype: Any = torch.float32) -> None:
+def check(
+    device: str,
+    seed: int,
+    temperature: float,
+    dtype: torch.dtype = torch.float32,
+    num_requests: int = len(PATTERNS),
+) -> None:
     """The kernels choose what the host does."""
-    found = chosen(joints(seed, temperature), device, seed, dtype)
-    wanted = _on_host(seed, temperature, dtype)
+    found = chosen(joints(seed, temperature, num_requests), device, seed, dtype)
+    with mock.patch("vllm.diffusion.guided.joint._IS_INTERPRETED", False):
+        wanted = chosen(joints(seed, temperature, num_requests), "cpu", seed, dtype)
     torch.testing.assert_close(found[[0, 2]], wanted[[0, 2]], rtol=0, atol=0)
     torch.testing.assert_close(found[1], wanted[1], rtol=2e-4, atol=1e-7)
-
-
-def _on_host(seed: int, temperature: float, dtype: Any) -> torch.Tensor:
-    from unittest import mock
-
-    with mock.patch("vllm.diffusion.guided.joint._IS_INTERPRETED", False):
-        return chosen(joints(seed, temperature), "cpu", seed, dtype)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field
 
 from tests.server.client import CHAT, COMPLETIONS, GENERATE, QUESTION, body_for, events, refusal
-from tests.server.process import MODEL_NAME
+from tests.server.process import MODEL_NAME, ROOT
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.server.client import Client
     from tests.server.process import ServerProcess
 
@@ -167,3 +169,20 @@ def test_tools_that_cannot_be_offered_are_refused(client: Client) -> None:
         assert error["param"] == "tools"
     body = body_for(CHAT, tools=TOOLS, response_format=FORMAT)
     assert refusal(client.http.post(CHAT, json=body))["param"] == "tools"
+
+
+def test_the_documents_examples_run(
+    client: Client, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The three of docs/guided.md, as they stand but for the server's address."""
+    text = (ROOT / "docs" / "guided.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    found = []
+    for block in blocks:
+        exec(block.replace("http://127.0.0.1:8901", server.url), {"__name__": "example"})
+        found.append(capsys.readouterr().out.rstrip("\n"))
+    city, date, arguments = found
+    assert city.startswith("name=")
+    assert re.fullmatch(r"[12][0-9]{3}-(0[1-9]|1[0-2])", date)
+    assert list(json.loads(arguments)) == ["city"]

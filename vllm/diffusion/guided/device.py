@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.guided.language import Language
 
-_BLOCK = 4096  # columns of a tile
+_MOST_COLUMNS = 4096  # of a tile
 _GIANTS = 3  # classes that are reduced in registers
 _SETS, _MEMBERS = 16, 16
 _STATES, _EDGES = 64, 16
@@ -82,7 +82,8 @@ class DeviceStep:
         self._first = {id(j): end - n for j, n, end in zip(joints, counts, ends, strict=True)}
         self._tables = [_tables(joint.language, device) for joint in self._joints]
         self._num_classes = max(joint.language.num_classes for joint in self._joints)
-        self._num_tiles = -(-num_columns // _BLOCK)
+        self._block = min(_MOST_COLUMNS, 1 << (num_columns - 1).bit_length())
+        self._num_tiles = -(-num_columns // self._block)
         shape = (self._num_rows, self._num_classes)
         least = -(2**63)
         self._keys = torch.full(shape, least, dtype=torch.int64, device=device)
@@ -110,14 +111,14 @@ class DeviceStep:
             PURPOSE=TOKEN,
             NOISY=is_drawn,
             GIANTS=_GIANTS,
-            BLOCK=_BLOCK,
+            BLOCK=self._block,
         )
         if is_drawn:
             kernel.sum_kernel[grid](
                 *(logits, logits.stride(0), tables.class_of, self._keys, self._sums),
                 *(num_columns, self._num_classes, first, scale),
                 GIANTS=_GIANTS,
-                BLOCK=_BLOCK,
+                BLOCK=self._block,
             )
 
     def choose(

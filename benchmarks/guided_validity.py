@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Any number of answers under every rule, cache and temperature, all checked against a schema.
+
+    benchmarks/guided_validity.py --answers 2000
+
+Tiny random models, on the CPU or a GPU; prints how many answers were valid, and ends with 1 if one
+was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator, FormatChecker
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.checkpoints import make_case, random_prompt
+from tests.engine.harness import Ask, running
+from tests.engine.test_guided import BLOCK_RULES, RULES, SCHEMA
+
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    SCHEMA,
+    {
+        "type": "object",
+        "properties": {
+            "day": {"type": "string", "format": "date"},
+            "mail": {"type": "string", "format": "email"},
+            "rate": {"type": "number", "minimum": 0, "maximum": 1},
+            "kind": {"anyOf": [{"type": "null"}, {"enum": ["x", "y"]}]},
+            "items": {"type": "array", "items": {"type": "integer", "multipleOf": 3}},
+        },
+        "required": ["day", "mail", "kind"],
+        "additionalProperties": False,
+    },
+)
+TEMPERATURES = (0.0, 0.7, 1.5)
+AT_ONCE = 32
+
+
+def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Ask, Any]]:
+    """(rule, request, schema) of so many requests, rule after rule and round again."""
+    found: list[tuple[str, Ask, Any]] = []
+    for number in range(count):
+        name = list(rules)[number % len(rules)]
+        turn = number // len(rules)
+        schema = SCHEMAS[turn // len(TEMPERATURES) % len(SCHEMAS)]
+        extra = {"gen_length": 96, "block_length": 16, **rules[name], "seed": number}
+        extra |= {"temperature": TEMPERATURES[turn % len(TEMPERATURES)]}
+        if extra.get("steps"):
+            extra["steps"] = 24
+        if extra.get("algorithm") == "dream":
+            del extra["block_length"]
+        extra["structured_outputs"] = {"json": schema}
+        found.append((f"{case} {name}", Ask(random_prompt(9, number), extra), schema))
+    return found
+
+
+def fault(answer: Any, schema: Any) -> str | None:
+    """Why an answer is not valid, if it is not."""
+    check = Draft202012Validator(schema, format_checker=FormatChecker())
+    try:
+        errors = [error.message for error in check.iter_errors(json.loads(answer.text))]
+    except ValueError as error:
+        errors = [str(error)]
+    return f"{errors[0]} in {answer.text!r}, {answer.report}" if errors else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--answers", type=int, default=2000)
+    options = parser.parse_args()
+    cases: dict[str, dict[str, dict[str, Any]]] = {"mha": RULES, **BLOCK_RULES}
+    weights = {case: len(rules) for case, rules in cases.items()}
+    faults, num_valid, started = [], 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for case, rules in cases.items():
+            count = -(-options.answers * weights[case] // sum(weights.values()))
+            left = asks(case, rules, count)
+            with running(make_case(Path(folder) / case, case)) as engine:
+                while left:
+                    now, left = left[:AT_ONCE], left[AT_ONCE:]
+                    answers = engine.ask(*(ask for _, ask, _ in now))
+                    for (name, _, schema), answer in zip(now, answers, strict=True):
+                        why = fault(answer, schema)
+                        num_valid += why is None
+                        faults += [] if why is None else [f"{name}: {why}"]
+            print(f"{case}: {num_valid} valid, {time.monotonic() - started:.0f} s", flush=True)
+    print(*faults[:20], sep="\n")
+    print(f"{num_valid} of {num_valid + len(faults)} answers are valid")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
