@@ -157,12 +157,12 @@ def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 dtype="bfloat16",
                 max_model_len=1024,
                 max_num_seqs=32,
-            ) as (llm, runner),
+            ) as (llm, _),
         ):
             for requests in options.requests:
                 for _ in range(2):  # the first time compiles kernels and captures graphs
                     for name, more in (("free", {}), ("schema", _structured())):
-                        times = _run(llm, runner, vocab_size, requests, more)
+                        times = _run(llm, vocab_size, requests, more)
                         found.setdefault(f"{requests} requests", {})[name] = times
     return found
 
@@ -171,13 +171,12 @@ def _structured() -> dict[str, Any]:
     return {"structured_outputs": {"json": schema(5)}}
 
 
-def _run(llm: Any, runner: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
+def _run(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
     prompts = [in_process.random_prompt(128, vocab_size, seed) for seed in range(requests)]
     asked = {"gen_length": 128, "block_length": 64, "steps": 64, **more}
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, prompts, asked)
-    steps = [step for step in log.steps() if step.num_requests == requests]
-    return in_process.median_interval_ms(steps[2:])
+    outputs = in_process.run_requests(llm, prompts, asked)
+    reports = [output.kv_transfer_params["dllm"] for output in outputs]
+    return statistics.median(r["denoise_ms"] / r["num_forwards"] for r in reports)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from vllm.diffusion.scoring import GUIDED, TOKEN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.guided.language import Language
 
 _MOST_COLUMNS = 4096  # of a tile
@@ -69,12 +68,12 @@ class DeviceStep:
     """What the joint choices of one step have read.
 
     Args:
-        joints: of the step.
+        joints: of the step, `Joint`s.
         num_columns: of the logits.
         device: where these are.
     """
 
-    def __init__(self, joints: Sequence[Joint], num_columns: int, device: torch.device) -> None:
+    def __init__(self, joints: Sequence[Any], num_columns: int, device: torch.device) -> None:
         self._joints, self._device = list(joints), device
         counts = [joint.num_rows for joint in self._joints]
         ends = np.cumsum(counts).tolist()
@@ -93,7 +92,7 @@ class DeviceStep:
         self._parts = torch.empty(tiles, dtype=torch.float32, device=device)
         self._read = dict.fromkeys(map(id, self._joints), 0)
 
-    def read(self, joint: Joint, logits: torch.Tensor, positions: torch.Tensor) -> None:
+    def read(self, joint: Any, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Take in whole rows [r, V] of canvas positions [r], behind those that it has read."""
         if not len(logits):
             return

@@ -19,8 +19,8 @@ FIELDS = tl.constexpr(24)  # of a request's numbers
 
 
 @triton.jit
-def _uniform(purpose, step, position, column, seed_low, seed_high):
-    """[N] fp64 in (0, 1), as `flash_sample.uniform` has them."""
+def _word(purpose, step, position, column, seed_low, seed_high):
+    """[N] uint32, the words of which `flash_sample.uniform` makes numbers."""
     column = column.to(tl.uint32)
     c0 = column * 0 + purpose
     c1 = column * 0 + step.to(tl.uint32)
@@ -42,14 +42,17 @@ def _uniform(purpose, step, position, column, seed_low, seed_high):
         k0 = (k0 + 0x9E3779B9).to(tl.uint32)
         k1 = (k1 + 0xBB67AE85).to(tl.uint32)
     word = column & 3
-    found = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
-    return (found.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
 
 
 @triton.jit
 def _gumbel(purpose, step, position, column, seed_low, seed_high):
-    u = _uniform(purpose, step, position, column, seed_low, seed_high)
-    return -tl.log(-tl.log(u))
+    """[N] fp32: -log(-log(u)) of the numbers u, with all digits where u is next to 1."""
+    word = _word(purpose, step, position, column, seed_low, seed_high)
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    missing = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = missing * (1 + missing * (0.5 + missing * (0.3333333333 + 0.25 * missing)))
+    return -tl.log(tl.where(missing < 0.01, series, -tl.log(u)))
 
 
 @triton.jit
@@ -111,8 +114,7 @@ def read_kernel(
     value = found * scale
     if NOISY:
         position = tl.load(positions + row)
-        noise = _gumbel(PURPOSE, step, position, columns, seed_low, seed_high)
-        value += noise.to(tl.float32)
+        value += _gumbel(PURPOSE, step, position, columns, seed_low, seed_high)
     key = _key(tl.maximum(value, NEVER), columns)
     own = tl.load(class_of + columns, mask=is_column, other=-1)
     to = keys + (first_row + row).to(tl.int64) * num_classes
@@ -306,8 +308,9 @@ def choose_kernel(
         place = tl.argmax(worth, axis=0)
         if is_drawn & (tl.load(row_of + first + index) != -2):
             shares = tl.where(mask, tl.exp(worth - top), 0.0)
-            drawn = _uniform(PURPOSE, step, position + index, edges * 0, seed_low, seed_high)
-            drawn = tl.max(drawn, axis=0).to(tl.float32) * tl.sum(shares, axis=0)
+            word = _word(PURPOSE, step, position + index, edges * 0, seed_low, seed_high)
+            drawn = (tl.max(word.to(tl.float32), axis=0) + 0.5) * 2.3283064365386963e-10
+            drawn = drawn * tl.sum(shares, axis=0)
             below = (tl.cumsum(shares, axis=0) <= drawn) & mask
             place = tl.minimum(tl.sum(below.to(tl.int32), axis=0), place * 0 + width - 1).to(
                 tl.int32
