@@ -157,6 +157,23 @@ def test_scores_of_items_are_read_in_one_step(client: Client, apply_softmax: boo
         assert found["score"] == pytest.approx(chosen[0].item(), **CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"timeout_s": 0.001}, 504, "timeout: not complete 0.001 s after arrival"),
+        ({"timeout_s": 0}, 400, "timeout_s: given 0; wanted at least 0.001"),
+        ({"steps": 3}, 400, "steps: given 3; unknown parameter; known: "),
+        ({"label_token_ids": [1, 99999]}, 400, "label_token_id 99999 is out of vocabulary range"),
+    ],
+)
+def test_scores_that_are_refused_or_late(
+    client: Client, body: dict[str, Any], status: int, message: str
+) -> None:
+    asked = {"query": "x" * 2000, "items": ["a", "b"], "label_token_ids": [5], **body}
+    assert message in refusal(client.http.post(SCORING, json=asked), status)["message"]
+    client.wait_for_num_requests(0)
+
+
 def test_labels_on_the_routes_that_write(client: Client) -> None:
     """Of a canvas of one token, on every route, the same numbers as the mask itself has."""
     tokens, labels = encode("What is the capital of France?"), [5, 300, 17]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import create_model
 
+from vllm.diffusion.api.choices import RequestTimedOut
 from vllm.diffusion.api.protocol import set_priority
 from vllm.diffusion.api.readings import MOST_AT_ONCE, TERMS, Group, Reader, Reading
 from vllm.diffusion.api.schema import checked, described
@@ -326,11 +327,22 @@ class DiffusionScoring(ServingGenerativeScoring):
     validator: Validator
 
     async def create_generative_scoring(self, request: Any, raw_request: Any = None) -> Any:
-        handler = copy(self)
-        handler.engine_client = _NextTokens(self.engine_client, self.validator, len(request.items))
-        return await super(DiffusionScoring, handler).create_generative_scoring(
+        try:
+            known = type(request).model_fields
+            terms = checked(request.model_extra or {}, (BY_NAME["timeout_s"],), also_known=known)
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        if raw_request is not None:
+            set_priority(request, raw_request.headers)
+        handler, num_items = copy(self), len(request.items)
+        client = _NextTokens(self.engine_client, self.validator, num_items, terms)
+        handler.engine_client = client
+        answer = await super(DiffusionScoring, handler).create_generative_scoring(
             request, raw_request
         )
+        if client.error is not None:  # upstream's answer to it has another status
+            raise client.error
+        return answer
 
 
 class _NextTokens:
@@ -340,10 +352,22 @@ class _NextTokens:
         engine: the engine's client.
         validator: decides requests of this engine.
         num_items: requests that come together.
+        terms: `timeout_s`, where it is given.
+
+    Attributes:
+        error: why one of them was refused, or came to no end.
     """
 
-    def __init__(self, engine: EngineClient, validator: Validator, num_items: int) -> None:
-        self._engine, self._validator = engine, validator
+    error: RequestRefused | RequestTimedOut | None = None
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        validator: Validator,
+        num_items: int,
+        terms: Mapping[str, Any],
+    ) -> None:
+        self._engine, self._validator, self._terms = engine, validator, terms
         self._reader = Reader(engine, validator)
         self._group = Group(uuid.uuid4().hex, min(num_items, MOST_AT_ONCE))
 
@@ -362,7 +386,13 @@ class _NextTokens:
         """The likeliest token, and the log probabilities of `logprob_token_ids`."""
         prompt, labels = engine_input["prompt_token_ids"], sampling.logprob_token_ids or []
         reading = Reading(masked_behind(prompt, self._validator), [len(prompt)], [labels])
-        (read,) = await self._reader.read([reading], request_id, {}, group=self._group, **options)
+        try:
+            (read,) = await self._reader.read(
+                [reading], request_id, self._terms, group=self._group, **options
+            )
+        except (RequestRefused, RequestTimedOut) as error:
+            self.error = error
+            raise ValueError(str(error)) from None
         (likeliest,), (values,) = read.scores.likeliest, read.scores.logprobs
         found = {own: Logprob(value) for own, value in zip(labels, values, strict=True)}
         completion = CompletionOutput(0, "", [likeliest], None, [found], finish_reason="length")
