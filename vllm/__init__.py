@@ -54,9 +54,9 @@ _allow_our_plugins()
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before the server's own imports, so that both go on at the same time.
-from vllm.diffusion import forkserver as _forkserver  # noqa: E402
+from vllm.diffusion import early as _early  # noqa: E402
 
-_forkserver.begin()
+_early.begin()
 
 _init = _os.path.join(_upstream, "__init__.py")
 with open(_init) as _file:

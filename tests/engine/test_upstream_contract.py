@@ -374,7 +374,7 @@ def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
 
 
 def test_an_engines_process_comes_from_one_context() -> None:
-    """`vllm.diffusion.forkserver` puts another in its place."""
+    """`vllm.diffusion.early` puts another in its place."""
     from vllm.v1.engine import utils
 
     source = inspect.getsource(utils.CoreEngineProcManager.__init__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 # The engine's process imports this module too: what only the server needs is imported by functions.
-from vllm.diffusion import forkserver
+from vllm.diffusion import early
 from vllm.diffusion.errors import ServerConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def main() -> None:
 
     logger = init_logger("vllm.entrypoints.api_server")
     cli_env_setup()
-    forkserver.adopt()
+    early.adopt()
     args = parse_arguments()
     configure_logging_from_args(args)
     try:

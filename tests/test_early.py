@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's process that is started early: when there is one, and who takes it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from vllm.diffusion import early
+
+SERVER = ["python", "-m", "vllm.entrypoints.api_server"]
+
+
+class Started:
+    """In place of a process."""
+
+    _popen = type("Popen", (), {"sentinel": 7})()
+
+    def __init__(self, is_living: bool = True) -> None:
+        self.is_living = is_living
+
+    def is_alive(self) -> bool:
+        return self.is_living
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ([*SERVER, "--model", "m"], True),
+        ([*SERVER, "--help"], False),
+        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binds by the program it starts
+        (["python", "-m", "pytest", "vllm.entrypoints.api_server"], False),
+        (["python", "script.py", "-m"], False),
+    ],
+)
+def test_only_a_server_begins(
+    words: list[str], begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(early, "_waiting", [])
+    monkeypatch.setattr(early.SpawnProcess, "start", lambda process: started.append(True))
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    early.begin()
+    assert not started  # the user has said how
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    early.begin()
+    early.begin()
+    assert started == [True] * begins
+
+
+def job(*args: Any) -> None:
+    """What a process shall run."""
+
+
+@pytest.mark.parametrize(
+    ("is_living", "devices", "is_taken"),
+    [(True, "0", True), (False, "0", False), (True, "1", False)],
+    ids=["waits", "has ended", "another device"],
+)
+def test_who_is_taken(
+    is_living: bool, devices: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_read, to_write = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = early._Waiting(Started(is_living), to_write, early._read_early())
+    monkeypatch.setattr(early, "_waiting", [found])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    monkeypatch.setenv("MOSAIC_TEST_VALUE", "at the start")
+    started: list[bool] = []
+    monkeypatch.setattr(early.SpawnProcess, "start", lambda process: started.append(True))
+    process = early.EngineContext().Process(target=job, name="EngineCore", args=(1,))
+    process.start()
+    assert bool(started) != is_taken
+    if is_taken:
+        environment, *told = to_read.recv()
+        assert environment["MOSAIC_TEST_VALUE"] == "at the start"
+        assert told == ["EngineCore", job, (1,), {}]
+        assert process.sentinel == 7
+    process = early.EngineContext().Process(target=job)
+    process.start()
+    assert len(started) == 2 - is_taken  # there was one
+
+
+def test_it_runs_what_it_hears(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to_read, to_write = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setattr(early, "NEEDED", ())
+    monkeypatch.setattr(os, "environ", {"OLD": "gone"})
+    name = multiprocessing.current_process().name
+    to_write.send(({"A": "b"}, name, print, ("what it shall run",), {}))
+    early._wait(to_read)
+    assert os.environ == {"A": "b"}
+    assert capsys.readouterr().out == "what it shall run\n"
+    to_write.close()
+    early._wait(to_read)  # the server has ended: so does this

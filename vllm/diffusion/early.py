@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's process imports what it needs while the server does.
+
+Upstream starts it when the server has imported everything and read its arguments; only then would
+it begin to import its own part. Here it is started at once, imports, and waits to hear what it
+shall run. It is a process of the same kind as upstream's: nothing in it knows of the difference.
+
+A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports torch or upstream
+before it is asked to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+NEEDED = (
+    *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
+    *("vllm.diffusion.engine.scheduler", "vllm.diffusion.engine.worker"),
+)
+_PROGRAM = "vllm.entrypoints.api_server"
+# What imports may have read already: where it has changed, a process is started anew.
+_READ_EARLY = ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")
+
+
+class _Waiting(NamedTuple):
+    process: Any  # a SpawnProcess
+    connection: Connection
+    environment: dict[str, str | None]
+
+
+_waiting: list[_Waiting] = []  # one, until it is taken
+
+
+class EngineProcess(SpawnProcess):
+    """A process that takes over the one that waits, if there is one."""
+
+    def start(self) -> None:
+        waiting = _take()
+        if waiting is None:
+            super().start()
+            return
+        waiting.process.name = self.name
+        self._popen = waiting.process._popen
+        self._sentinel = self._popen.sentinel
+        job = (self._target, self._args, self._kwargs)  # type: ignore[attr-defined]
+        waiting.connection.send((dict(os.environ), self.name, *job))
+
+
+class EngineContext(SpawnContext):
+    """What upstream starts an engine's process with."""
+
+    Process = EngineProcess
+
+
+def begin() -> None:
+    """Start importing for the engine, if this program is the server. Called before all imports."""
+    is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and _serves(sys.orig_argv)
+    if _waiting or not is_wanted or multiprocessing.parent_process() is not None:
+        return
+    to_read, to_write = multiprocessing.Pipe(duplex=False)
+    process = SpawnContext().Process(target=_wait, args=(to_read,))
+    process.start()
+    to_read.close()
+    # Where no engine is started, it hears so before this process waits for its end.
+    Finalize(None, to_write.close, exitpriority=100)
+    _waiting.append(_Waiting(process, to_write, _read_early()))
+
+
+def adopt() -> None:
+    """Let upstream take the process that waits."""
+    if _waiting:
+        from vllm.v1.engine import utils
+
+        utils.get_mp_context = EngineContext
+
+
+def _take() -> _Waiting | None:
+    """The process that waits, if it lives and has read what it would read now."""
+    waiting = _waiting.pop() if _waiting else None
+    if waiting is None:
+        return None
+    if waiting.process.is_alive() and waiting.environment == _read_early():
+        return waiting
+    waiting.connection.close()
+    return None
+
+
+def _read_early() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in _READ_EARLY}
+
+
+def _wait(connection: Connection) -> None:
+    """In the engine's process: import, hear what to run, and run it."""
+    for name in NEEDED:
+        importlib.import_module(name)
+    import setproctitle
+
+    setproctitle.getproctitle()  # finds its place by the environment that is still there
+    try:
+        environment, name, target, args, kwargs = connection.recv()
+    except (EOFError, KeyboardInterrupt):  # the server has ended before
+        return
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.current_process().name = name
+    if "OMP_NUM_THREADS" in environment:  # torch has read what it was before
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    target(*args, **kwargs)
+
+
+def _serves(words: list[str]) -> bool:
+    """Whether a command line runs our server, and not only for its help."""
+    if "-m" not in words or words[words.index("-m") + 1 :][:1] != [_PROGRAM]:
+        return False
+    return not {"-h", "--help", "--version", "--numa-bind"}.intersection(words)
