@@ -26,6 +26,9 @@ class Started:
     def is_alive(self) -> bool:
         return self.is_living
 
+    def terminate(self) -> None:
+        self.is_living = False
+
 
 @pytest.mark.parametrize(
     ("words", "begins"),
@@ -51,6 +54,10 @@ def test_only_a_server_begins(
     early.begin()
     early.begin()
     assert started == [True] * begins
+    ended: list[bool] = []
+    monkeypatch.setattr(early.SpawnProcess, "terminate", lambda process: ended.append(True))
+    early._end_what_waits()
+    assert ended == started
 
 
 def job(*args: Any) -> None:
@@ -76,6 +83,7 @@ def test_who_is_taken(
     process = early.EngineContext().Process(target=job, name="EngineCore", args=(1,))
     process.start()
     assert bool(started) != is_taken
+    assert found.process.is_living == is_taken
     if is_taken:
         environment, *told = to_read.recv()
         assert environment["MOSAIC_TEST_VALUE"] == "at the start"

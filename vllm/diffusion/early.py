@@ -70,9 +70,8 @@ def begin() -> None:
     process = SpawnContext().Process(target=_wait, args=(to_read,))
     process.start()
     to_read.close()
-    # Where no engine is started, it hears so before this process waits for its end.
-    Finalize(None, to_write.close, exitpriority=100)
     _waiting.append(_Waiting(process, to_write, _read_early()))
+    Finalize(None, _end_what_waits, exitpriority=100)  # before this process waits for its end
 
 
 def adopt() -> None:
@@ -90,8 +89,14 @@ def _take() -> _Waiting | None:
         return None
     if waiting.process.is_alive() and waiting.environment == _read_early():
         return waiting
-    waiting.connection.close()
+    waiting.process.terminate()
     return None
+
+
+def _end_what_waits() -> None:
+    """Where no engine was started."""
+    while _waiting:
+        _waiting.pop().process.terminate()
 
 
 def _read_early() -> dict[str, str | None]:
