@@ -3,15 +3,19 @@
 """Several GPUs against one, in one run: time of a step, and tokens a second.
 
     benchmarks/parallel.py [--ways one tp2 dp2] [--lengths 32 256 1024] [--output-dir results]
+    benchmarks/parallel.py --ways one sp2 --long 65536 204800
     benchmarks/parallel.py --model models/llada-tiny --ways one tp2 --lengths 32   (on a CPU)
 
 Without --model the engines have the shape of LLaDA-8B and random weights, bf16. Ways: `one` GPU,
-`tpN` tensor-parallel ranks, `dpN` replicas behind upstream's load balancer. Measured of each:
+`tpN` tensor-parallel and `spN` sequence-parallel ranks, `dpN` replicas behind upstream's load
+balancer. Measured of each:
 
     step       milliseconds from step to step of a lone request of so many rows, no cache (not of
                replicas, of which one alone has it)
     no cache   tokens a second of 32 clients, which ask again as soon as they are answered: prompt
                128, canvas 128 in blocks of 32, two tokens a forward
+    long       with --long, in place of all these: seconds of the only step of a lone request of so
+               many rows, its prompt all but a block of 128
     dual       the same with `cache: dual` and 64 clients a replica (64 of all where ranks share)
 
 Written: parallel.json and parallel.png.
@@ -53,6 +57,7 @@ WAYS = ("one", "tp2", "dp2")
 LENGTHS = (32, 256, 1024)
 BLOCK = 32
 PROMPT, CANVAS = 128, 128
+LONG_CANVAS, WARM_ROWS = 128, 4096
 FEW_STEPS, ROUNDS = 4, 5
 CLIENTS = {"no cache": 32, "dual": 64}
 
@@ -70,8 +75,11 @@ class Row:
 
 def randomise_rank(worker: Any) -> None:
     """Draw the weights of a rank, whose loader has drawn very small ones."""
+    import torch
+
     from benchmarks.plain_model import randomise
 
+    torch.manual_seed(0)  # ranks that divide rows have the same ones
     randomise(worker.worker.model_runner.model)
 
 
@@ -79,6 +87,8 @@ def settings_of(way: str) -> dict[str, Any]:
     """Arguments of an engine."""
     if way == "one":
         return {}
+    if way.startswith("sp"):
+        return {"additional_config": {"dllm": {"sequence_parallel_size": int(way[2:])}}}
     name = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}[way[:2]]
     return {name: int(way[2:])}
 
@@ -88,6 +98,7 @@ class Client:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._number = engine, 0
+        self.denoise_s = 0.0  # of the request that was answered last
         self._ids = engine.model_config.get_vocab_size() // 2  # ordinary ones
 
     async def ask(self, prompt_length: int, extra: dict[str, Any]) -> int:
@@ -110,6 +121,7 @@ class Client:
         report = (last.kv_transfer_params or {}).get("dllm", {})
         if "error" in report:
             raise RuntimeError(f"request {number} failed: {report['error']}")
+        self.denoise_s = report["denoise_ms"] / 1000
         return len(last.outputs[0].token_ids)
 
     async def step_ms(self, length: int) -> float:
@@ -127,6 +139,13 @@ class Client:
         many, few = (statistics.median(column) for column in zip(*times, strict=True))
         return 1000 * (many - few) / (canvas - FEW_STEPS)
 
+    async def long_step_s(self, length: int) -> float:
+        """One step of so many rows."""
+        canvas = min(LONG_CANVAS, length // 2)
+        blocks = {"algorithm": "semi_ar", "gen_length": canvas, "block_length": canvas}
+        await self.ask(length - canvas, {**blocks, "steps": 1})
+        return self.denoise_s
+
     async def tokens_per_s(self, num_clients: int, cache: str, rounds: int) -> float:
         """Of clients that ask so often each, after one round to warm up."""
         extra: dict[str, Any] = {"algorithm": "semi_ar", "gen_length": CANVAS, "cache": cache}
@@ -142,10 +161,15 @@ class Client:
 
 
 async def measures(
-    engine: Any, way: str, lengths: list[int], rounds: int
+    engine: Any, way: str, lengths: list[int], long: list[int], rounds: int
 ) -> AsyncIterator[tuple[str, float, str]]:
     """(measure, value, unit) of one engine."""
     client = Client(engine)
+    if long:
+        await client.long_step_s(min(WARM_ROWS, *long))
+        for length in long:
+            yield f"one step of {length:,}", await client.long_step_s(length), "s"
+        return
     is_replicated = way.startswith("dp")
     for length in () if is_replicated else lengths:
         yield f"step, T = {length:,}", await client.step_ms(length), "ms"
@@ -157,7 +181,7 @@ async def measures(
 
 
 async def run_way(
-    way: str, model: Path, lengths: list[int], rounds: int, *, draws: bool, **settings: Any
+    way: str, model: Path, asked: argparse.Namespace, *, draws: bool, **settings: Any
 ) -> list[Row]:
     """All rows of one way, without ratios."""
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -176,7 +200,9 @@ async def run_way(
         if draws:
             await engine.collective_rpc(randomise_rank)
         print(f"{way}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-        async for measure, value, unit in measures(engine, way, lengths, rounds):
+        async for measure, value, unit in measures(
+            engine, way, asked.lengths, asked.long, asked.rounds
+        ):
             print(f"{way:<4} {measure:<34} {value:>9.2f} {unit}", flush=True)
             rows.append(Row(way, measure, value, unit))
     finally:
@@ -207,7 +233,7 @@ def draw(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(1.6 * len(names) + 2, 4))
     for number, way in enumerate(ways):
         speeds = {
-            row.measure: 1 / row.ratio if row.unit == "ms" else row.ratio
+            row.measure: 1 / row.ratio if row.unit in ("ms", "s") else row.ratio
             for row in rows
             if row.way == way and row.ratio
         }
@@ -226,8 +252,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="one, tpN, dpN")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="one, tpN, spN, dpN")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--long", nargs="+", type=int, default=[])
     parser.add_argument("--rounds", type=int, default=2, help="requests of a client")
     parser.add_argument("--output-dir", type=Path, default=Path("results/parallel"))
     arguments = parser.parse_args()
@@ -238,12 +265,10 @@ def main() -> None:
             write_checkpoint(model, "llada")
         settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
         if arguments.model is None:
-            settings |= {"dtype": "bfloat16", "max_model_len": 4096}
+            settings |= {"dtype": "bfloat16", "max_model_len": max(4096, *arguments.long)}
         for way in arguments.ways:
             draws = arguments.model is None
-            rows += asyncio.run(
-                run_way(way, model, arguments.lengths, arguments.rounds, draws=draws, **settings)
-            )
+            rows += asyncio.run(run_way(way, model, arguments, draws=draws, **settings))
     rows = with_ratios(rows)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     record = software_record() | {"rows": [asdict(row) for row in rows]}
