@@ -143,7 +143,7 @@ class DiffusionModelRunner:
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=results,
             usage=self._usage if req_ids else self._idle_usage(),
-            num_rows=self._loop.num_rows if req_ids else 0,
+            num_rows=self._loop.num_rows if stepping or asked else 0,
             launched=self._loop.launched,
             paused=self._paused(),
             worked=self._slices.take_worked(),
