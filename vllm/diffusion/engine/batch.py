@@ -244,11 +244,12 @@ class StepBatch:
 
     def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
         """What was sampled, with the candidates of requests that choose several together."""
+        if not any(self.joints):
+            return sampled
         ends = np.cumsum([work.eligible.size for work in self.works]).tolist()
         found = [(j, end) for j, end in zip(self.joints, ends, strict=True) if j is not None]
-        if found:
-            joints, ends = zip(*found, strict=True)
-            choose_all(sampled, joints, ends)
+        joints, ends = zip(*found, strict=True)
+        choose_all(sampled, joints, ends)
         return sampled
 
     def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:

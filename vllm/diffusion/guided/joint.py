@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +59,7 @@ class Joint:
     on_device: DeviceStep | None = None
     _read: list[Rows] = field(default_factory=list)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return int(np.count_nonzero(self.window.kinds == OPEN))
 
