@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -158,9 +159,13 @@ def test_a_time_ends_it_and_nothing_stays_in_the_engine(client: Client) -> None:
 
 
 def test_who_hangs_up_leaves_nothing_in_the_engine(client: Client) -> None:
-    body = {"context": CONTEXT * 40, "continuation": TARGET * 20, "mc_num": 4096}
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: client.http.post(ROUTE, json=body, timeout=1.0))
-        time.sleep(0.5)
-        assert client.num_requests() > 0
+    asked = {"context": CONTEXT * 40, "continuation": TARGET * 20, "mc_num": 4096}
+    body = json.dumps(asked).encode()
+    head = f"POST {ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    url = client.http.base_url
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        deadline = time.monotonic() + 30
+        while not client.num_requests():
+            assert time.monotonic() < deadline, "it has not begun"
     client.wait_for_num_requests(0)
