@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config
 from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.memory.footprint import Footprint, Layout
@@ -90,3 +91,21 @@ def test_ranks_share_heads_widths_and_columns(case_path: Callable[[str], Path]) 
     assert 4 * shared.mlp_width == alone.mlp_width
     assert 4 * shared.num_columns == alone.num_columns
     assert shared.hidden_size == alone.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        (
+            {"d_model": 96, "n_heads": 6, "n_kv_heads": 3},
+            "a divisor or a multiple of the 3 key/value heads",
+        ),
+        ({"mlp_hidden_size": 75}, "a divisor of the MLP's width 75"),
+    ],
+)
+def test_what_two_ranks_cannot_share_is_refused_in_one_line(
+    sizes: dict[str, int], wanted: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, **sizes)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size: given 2; wanted {wanted}"):
+        engine_config(folder, tensor_parallel_size=2)

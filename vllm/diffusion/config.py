@@ -60,6 +60,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     check_settings(server_settings(vllm_config.additional_config), family_of(vllm_config))
+    _check_tensor_parallel(vllm_config)
     _divide_rows(vllm_config)
 
     # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
@@ -70,6 +71,34 @@ def configure(vllm_config: VllmConfig) -> None:
         family = family_of(vllm_config)
         usual = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", usual)
+
+
+def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
+    """Refuse in one line what workers would stumble over; upstream has checked the query heads.
+
+    Raises:
+        ServerConfigError: the model cannot be divided so.
+    """
+    size = vllm_config.parallel_config.tensor_parallel_size
+    if size == 1 or family_of(vllm_config) is None:
+        return
+    config = vllm_config.model_config.hf_config
+    architecture, heads = config.architecture, config.num_key_value_heads
+    if heads % size and size % heads:
+        raise ServerConfigError(
+            f"tensor_parallel_size: given {size}; wanted a divisor or a multiple of the {heads} "
+            "key/value heads"
+        )
+    widths = {
+        "the MLP's": architecture.dense_width,
+        "the experts'": architecture.expert_width,
+        "the shared expert's": architecture.shared_expert_width,
+    }
+    for name, width in widths.items():
+        if width % size:
+            raise ServerConfigError(
+                f"tensor_parallel_size: given {size}; wanted a divisor of {name} width {width}"
+            )
 
 
 def _divide_rows(vllm_config: VllmConfig) -> None:
