@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton products over gathered rows: some rows times the output matrix, tokens times experts; and
-matrices of 4-bit numbers made plain.
+"""Triton products over gathered rows: some rows times the output matrix, tokens times experts.
 
 Nothing is built: kernels are compiled at first use. Importing never fails; without Triton
 (`is_built`) everything runs in PyTorch.
@@ -8,14 +7,12 @@ Nothing is built: kernels are compiled at first use. Importing never fails; with
 
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, weighted_gemm
-from .packed import Packed, pack, unpack
 from .routing import Routing, add_terms, route, route_rows, router_logits, sum_terms
 from .scoring import SOFTMAX, Scoring
 from .top import Top, gather_top, has_top
 
 __all__ = [
     "SOFTMAX",
-    "Packed",
     "Routing",
     "Scoring",
     "Top",
@@ -25,11 +22,9 @@ __all__ = [
     "gather_top",
     "has_top",
     "is_built",
-    "pack",
     "route",
     "route_rows",
     "router_logits",
     "sum_terms",
-    "unpack",
     "weighted_gemm",
 ]

@@ -77,3 +77,23 @@ def test_experts_by_their_rows() -> None:
     slots = (63, 64, 2048, 2049)
     assert [num for num in slots if dispatch.streams_gated(num, 64)] == [2049]
     assert [num for num in slots if dispatch.streams_weighted(num, 64)] == [64, 2048, 2049]
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "wanted"),
+    [
+        *((12288, 4096, Tiling(192, split=2)), (24576, 4096, Tiling(192))),
+        *((4096, 4096, Tiling(64, split=2)), (4096, 12288, Tiling(64, split=2))),
+        *((37888, 3584, Tiling(64)), (3584, 18944, Tiling(64, split=2))),
+        *((4096, 4096 + 128, None), (4096 + 32, 4096, None)),  # what no tile divides
+    ],
+)
+def test_4_bit_weights_have_one_tiling_for_all_few_rows(
+    columns: int, depth: int, wanted: Tiling | None
+) -> None:
+    def found(num_rows: int) -> Tiling | None:
+        return dispatch.packed_tiling(num_rows, columns, depth, multiprocessors=MULTIPROCESSORS)
+
+    assert {found(rows) for rows in (1, 32, 65, 256)} == {wanted}
+    assert found(0) is None and found(257) is None
+    assert dispatch.packed_tiling(1, columns, depth, multiprocessors=0) is None

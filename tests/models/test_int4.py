@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import struct
+from itertools import product as pairs_of
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,13 @@ import torch
 from torch.nn import functional
 
 from benchmarks.plain_model import WEIGHT_STD, randomise
-from gather_gemm import Packed, pack, unpack
 from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config, load, logits, some_ids, staged_logits
 from vllm.diffusion import ops
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.models.weights import quantised_sizes
-from vllm.diffusion.ops.packed import NF4, group_of, quantise_packed
+from vllm.diffusion.ops.packed import NF4, NF4_ORDER, group_of, quantise_packed
+from vllm_add_llada.cuda_kernels.fused_ops import Packed, look_up_table, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +34,7 @@ def empty(num_rows: int, depth: int, group: int, kind: str, device: str = "cpu")
         torch.zeros(num_rows, depth // 2, dtype=torch.uint8, device=device),
         torch.zeros(size, device=device),
         torch.zeros(size, dtype=torch.uint8, device=device) if kind == "int4" else None,
-        torch.tensor(NF4, device=device) if kind == "nf4" else None,
+        torch.tensor([NF4[i] for i in NF4_ORDER], device=device) if kind == "nf4" else None,
     )
 
 
@@ -43,17 +45,49 @@ def meant(packed: Packed) -> Tensor:
 
 
 @pytest.mark.parametrize("group", [8, 64, 128])
-def test_numbers_lie_in_two_runs_a_group(group: int) -> None:
+def test_numbers_mean_what_was_packed(group: int) -> None:
     numbers = torch.randint(0, 16, (3, 2 * group), generator=torch.Generator().manual_seed(1))
     packed = empty(3, 2 * group, group, "int4")
-    packed.values.copy_(pack(numbers, group))
+    packed.values.copy_(pack(numbers))
     packed.scales.copy_(torch.tensor([0.5, 2.0]))
     assert packed.zeros is not None
     packed.zeros.copy_(torch.tensor([8, 3]))
     first, second = numbers[:, :group] - 8, numbers[:, group:] - 3
     assert torch.equal(meant(packed), torch.cat((first * 0.5, second * 2.0), dim=1))
-    assert (packed.values[:, 0] & 15).equal(numbers[:, 0].to(torch.uint8))
-    assert (packed.values[:, 0] >> 4).equal(numbers[:, group // 2].to(torch.uint8))
+
+
+def test_a_thread_of_a_tensor_core_finds_its_numbers_in_16_bytes() -> None:
+    """As the left operand of 16 deep products has them, in pairs of the same row."""
+    numbers = torch.randint(0, 16, (1, 256), generator=torch.Generator().manual_seed(1))
+    words = pack(numbers).view(torch.int32).view(2, 4, 4)  # of strips, threads
+    for strip, thread, word in pairs_of(range(2), range(4), range(4)):
+        found = [int(words[strip, thread, word]) >> 4 * i & 15 for i in range(8)]
+        for i in range(4):
+            first = 128 * strip + 32 * word + 8 * i + 2 * thread
+            assert [found[i], found[i + 4]] == numbers[0, first : first + 2].tolist()
+
+
+def looked_up(words: tuple[int, ...], number: int) -> float:
+    """What the kernel's permutations of registers give, bit by bit."""
+    halves = []
+    for low, high in ((words[0:2], words[2:4]), (words[4:6], words[6:8])):
+        part = 0
+        for table, selector in ((low, number), (high, number ^ 8)):
+            byte = struct.pack("<2I", *table)[selector & 7]
+            part ^= (255 * (byte >> 7)) if selector & 8 else byte
+        halves.append(part)
+    bits = halves[0] << 24 | halves[1] << 16
+    found: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return found
+
+
+def test_every_number_of_nf4_is_looked_up() -> None:
+    table = [NF4[i] for i in NF4_ORDER]
+    words = look_up_table(table)
+    found = [looked_up(words, number) for number in range(16)]
+    assert found == torch.tensor(table).bfloat16().tolist()
+    with pytest.raises(ValueError, match="of one sign"):
+        look_up_table(NF4)
 
 
 @pytest.mark.parametrize("kind", ["int4", "nf4"])
@@ -201,7 +235,8 @@ def test_experts_in_4_bits_are_refused(tmp_path: Path, load_model: Callable[...,
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int4", "nf4"])
 @pytest.mark.parametrize(
-    ("num_rows", "depth", "group"), [(5, 64, 16), (300, 1024, 128), (64, 96, 32)]
+    ("num_rows", "depth", "group"),
+    [(5, 64, 16), (300, 1024, 128), (64, 96, 32), (7, 384, 32), (9, 4224, 64)],
 )
 def test_a_gpu_unpacks_the_same(kind: str, num_rows: int, depth: int, group: int) -> None:
     weight = torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(7))
@@ -213,6 +248,17 @@ def test_a_gpu_unpacks_the_same(kind: str, num_rows: int, depth: int, group: int
     unpack(packed, out)
     assert torch.equal(out.cpu(), wanted)
     unpack(packed.rows(slice(1, 4)), out[1:4])
+    assert torch.equal(out.cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_gpu_widens_fp8_in_groups() -> None:
+    generator = torch.Generator().manual_seed(9)
+    values = (torch.randn(70, 384, generator=generator) * 100).to(torch.float8_e4m3fn)
+    packed = Packed(values, torch.rand(70, 3, generator=generator))
+    wanted = meant(packed).bfloat16()
+    out = torch.empty(70, 384, device="cuda", dtype=torch.bfloat16)
+    unpack(Packed(values.cuda(), packed.scales.cuda()), out)
     assert torch.equal(out.cpu(), wanted)
 
 

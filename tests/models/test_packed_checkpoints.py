@@ -71,7 +71,57 @@ def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, (numbers * scales.float()[:, :, None]).flatten(1)
 
 
+def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Words of eight columns: the even ones, and then the odd ones."""
+    num_rows, depth = weight.shape
+    generator = torch.Generator().manual_seed(num_rows + depth)
+    numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
+    zeros = torch.randint(0, 16, (depth // GROUP, num_rows), generator=generator)
+    scales = (torch.rand(depth // GROUP, num_rows, generator=generator) / 16).half()
+    in_words = torch.arange(num_rows).view(-1, 4, 2).transpose(1, 2).flatten()
+    tensors = {
+        "qweight": words_of(numbers[:, in_words]),
+        "qzeros": words_of(zeros[:, in_words]),
+        "scales": scales,
+    }
+    places = torch.arange(depth) // GROUP
+    return tensors, ((numbers - zeros[places]).float() * scales.float()[places]).t()
+
+
+def fp8_blocks(weight: Tensor, scale_name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """A scale for every 8 rows and 16 columns."""
+    blocks = weight.unflatten(0, (-1, 8)).unflatten(2, (-1, GROUP))
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+    wide = scales.repeat_interleave(8, 0).repeat_interleave(GROUP, 1)
+    return {"weight": values, scale_name: scales}, values.float() * wide
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    "fp8_blocks": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [8, GROUP],
+        "modules_to_not_convert": ["model.transformer.ff_out"],
+    },
+    "compressed_blocks": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["model.transformer.ff_out"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "block",
+                    "block_structure": [8, GROUP],
+                },
+                "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+            }
+        },
+    },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
     "gptq_order": {
         "quant_method": "gptq",
@@ -124,7 +174,13 @@ def write(folder: Path, format_: str) -> LLaDAReference:
         if ".blocks." not in name or kind != "weight" or path.split(".")[-1] not in SUFFIXES:
             continue
         weight = tensors.pop(name)
-        if format_ == "compressed":
+        if format_ == "awq":
+            own, weights[name] = awq(weight)
+        elif format_ == "fp8_blocks":
+            own, weights[name] = fp8_blocks(weight, "weight_scale_inv")
+        elif format_ == "compressed_blocks":
+            own, weights[name] = fp8_blocks(weight, "weight_scale")
+        elif format_ == "compressed":
             own, weights[name] = compressed(weight)
         else:
             order = "neighbours" if format_ == "gptq" else "permuted"
@@ -141,7 +197,8 @@ def test_checkpoints_mean_what_they_say(
 ) -> None:
     reference = write(tmp_path / format_, format_)
     model = load_model(tmp_path / format_)
-    kind = ops.PackedProjection if format_ in ("gptq", "compressed") else ops.OrderedProjection
+    has_order = format_ in ("gptq_order", "gptq_v2")
+    kind = ops.OrderedProjection if has_order else ops.PackedProjection
     assert type(model.layers[1].attention.out_proj) is kind
     ids = some_ids(30)
     wanted = reference.logits(ids[None])[0]

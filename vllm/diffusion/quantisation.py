@@ -45,7 +45,8 @@ class PackedScheme:
             or "nf4", quantiles of a normal distribution with a scale a group.
         group: numbers of a group, at most; of a checkpoint exactly, or -1 for all of a row.
         ignored: as of `Fp8Scheme`.
-        layout: "gptq" or "compressed-tensors" of a checkpoint that has such; None for a plain one.
+        layout: "gptq", "awq" or "compressed-tensors" of a checkpoint that has such; None for a
+            plain one.
         has_order: groups are no neighbours (GPTQ's desc_act).
         zero_offset: what zero points of GPTQ are stored less by.
     """
@@ -58,7 +59,27 @@ class PackedScheme:
     zero_offset: int = 1
 
 
-Scheme: TypeAlias = Fp8Scheme | PackedScheme
+@dataclass(frozen=True)
+class BlockScheme:
+    """fp8 (e4m3) weights of a checkpoint with a scale for every block, times rows as they are.
+
+    Attributes:
+        block: rows and columns of a block of the weight.
+        scale_name: what the checkpoint calls the scales.
+        ignored: as of `Fp8Scheme`.
+    """
+
+    block: tuple[int, int]
+    scale_name: str
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is; --quantization has none such."""
+        return "fp8 with scales of blocks"
+
+
+Scheme: TypeAlias = Fp8Scheme | PackedScheme | BlockScheme
 
 # By the names of --quantization, for checkpoints that are not quantised.
 ONLINE: dict[str, Scheme] = {
@@ -85,6 +106,11 @@ def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Sch
         return _compressed_tensors(config)
     if method == "modelopt":
         return _modelopt(config)
+    if method == "awq":
+        return _awq(config)
+    if method == "fp8" and config.get("weight_block_size"):
+        ignored = tuple(config.get("modules_to_not_convert") or ())
+        return _blocks(config["weight_block_size"], "weight_scale_inv", ignored)
     return _gptq(config) if method == "gptq" else None
 
 
@@ -98,8 +124,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
         return _packed(config, weights)
     if weights.get("type") != "float" or weights.get("num_bits") != 8:
         raise _refused("weights", dict(weights), "fp8, or 4 bits with plain rows")
+    if weights.get("strategy") == "block":
+        ignored = tuple(config.get("ignore") or ())
+        return _blocks(weights.get("block_structure"), "weight_scale", ignored)
     if weights.get("strategy") not in ("tensor", "channel") or not weights.get("symmetric", True):
-        raise _refused("weights.strategy", weights.get("strategy"), "tensor or channel, symmetric")
+        raise _refused(
+            "weights.strategy", weights.get("strategy"), "tensor, channel or block, symmetric"
+        )
     if rows is None:
         raise _refused("input_activations", None, "fp8, static or dynamic")
     scheme = Fp8Scheme(ignored=tuple(config.get("ignore") or ()))
@@ -119,6 +150,23 @@ def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
         raise _refused("weights.actorder", weights["actorder"], "null, weight or static")
     ignored = tuple(config.get("ignore") or ())
     return PackedScheme("int4", group, ignored, layout="compressed-tensors")
+
+
+def _blocks(block: Any, scale_name: str, ignored: tuple[str, ...]) -> Scheme:
+    """Whatever the rows are to become: they are multiplied as they are."""
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) for b in block)):
+        raise _refused("weight_block_size", block, "two numbers, rows and columns")
+    return BlockScheme((block[0], block[1]), scale_name, ignored)
+
+
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    """4 bits with zero points, as AWQ's first kernels take them."""
+    if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm") != "gemm":
+        given = {key: config.get(key) for key in ("bits", "version")}
+        raise _refused("bits", given, "4, version gemm")
+    group = int(config.get("group_size", config.get("q_group_size", -1)))
+    ignored = tuple(config.get("modules_to_not_convert") or ())
+    return PackedScheme("int4", group, ignored, layout="awq")
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:

@@ -40,6 +40,10 @@ _SKINNY_FP8 = (
     _Skinny(Tiling(32, split=2), max_rows=64),
 )
 _SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=64),)
+_PACKED = (192, 64)  # columns of a tile
+_PACKED_SPLITS = (1, 2)  # more blocks of a cluster do not find room on all multiprocessors
+_PACKED_ROWS = 256  # up to which 4-bit weights are multiplied as they are
+_PACKED_DEPTH = 256  # of a stage
 _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
 _LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
@@ -104,6 +108,25 @@ def fp8_tiling(
     """The same of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
     skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
     return _skinny_tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors)
+
+
+def packed_tiling(
+    num_rows: int, num_columns: int, depth: int, *, multiprocessors: int
+) -> Tiling | None:
+    """Tiling of `fused_linear_packed`: the fewest blocks that keep (nearly) the whole card busy, or
+    else as much of it as one can; whatever the number of rows the same. None to unpack first.
+    """
+    if num_rows == 0 or num_rows > _PACKED_ROWS or multiprocessors == 0:
+        return None
+    found: list[tuple[float, int, Tiling]] = []
+    for columns in _PACKED:
+        for split in _PACKED_SPLITS:
+            if num_columns % columns or depth % _PACKED_DEPTH or depth < split * _PACKED_DEPTH:
+                continue
+            blocks = num_columns // columns * split
+            use = blocks / (ceil(blocks / multiprocessors) * multiprocessors)
+            found.append((min(use, _LEAST_BLOCKS), -blocks, Tiling(columns, split)))
+    return max(found, key=lambda tiling: tiling[:2])[2] if found else None
 
 
 def scales_gated_apart(num_rows: int) -> bool:

@@ -18,7 +18,7 @@ import torch
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
-from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
+from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.diffusion.quantisation import Fp8Scheme
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
-_ROWS_AT_ONCE = 1024  # of a weight that is being quantised
 
 
 def quantise_weight(part: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -52,9 +51,7 @@ def quantise_weight(part: Tensor, values: Tensor, scales: Tensor) -> None:
         values: [N, K] fp8, written.
         scales: [N] fp32, written.
     """
-    for start in range(0, len(part), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        some = part[rows].to(values.device, torch.float32).contiguous()
+    for rows, some in wide_rows(part, values.device):
         quantise_rows(some, QuantisedRows(values[rows], scales[rows]))
 
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.ops.blocks import BlockMethod
 from vllm.diffusion.ops.fp8 import Fp8Method, Fp8Projection
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
 from vllm.diffusion.ops.packed_checkpoints import (
+    AwqMethod,
     OrderedMethod,
     OrderedProjection,
     PackedCheckpointMethod,
 )
 from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
-from vllm.diffusion.quantisation import Fp8Scheme, scheme_of
+from vllm.diffusion.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -38,6 +40,8 @@ _KIND_OF_METHOD: dict[type, type[Projection]] = {
     PackedMethod: PackedProjection,
     PackedCheckpointMethod: PackedProjection,
     OrderedMethod: OrderedProjection,
+    AwqMethod: PackedProjection,
+    BlockMethod: PackedProjection,
 }
 _FP8_CAPABILITY = (9, 0)
 
@@ -84,8 +88,12 @@ class SchemeConfig(QuantizationConfig):
         scheme = self.scheme
         if isinstance(scheme, Fp8Scheme):
             return Fp8Method(scheme)
+        if isinstance(scheme, BlockScheme):
+            return BlockMethod(scheme)
         if scheme.layout is None:
             return PackedMethod(scheme)
+        if scheme.layout == "awq":
+            return AwqMethod(scheme)
         return OrderedMethod(scheme) if scheme.has_order else PackedCheckpointMethod(scheme)
 
     def ignores(self, path: str) -> bool:
@@ -128,7 +136,8 @@ def adopt_scheme(vllm_config: VllmConfig) -> None:
     scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
     if scheme is None:
         return
-    if isinstance(scheme, Fp8Scheme) and vllm_config.device_config.device_type == "cuda":
+    is_fp8 = isinstance(scheme, Fp8Scheme | BlockScheme)
+    if is_fp8 and vllm_config.device_config.device_type == "cuda":
         capability = current_platform.get_device_capability()
         if capability is None or (capability.major, capability.minor) < _FP8_CAPABILITY:
             raise ServerConfigError(
@@ -161,6 +170,8 @@ def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
         return (QuantisedProjection, PlainProjection)
     scheme = quantisation.scheme
     kind: type[Projection] = Fp8Projection
-    if not isinstance(scheme, Fp8Scheme):
+    if isinstance(scheme, BlockScheme):
+        kind = PackedProjection
+    elif isinstance(scheme, PackedScheme):
         kind = OrderedProjection if scheme.has_order else PackedProjection
     return (kind, PlainProjection) if scheme.ignored else (kind,)

@@ -11,14 +11,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
+
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.parameter import BasevLLMParameter
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 S = TypeVar("S")  # the scheme of a method
+_ROWS_AT_ONCE = 1024  # of a weight that is being quantised
+
+
+def wide_rows(part: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a matrix [N, K] after the other, [some, K] fp32 on a device: never all of it."""
+    for start in range(0, len(part), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        yield rows, part[rows].to(device, torch.float32).contiguous()
 
 
 class TakePart(Protocol):

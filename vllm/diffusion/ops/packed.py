@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights in groups along the depth, times rows as they are.
 
-A matrix is unpacked part by part into scratch memory that all layers share, which is made with the
+Few rows are multiplied by our own kernel, which reads the numbers as they are stored. For more, a
+matrix is unpacked part by part into scratch memory that all layers share, which is made with the
 weights and so counts beside them, and then multiplied by cuBLAS.
 """
 
@@ -12,13 +13,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gather_gemm import Packed, pack, unpack
 from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
-from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
+from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.diffusion.quantisation import PackedScheme
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm_add_llada.cuda_kernels.fused_ops import (
+    Epilogue,
+    Packed,
+    fused_linear_packed,
+    has_packed_linear,
+    look_up_table,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,18 +38,20 @@ if TYPE_CHECKING:
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_ROWS_AT_ONCE = 1024  # of a weight that is being quantised
-_UNPACKED = 1 << 25  # numbers unpacked at a time on a GPU
+_UNPACKED = 1 << 26  # numbers unpacked at a time on a GPU
 _COLUMN_STEP = 128
+_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SMALLEST_GROUP = 8
 
 # NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): quantiles of a normal distribution.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, -0.0),
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+# Which of them the number q stands for: as the kernel looks them up (`look_up_table`).
+NF4_ORDER = (0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14)
 
 _scratch: dict[torch.device, Tensor] = {}
 
@@ -68,9 +80,8 @@ def quantise_packed(part: Tensor, packed: Packed) -> None:
         part: [N, K], any float dtype, on any device.
         packed: [N, K], written.
     """
-    for start in range(0, len(part), _ROWS_AT_ONCE):
-        some = packed.rows(slice(start, start + _ROWS_AT_ONCE))
-        wide = part[start : start + _ROWS_AT_ONCE].to(some.values.device, torch.float32)
+    for rows, wide in wide_rows(part, packed.values.device):
+        some = packed.rows(rows)
         groups = wide.unflatten(1, (-1, packed.group))
         if some.table is not None:
             numbers, scales = _nearest(groups, some.table)
@@ -78,7 +89,7 @@ def quantise_packed(part: Tensor, packed: Packed) -> None:
             assert some.zeros is not None
             numbers, scales, zeros = _rounded(groups)
             some.zeros.copy_(zeros)
-        some.values.copy_(pack(numbers.flatten(1), packed.group))
+        some.values.copy_(pack(numbers.flatten(1)))
         some.scales.copy_(scales)
 
 
@@ -86,8 +97,9 @@ def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of the nearest entries of the table, and scales: the largest magnitudes."""
     scales = groups.abs().amax(dim=2)
     unit = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
-    borders = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(unit, borders), scales
+    ascending, numbers = table.sort()
+    borders = (ascending[1:] + ascending[:-1]) / 2
+    return numbers[torch.bucketize(unit, borders)], scales
 
 
 def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +150,7 @@ class PackedMethod(StreamedMethod[PackedScheme]):
             torch.zeros(num_rows, depth // 2, dtype=torch.uint8),
             torch.ones(size, dtype=torch.float32),
             torch.zeros(size, dtype=torch.uint8) if is_int else None,
-            None if is_int else torch.tensor(NF4, dtype=torch.float32),
+            None if is_int else torch.tensor([NF4[i] for i in NF4_ORDER], dtype=torch.float32),
         )
 
         def take(rows: slice, part: Tensor) -> None:
@@ -164,7 +176,9 @@ class PackedProjection(Projection):
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
-        self._packed = Packed(layer.weight.data, layer.weight_scale, layer.weight_zero, layer.table)
+        values, scales = layer.weight.data, layer.weight_scale
+        self._packed = Packed(values, scales, layer.weight_zero, layer.table)
+        self._look_up = () if layer.table is None else look_up_table(layer.table.tolist())
         self._adds_in_place = self._packed.values.is_cuda and not self._is_summed
 
     @classmethod
@@ -176,17 +190,23 @@ class PackedProjection(Projection):
         return Workspace({"projected": matrix.row_bytes})
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        if self._multiply_packed(x, out, columns, Epilogue.STORE):
+            return
         for part, weight in self._parts(columns, x.dtype):
             torch.mm(x, weight.t(), out=out[:, part])
         if self._bias is not None:
             out.add_(self._bias[columns])
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        if self._bias is None and self._multiply_packed(x, out, ALL, Epilogue.SILU_MUL):
+            return
         gate_up = scratch.take("gate and up", (len(x), self._packed.shape[0]), x.dtype)
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        if features == ALL and self._multiply_packed(h, out, ALL, Epilogue.STORE):
+            return
         for part, weight in self._parts(ALL, h.dtype):
             torch.mm(h, weight[:, features].t(), out=out[:, part])
         if self._bias is not None and not features.start:
@@ -196,10 +216,34 @@ class PackedProjection(Projection):
         if not self._adds_in_place:
             super().add_to(x, h, scratch, features)
             return
+        if features == ALL and self._multiply_packed(h, x, ALL, Epilogue.RESIDUAL):
+            return
         for part, weight in self._parts(ALL, h.dtype):
             x[:, part].addmm_(h, weight[:, features].t())
         if self._bias is not None and not features.start:
             x.add_(self._bias)
+
+    def _multiply_packed(self, x: Tensor, out: Tensor, columns: slice, epilogue: Epilogue) -> bool:
+        """Run our own kernel where it is the faster one; whether it was."""
+        some = self._packed.rows(columns)
+        multiprocessors = dispatch.multiprocessors(x.device)
+        tiling = dispatch.packed_tiling(
+            len(x), len(some.values), x.shape[1], multiprocessors=multiprocessors
+        )
+        if tiling is None or not has_packed_linear(x, some):
+            return False
+        bias = None if self._bias is None else self._bias[columns]
+        fused_linear_packed(
+            x,
+            some,
+            out,
+            tiling=tiling,
+            look_up=self._look_up,
+            bias=bias,
+            epilogue=epilogue,
+            early=_AT_REST,
+        )
+        return True
 
     def _parts(self, columns: slice, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Parts of some columns, counted from the first of these, and their matrices unpacked."""

@@ -6,6 +6,9 @@ GPTQ (Frantar et al. 2022, arXiv:2210.17323): `qweight` int32 [K / 8, N], `qzero
 columns were quantised in the order of their importance (desc_act) groups are no neighbours: then
 the columns are stored group by group here, and rows are put into that order before a product.
 
+AWQ (Lin et al. 2023, arXiv:2306.00978): `qweight` int32 [K, N / 8], `qzeros` int32 [groups, N / 8]
+and `scales` [groups, N]; the columns of a word are in the order `_AWQ`.
+
 compressed-tensors ("pack-quantized"): `weight_packed` int32 [N, K / 8], `weight_scale` [N, groups]
 and `weight_shape`; the zero point is 8.
 
@@ -18,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gather_gemm import pack
 from vllm.diffusion.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
@@ -26,6 +28,7 @@ from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
 from vllm.diffusion.quantisation import PackedScheme
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm_add_llada.cuda_kernels.fused_ops import pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _IN_WORD = 8
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns
 
 
 def numbers_in(words: Tensor) -> Tensor:
@@ -55,11 +59,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
             raise ServerConfigError(
                 "tensor_parallel_size: given more than 1 for GPTQ with desc_act; wanted 1"
             )
-        if depth % group or depth % _IN_WORD:
-            raise ServerConfigError(
-                f"quantization: given groups of {group} for a matrix of depth {depth} on a rank; "
-                "wanted whole groups"
-            )
+        _check_groups(depth, group)
         size = (num_rows, depth // group)
         words = torch.zeros(num_rows, depth // _IN_WORD, dtype=torch.int32)
         scales, zeros = torch.ones(size), torch.full(size, 8, dtype=torch.uint8)
@@ -113,25 +113,12 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
         words: Tensor = (layer.qweight if is_gptq else layer.weight_packed).data
         numbers, depth = numbers_in(words), words.shape[1] * _IN_WORD
         scales: Tensor = (layer.scales if is_gptq else layer.weight_scale).data
-        zeros: Tensor = layer.weight_zero
         order = None
         if is_gptq:
             order = self._order(layer, depth, scales.shape[1])
             numbers = numbers if order is None else numbers[:, order]
-        group = min(depth // scales.shape[1], group_of(depth, 128))
-        repeats = depth // group // scales.shape[1]
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
-            delattr(layer, name)
-        weight = torch.nn.Parameter(pack(numbers, group), requires_grad=False)
-        vars(weight)["num_weights"] = numbers.numel()
-        layer.register_parameter("weight", weight)
-        layer.weight_zero = zeros.repeat_interleave(repeats, 1)
-        for name, tensor in (
-            ("weight_scale", scales.repeat_interleave(repeats, 1)),
-            ("table", None),
-            ("order", order),
-        ):
-            layer.register_buffer(name, tensor, persistent=False)
+        _finish(layer, pack(numbers), scales, layer.weight_zero)
+        layer.register_buffer("order", order, persistent=False)
 
     def _order(self, layer: Any, depth: int, num_groups: int) -> Tensor | None:
         """The columns group by group; None where they lie so.
@@ -149,6 +136,73 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
                 "desc_act; wanted groups of one size"
             )
         return order
+
+
+@register_weight_loader_v2_supported_method
+class AwqMethod(StreamedMethod[PackedScheme]):
+    """The same of AWQ's, which are packed as they come."""
+
+    def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
+        """Make a parameter for each tensor."""
+        num_rows, depth = matrix.num_rows, matrix.depth
+        group = self._scheme.group if self._scheme.group > 0 else matrix.full_depth
+        _check_groups(depth, group)
+        size = (num_rows, depth // group)
+
+        def parameter(name: str, data: Tensor, *, in_words: bool, num_weights: int = 0) -> None:
+            def take(rows: slice, part: Tensor) -> None:
+                data[rows].copy_(pack(part) if num_weights else part)
+
+            def load(param: Any, tensor: Tensor, *shard: Any) -> None:
+                columns = _awq_numbers_in(tensor) if in_words else tensor
+                matrix.loader(param, columns.t(), *shard)
+
+            made = StreamedParameter(
+                data=data, loader=load, take_part=take, num_weights=num_weights
+            )
+            layer.register_parameter(name, made)
+
+        values = torch.zeros(num_rows, depth // 2, dtype=torch.uint8)
+        parameter("qweight", values, in_words=True, num_weights=num_rows * depth)
+        parameter("qzeros", torch.zeros(size, dtype=torch.uint8), in_words=True)
+        parameter("scales", torch.ones(size), in_words=False)
+        reserve_unpacked(values.device, num_rows, depth, matrix.dtype)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Give the tensors our names."""
+        _finish(layer, layer.qweight.data, layer.scales.data, layer.qzeros.data)
+
+
+def _awq_numbers_in(words: Tensor) -> Tensor:
+    numbers: Tensor = numbers_in(words).unflatten(-1, (-1, _IN_WORD))[..., list(_AWQ)].flatten(-2)
+    return numbers
+
+
+def _check_groups(depth: int, group: int) -> None:
+    if depth % group or depth % _IN_WORD:
+        raise ServerConfigError(
+            f"quantization: given groups of {group} for a matrix of depth {depth} on a rank; "
+            "wanted whole groups"
+        )
+
+
+def _finish(layer: Any, values: Tensor, scales: Tensor, zeros: Tensor) -> None:
+    """Replace a checkpoint's parameters by ours, in groups that kernels take."""
+    num_weights = 2 * values.numel()
+    depth = 2 * values.shape[1]
+    group = min(depth // scales.shape[1], group_of(depth, 128))
+    repeats = depth // group // scales.shape[1]
+    for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+        delattr(layer, name)
+    weight = torch.nn.Parameter(values, requires_grad=False)
+    vars(weight)["num_weights"] = num_weights
+    layer.register_parameter("weight", weight)
+    for name, tensor in (
+        ("weight_scale", scales.repeat_interleave(repeats, 1)),
+        ("weight_zero", zeros.repeat_interleave(repeats, 1)),
+        ("table", None),
+    ):
+        layer.register_buffer(name, tensor, persistent=False)
 
 
 @register_weight_loader_v2_supported_method

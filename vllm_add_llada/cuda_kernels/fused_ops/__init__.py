@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a transformer layer: row-wise ones, each in one launch, and products of few rows
-in one kernel with what follows them, of bf16 or fp8 (`QuantisedRows`).
+in one kernel with what follows them, of bf16, fp8 (`QuantisedRows`) or 4 bits (`Packed`).
 
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, but for
-the operations on experts, which say so (`has_router`, `has_grouped_gemm`).
+the operations on experts and 4-bit weights, which say so (`has_router`, `has_grouped_gemm`,
+`has_packed_linear`).
 """
 
 from ._experts import gated_gemm, has_grouped_gemm, has_router, route_rows, weighted_gemm
@@ -17,6 +18,8 @@ from ._ops import (
     silu_mul,
     store_keys_values,
 )
+from ._packed import Packed, pack, unpack
+from ._packed_linear import fused_linear_packed, has_packed_linear, look_up_table
 from ._quantise import (
     FP8,
     QuantisedRows,
@@ -33,6 +36,7 @@ __all__ = [
     "FP8",
     "Epilogue",
     "Meeting",
+    "Packed",
     "QuantisedRows",
     "Tiling",
     "apply_rotary",
@@ -40,15 +44,19 @@ __all__ = [
     "flag_bytes",
     "fused_linear",
     "fused_linear_fp8",
+    "fused_linear_packed",
     "gated_gemm",
     "gather_ranks",
     "has_fused_linear",
     "has_grouped_gemm",
+    "has_packed_linear",
     "has_quantise",
     "has_router",
     "has_sum_ranks",
     "is_built",
+    "look_up_table",
     "norm_rotary",
+    "pack",
     "quantise_rows",
     "rescale",
     "rms_norm",
@@ -59,5 +67,6 @@ __all__ = [
     "silu_mul_quantised",
     "store_keys_values",
     "sum_ranks",
+    "unpack",
     "weighted_gemm",
 ]

@@ -156,6 +156,51 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t x_scales, uintptr_t weight_
   launch("linear", function, params, device, stream);
 }
 
+void packed_linear(uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t zeros,
+                   std::array<uint32_t, 8> table, uintptr_t bias, uintptr_t out,
+                   std::array<int64_t, 4> strides, int num_rows, int num_columns, int depth,
+                   int group, int epilogue, int columns, int split, bool early, int device,
+                   uintptr_t stream) {
+  PackedLinearParams params{};
+  params.x = reinterpret_cast<void*>(x);
+  params.values = reinterpret_cast<void*>(values);
+  params.scales = reinterpret_cast<float*>(scales);
+  params.zeros = reinterpret_cast<uint8_t*>(zeros);
+  params.table = {{table[0], table[1]}, {table[2], table[3]},
+                  {table[4], table[5]}, {table[6], table[7]}};
+  params.bias = reinterpret_cast<void*>(bias);
+  params.out = reinterpret_cast<void*>(out);
+  params.x_stride = strides[0];
+  params.values_stride = strides[1];
+  params.scales_stride = strides[2];
+  params.out_stride = strides[3];
+  params.num_rows = num_rows;
+  params.num_columns = num_columns;
+  params.depth = depth;
+  params.group = group;
+  params.epilogue = static_cast<Epilogue>(epilogue);
+  params.tiling = {0, columns, split};
+  params.early = early;
+  launch("packed_linear", &launch_packed_linear, params, device, stream);
+}
+
+void unpack(uintptr_t values, uintptr_t scales, uintptr_t zeros, uintptr_t table, uintptr_t out,
+            int64_t values_stride, int64_t scales_stride, int num_rows, int depth, int group,
+            bool is_fp8, int device, uintptr_t stream) {
+  const UnpackParams params{reinterpret_cast<void*>(values),
+                            reinterpret_cast<float*>(scales),
+                            reinterpret_cast<uint8_t*>(zeros),
+                            reinterpret_cast<float*>(table),
+                            reinterpret_cast<void*>(out),
+                            values_stride,
+                            scales_stride,
+                            num_rows,
+                            depth,
+                            group,
+                            is_fp8};
+  launch("unpack", &launch_unpack, params, device, stream);
+}
+
 // A norm where there is a weight of one, silu(gate) * up where x has them; else the rows as they
 // are.
 void quantise(RowsTuple x, uintptr_t weight, float eps, uintptr_t row_scales,
@@ -313,6 +358,14 @@ PYBIND11_MODULE(_fused_ops, module) {
              arg("out_stride"), arg("num_rows"), arg("num_columns"), arg("depth"), arg("epilogue"),
              arg("rows"), arg("columns"), arg("split"), arg("early"), arg("device"), arg("stream"),
              release);
+  module.def("packed_linear", &fused_ops::packed_linear, py::kw_only(), arg("x"), arg("values"),
+             arg("scales"), arg("zeros"), arg("table"), arg("bias"), arg("out"), arg("strides"),
+             arg("num_rows"), arg("num_columns"), arg("depth"), arg("group"), arg("epilogue"),
+             arg("columns"), arg("split"), arg("early"), arg("device"), arg("stream"), release);
+  module.def("unpack", &fused_ops::unpack, py::kw_only(), arg("values"), arg("scales"),
+             arg("zeros"), arg("table"), arg("out"), arg("values_stride"), arg("scales_stride"),
+             arg("num_rows"), arg("depth"), arg("group"), arg("is_fp8"), arg("device"),
+             arg("stream"), release);
   module.def("quantise", &fused_ops::quantise, py::kw_only(), arg("x"), arg("weight"), arg("eps"),
              arg("row_scales"), arg("column_scales"), arg("fixed_scale"), arg("out"), arg("scales"),
              arg("is_gated"), arg("num_rows"), arg("num_columns"), arg("device"), arg("stream"),

@@ -15,6 +15,10 @@ __device__ inline uint32_t as_bits(__nv_bfloat162 pair) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ inline __nv_bfloat162 as_pair(uint32_t bits) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+
 __device__ inline float rounded(float value) {
   return __bfloat162float(__float2bfloat16_rn(value));
 }
@@ -36,6 +40,29 @@ __device__ inline float2 silu_mul(float2 gate, float2 up) {
   up = rounded(up);
   gate = rounded(make_float2(silu(gate.x), silu(gate.y)));
   return make_float2(gate.x * up.x, gate.y * up.y);
+}
+
+// Where sums are written.
+struct Target {
+  const __nv_bfloat16* bias;  // [columns], or null
+  __nv_bfloat16* out;         // rows `stride` apart
+  int64_t stride;
+  bool adds;  // to what is there
+};
+
+__device__ inline void store_pair(const Target& target, int row, int column, float first,
+                                  float second) {
+  if (target.bias != nullptr) {
+    first += __bfloat162float(target.bias[column]);
+    second += __bfloat162float(target.bias[column + 1]);
+  }
+  auto* pair = reinterpret_cast<__nv_bfloat162*>(target.out + row * target.stride + column);
+  if (target.adds) {
+    const __nv_bfloat162 there = *pair;
+    first += __low2float(there);
+    second += __high2float(there);
+  }
+  *pair = __floats2bfloat162_rn(first, second);
 }
 
 }  // namespace fused_ops

@@ -126,6 +126,22 @@ DEFINE_MULTIPLY(80, "160", "%80", "%81", "%82")
 DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
 #undef DEFINE_MULTIPLY_OF
 #undef DEFINE_MULTIPLY
+
+// The same with a in registers, as the threads of a warp have 16 of its rows: pairs of row lane / 4
+// and of the eighth after it, at depth lane % 4 * 2, and both again 8 deeper.
+#define DEFINE_MULTIPLY(count, columns, a0, a1, a2, a3, b_name, flag_name)                     \
+  __device__ inline void multiply(float (&d)[count], const uint32_t (&a)[4], uint64_t b,       \
+                                  int accumulate) {                                           \
+    asm volatile(                                                                             \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, " flag_name ", 0;\n"                               \
+        "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 {" NAMES_##count "}, " \
+        "{" a0 ", " a1 ", " a2 ", " a3 "}, " b_name ", p, 1, 1, 0;\n}\n"                      \
+        : SUMS_##count(0)                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));               \
+  }
+DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18", "%19", "%20", "%21")
+DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34", "%35", "%36", "%37")
+#undef DEFINE_MULTIPLY
 // clang-format on
 
 // Comes before the products of a stage that threads have written, by copies of their own.
@@ -145,6 +161,13 @@ __device__ inline void settle(float (&sums)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
+// Registers that products read are taken by nothing else before this.
+template <int kCount>
+__device__ inline void keep(const uint32_t (&values)[kCount]) {
+#pragma unroll
+  for (uint32_t value : values) asm volatile("" ::"r"(value) : "memory");
 }
 
 __device__ inline void cluster_sync() {

@@ -44,4 +44,46 @@ cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 
+// A table of 16 bf16 numbers as bytes that registers are permuted by: those of the numbers' upper
+// and lower halves, of the first eight numbers ("low") and of the others ("high"). Of two numbers
+// eight apart, these bytes have the same sign each; where it is set, the later one is inverted.
+struct LookUp {
+  uint32_t upper_low[2], upper_high[2], lower_low[2], lower_high[2];
+};
+
+// out = x weight^T, bf16, of a weight of 4-bit numbers q in groups along the depth, each of which
+// means (q - zero) * scale, or an entry of the table times the scale.
+struct PackedLinearParams {
+  const void* x;         // [num_rows, depth], rows x_stride apart
+  const void* values;    // bytes [num_columns, depth / 2], values_stride apart
+  const float* scales;   // [num_columns, depth / group], scales_stride apart
+  const uint8_t* zeros;  // likewise; null with a table
+  LookUp table;
+  const void* bias;  // [num_columns], or null; not with kSiluMul
+  void* out;         // as of LinearParams
+  int64_t x_stride, values_stride, scales_stride, out_stride;  // elements
+  int num_rows, num_columns, depth, group;
+  Epilogue epilogue;
+  Tiling tiling;  // of all rows
+  bool early;
+};
+
+// As the others; of few rows, for every 64 of which the weight is read again.
+cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t stream);
+
+// A matrix [num_rows, depth] of groups of `group` numbers, 4 bits or fp8, made bf16.
+struct UnpackParams {
+  const void* values;    // bytes, rows values_stride apart
+  const float* scales;   // [num_rows, depth / group], scales_stride apart
+  const uint8_t* zeros;  // likewise, or null
+  const float* table;    // [16], of 4 bits without zeros
+  void* out;             // contiguous
+  int64_t values_stride, scales_stride;
+  int num_rows, depth, group;
+  bool is_fp8;
+};
+
+// cudaErrorInvalidValue unless 128 divides the depth and 32 the group.
+cudaError_t launch_unpack(const UnpackParams& params, cudaStream_t stream);
+
 }  // namespace fused_ops

@@ -21,7 +21,6 @@ using Element = __nv_bfloat16;
 constexpr int kWidth = kVectorWidth<Element>;
 using Part = Vector<Element, kWidth>;
 constexpr int kMaxThreads = 1024;
-constexpr int kManyRows = 512;       // from which on blocks of more than one keep the card busy
 constexpr float kLargest = 448.0f;   // of e4m3
 constexpr float kSmallest = 1e-30f;  // largest number of a row: its reciprocal must be finite
 
@@ -67,18 +66,16 @@ __device__ GateScales load_scales(const QuantiseParams& params, int column) {
 }
 
 // Eight of silu(gate) * up, rounded one by one.
-__device__ Part gated_part(const QuantiseParams& params, int64_t row, int column,
-                           const GateScales& scales) {
-  const Element* x = row_address<Element>(params.x, row, 0);
+__device__ Part gated_part(const Part& gate, const Part& up, const GateScales* scales,
+                           float row_scale) {
   float gates[kWidth], ups[kWidth];
-  load(x + column, gates);
-  load(x + params.num_columns + column, ups);
-  if (params.column_scales != nullptr) {
-    const float row_scale = params.row_scales[row];
+  to_floats(gate, gates);
+  to_floats(up, ups);
+  if (scales != nullptr) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      gates[i] *= row_scale * scales.gates[i];
-      ups[i] *= row_scale * scales.ups[i];
+      gates[i] *= row_scale * scales->gates[i];
+      ups[i] *= row_scale * scales->ups[i];
     }
   }
 #pragma unroll
@@ -91,45 +88,61 @@ __device__ Part gated_part(const QuantiseParams& params, int64_t row, int column
   return from_floats<Element>(gates);
 }
 
-// The rows from `first` on, or the norms of them.
-template <Source kSource, int kRows, int kParts>
-__device__ void load_rows(const QuantiseParams& params, int64_t first,
-                          Part (&parts)[kRows][kParts]) {
-  const int num_parts = params.num_columns / kWidth;
+// Where a thread's parts of a row are. A thread with fewer of them has its last one again, so that
+// no load waits for a comparison: all are under way before the first is needed.
+template <int kParts>
+struct Places {
+  int num_parts;
+
+  __device__ bool has(int i) const { return threadIdx.x + i * blockDim.x < num_parts; }
+  __device__ int operator[](int i) const {
+    return min(static_cast<int>(threadIdx.x + i * blockDim.x), num_parts - 1);
+  }
+};
+
+template <int kParts>
+__device__ void load_parts(const Element* row, const Places<kParts>& places,
+                           Part (&parts)[kParts]) {
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const int index = threadIdx.x + i * blockDim.x;
-    if (index >= num_parts) continue;
-    GateScales scales{};
-    if (kSource == Source::kGated && params.column_scales != nullptr) {
-      scales = load_scales(params, index * kWidth);
-    }
+  for (int i = 0; i < kParts; ++i) parts[i] = load_vector<kWidth>(row + places[i] * kWidth);
+}
+
+// A row, with silu(gate) * up where it has both.
+template <Source kSource, bool kIsScaled, int kParts>
+__device__ void load_row(const QuantiseParams& params, int64_t row, const Places<kParts>& places,
+                         Part (&parts)[kParts]) {
+  const Element* x = row_address<Element>(params.x, row, 0);
+  load_parts(x, places, parts);
+  if constexpr (kSource == Source::kGated) {
+    Part ups[kParts];
+    load_parts(x + params.num_columns, places, ups);
+    const float row_scale = kIsScaled ? params.row_scales[row] : 1.0f;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (first + row >= params.num_rows) continue;
-      if constexpr (kSource == Source::kGated) {
-        parts[row][i] = gated_part(params, first + row, index * kWidth, scales);
+    for (int i = 0; i < kParts; ++i) {
+      if constexpr (kIsScaled) {
+        const GateScales scales = load_scales(params, places[i] * kWidth);
+        parts[i] = gated_part(parts[i], ups[i], &scales, row_scale);
       } else {
-        const Element* x = row_address<Element>(params.x, first + row, 0);
-        parts[row][i] = load_vector<kWidth>(x + index * kWidth);
+        parts[i] = gated_part(parts[i], ups[i], nullptr, row_scale);
       }
     }
   }
-  if constexpr (kSource == Source::kNorm) {
-    static_assert(kRows == 1);
-    float sum = 0.0f;
+}
+
+// The norm of a row in place of it.
+template <int kParts>
+__device__ void normalise(const QuantiseParams& params, const Places<kParts>& places,
+                          Part (&parts)[kParts]) {
+  Part weights[kParts];
+  load_parts(static_cast<const Element*>(params.weight), places, weights);
+  float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      if (threadIdx.x + i * blockDim.x < num_parts) sum += sum_of_squares(parts[0][i]);
-    }
-    const float scale = rsqrtf(over_block(sum, Sum()) / params.num_columns + params.eps);
-    const Part* weight = static_cast<const Part*>(params.weight);
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int index = threadIdx.x + i * blockDim.x;
-      if (index < num_parts) parts[0][i] = product_of(scaled(parts[0][i], scale), weight[index]);
-    }
+  for (int i = 0; i < kParts; ++i) {
+    if (places.has(i)) sum += sum_of_squares(parts[i]);
   }
+  const float scale = rsqrtf(over_block(sum, Sum()) / params.num_columns + params.eps);
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) parts[i] = product_of(scaled(parts[i], scale), weights[i]);
 }
 
 __device__ float largest_of(const Part& part) {
@@ -155,50 +168,45 @@ __device__ uint2 as_fp8(const Part& part, float inverse) {
                     pairs[2] | static_cast<unsigned>(pairs[3]) << 16);
 }
 
-template <Source kSource, int kRows, int kParts>
-__global__ void __launch_bounds__(kMaxThreads / kRows)
+template <Source kSource, bool kIsScaled, int kParts>
+__global__ void __launch_bounds__(kMaxThreads)
     quantise_rows(const __grid_constant__ QuantiseParams params) {
   launch_dependents();
   wait_for_prerequisites();
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;
-  const int num_parts = params.num_columns / kWidth;
-  Part parts[kRows][kParts];
-  load_rows<kSource>(params, first, parts);
+  const int64_t row = blockIdx.x;
+  const Places<kParts> places{params.num_columns / kWidth};
+  Part parts[kParts];
+  load_row<kSource, kIsScaled>(params, row, places, parts);
+  if constexpr (kSource == Source::kNorm) normalise(params, places, parts);
+  float scale, inverse;
+  if (params.fixed_scale != nullptr) {
+    scale = *params.fixed_scale;
+    inverse = 1.0f / scale;
+  } else {
+    float largest = kSmallest;
 #pragma unroll
-  for (int next = 0; next < kRows; ++next) {
-    const int64_t row = first + next;
-    if (row >= params.num_rows) return;
-    float scale, inverse;
-    if (params.fixed_scale != nullptr) {
-      scale = *params.fixed_scale;
-      inverse = 1.0f / scale;
-    } else {
-      float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const bool is_there = threadIdx.x + i * blockDim.x < num_parts;
-        if (is_there) largest = fmaxf(largest, largest_of(parts[next][i]));
-      }
-      largest = fmaxf(over_block(largest, Largest()), kSmallest);
-      scale = largest / kLargest;
-      inverse = kLargest / largest;
-    }
-    uint2* out = reinterpret_cast<uint2*>(params.out + row * params.num_columns);
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int index = threadIdx.x + i * blockDim.x;
-      if (index < num_parts) out[index] = as_fp8(parts[next][i], inverse);
-    }
-    if (threadIdx.x == 0) params.scales[row] = scale;
+    for (int i = 0; i < kParts; ++i) largest = fmaxf(largest, largest_of(parts[i]));
+    largest = over_block(largest, Largest());
+    scale = largest / kLargest;
+    inverse = kLargest / largest;
   }
+  uint2* out = reinterpret_cast<uint2*>(params.out + row * params.num_columns);
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    if (places.has(i)) out[places[i]] = as_fp8(parts[i], inverse);
+  }
+  if (threadIdx.x == 0) params.scales[row] = scale;
 }
 
-template <Source kSource, int kRows, int kParts>
+template <Source kSource, int kParts>
 cudaError_t launch_parts(const QuantiseParams& params, cudaStream_t stream) {
   const int num_parts = params.num_columns / kWidth;
   const int threads = ((num_parts - 1) / kParts + 32) / 32 * 32;
-  const auto blocks = static_cast<unsigned>((params.num_rows - 1) / kRows + 1);
-  return launch_kernel(quantise_rows<kSource, kRows, kParts>, blocks, threads, params, stream);
+  const auto blocks = static_cast<unsigned>(params.num_rows);
+  const bool is_scaled = kSource == Source::kGated && params.column_scales != nullptr;
+  const auto kernel = is_scaled ? quantise_rows<kSource, kSource == Source::kGated, kParts>
+                                : quantise_rows<kSource, false, kParts>;
+  return launch_kernel(kernel, blocks, threads, params, stream);
 }
 
 template <Source kSource>
@@ -209,19 +217,12 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
   if (!is_aligned_row || params.num_rows > INT_MAX || params.num_columns > kMaxQuantisedColumns) {
     return cudaErrorInvalidValue;
   }
-  const int num_parts = params.num_columns / kWidth;
-  if (num_parts <= 128) return launch_parts<kSource, 1, 1>(params, stream);
-  if (num_parts > 4 * kMaxThreads) return launch_parts<kSource, 1, 8>(params, stream);
   // Whatever the number of rows, the squares of one are summed in the same order.
-  const bool fits = num_parts <= 2 * kMaxThreads;
-  const bool is_many = params.num_rows >= kManyRows;
-  if (fits && (kSource == Source::kNorm || !is_many)) {
-    return launch_parts<kSource, 1, 2>(params, stream);
-  }
-  if constexpr (kSource == Source::kGated) {  // several rows share the scales of their columns
-    if (fits && is_many) return launch_parts<kSource, 2, 4>(params, stream);
-  }
-  return launch_parts<kSource, 1, 4>(params, stream);
+  const int num_parts = params.num_columns / kWidth;
+  if (num_parts <= 128) return launch_parts<kSource, 1>(params, stream);
+  if (num_parts <= kMaxThreads) return launch_parts<kSource, 2>(params, stream);
+  if (num_parts <= 4 * kMaxThreads) return launch_parts<kSource, 4>(params, stream);
+  return launch_parts<kSource, 8>(params, stream);
 }
 
 constexpr int kScaleThreads = 256;

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few bf16 rows and a weight of 4-bit numbers, read as it is stored."""
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._linear import Epilogue, Tiling
+from ._packed import Packed
+from ._support import check_vector, feeds_tensor_cores, launch, native
+
+_GROUPS = (64, 128)
+_STRIP = 128
+
+
+def look_up_table(table: Sequence[float]) -> tuple[int, ...]:
+    """16 numbers, rounded to bf16, as the kernel looks them up; with zeros of G = 64 only.
+
+    Raises:
+        ValueError: of two numbers eight apart, the signs differ or the parities of the exponents.
+    """
+    wide = [struct.unpack("<I", struct.pack("<f", number))[0] for number in table]
+    halves = [(bits + 0x7FFF + (bits >> 16 & 1)) >> 16 for bits in wide]  # nearest, ties to even
+    words: list[int] = []
+    for shift in (8, 0):
+        low = [half >> shift & 255 for half in halves[:8]]
+        high = [half >> shift & 255 for half in halves[8:]]
+        if any((a ^ b) & 128 for a, b in zip(low, high, strict=True)):
+            raise ValueError(
+                f"look_up_table: given {list(table)}; wanted numbers of one sign and parity of the "
+                "exponent eight apart"
+            )
+        high = [b ^ (255 if a & 128 else 0) for a, b in zip(low, high, strict=True)]
+        words += struct.unpack("<4I", bytes(low + high))
+    return tuple(words)
+
+
+def has_packed_linear(x: Tensor, weight: Packed) -> bool:
+    """Whether `fused_linear_packed` has kernels for rows x [R, K] and a matrix [N, K].
+
+    That is: bf16 rows on a card of compute capability 9.0.
+    """
+    values, depth = weight.values, weight.shape[1]
+    return (
+        feeds_tensor_cores(x)
+        and values.dtype == torch.uint8
+        and weight.group in (_GROUPS if weight.table is None else _GROUPS[:1])
+        and depth % (2 * _STRIP) == 0
+        and values.stride(1) == 1
+        and values.stride(0) % 16 == 0
+        and values.data_ptr() % 16 == 0
+    )
+
+
+def fused_linear_packed(
+    x: Tensor,
+    weight: Packed,
+    out: Tensor,
+    *,
+    tiling: Tiling,
+    look_up: tuple[int, ...] = (),
+    bias: Tensor | None = None,
+    epilogue: Epilogue = Epilogue.STORE,
+    early: bool = False,
+) -> None:
+    """`fused_linear` of few rows and a matrix of 4-bit numbers, for such as `has_packed_linear`.
+
+    Products are those of the numbers as they are meant, but for entries of a table, which are
+    rounded to bf16; sums are fp32, in an order that the number of rows does not change.
+
+    Args:
+        x: [R, K] bf16; rows may be strided. For every 64 of them the weight is read again.
+        weight: [N, K], in groups of 128 or 64; with a table of 64.
+        out: [R, N], or [R, N / 2] for SILU_MUL, bf16, written; rows may be strided.
+        tiling: of 64 or 192 columns, which must divide N; its split, at most K / 256, is one that
+            a quarter of them is a multiple of, and such as clusters of the card may have.
+        look_up: what `look_up_table` made of the weight's table.
+        bias: [N] bf16; not with SILU_MUL.
+        epilogue, early: as for `fused_linear`.
+
+    Raises:
+        ValueError: A shape, dtype or device is not as above.
+        RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
+    """
+    _check(x, weight, out, bias, epilogue, look_up)
+    values, scales, zeros, _ = weight
+    assert native is not None
+    launch(
+        native.packed_linear,
+        x,
+        x=x.data_ptr(),
+        values=values.data_ptr(),
+        scales=scales.data_ptr(),
+        zeros=0 if zeros is None else zeros.data_ptr(),
+        table=look_up or (0,) * 8,
+        bias=0 if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        strides=(x.stride(0), values.stride(0), scales.stride(0), out.stride(0)),
+        num_rows=len(x),
+        num_columns=len(values),
+        depth=x.shape[1],
+        group=weight.group,
+        epilogue=getattr(native, epilogue.name),
+        columns=tiling.columns,
+        split=tiling.split,
+        early=early,
+    )
+
+
+def _check(
+    x: Tensor,
+    weight: Packed,
+    out: Tensor,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    look_up: tuple[int, ...],
+) -> None:
+    op, (values, scales, zeros, _) = "fused_linear_packed", weight
+    if x.dim() != 2 or len(x) == 0 or not has_packed_linear(x, weight):
+        raise ValueError(
+            f"{op}: wanted rows [R, K] bf16 on compute capability 9.0 and a matrix in groups of "
+            f"{_GROUPS}, got {x.dtype} {list(x.shape)} on {x.device}, {list(values.shape)} bytes "
+            f"and {list(scales.shape)} scales"
+        )
+    num_columns, depth = len(values), x.shape[1]
+    check_vector(op, "weight.scales", scales, (torch.float32,), (num_columns, -1), x.device)
+    if zeros is not None:
+        check_vector(op, "weight.zeros", zeros, (torch.uint8,), tuple(scales.shape), x.device)
+    is_gated = epilogue is Epilogue.SILU_MUL
+    fits = out.shape == (len(x), num_columns // (2 if is_gated else 1))
+    is_even = out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
+    if 2 * values.shape[1] != depth or not fits or out.dtype != x.dtype or not is_even:
+        raise ValueError(
+            f"{op}: wanted a matrix of depth {depth} and rows of its columns, got "
+            f"{list(values.shape)} bytes and out {out.dtype} {list(out.shape)}"
+        )
+    if (zeros is None) != bool(look_up) or (is_gated and bias is not None):
+        raise ValueError(f"{op}: wanted either zeros or what to look up, and no bias with SILU_MUL")
+    if bias is not None:
+        check_vector(op, "bias", bias, (x.dtype,), (num_columns,), x.device)

@@ -1,0 +1,457 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// x weight^T for few rows of x and a weight of 4-bit numbers, which is read once as it is stored.
+//
+// The copy engine brings both through a ring of shared-memory stages (as in skinny_linear.cuh), each
+// 256 deep: two strips of 128. A group of four warps has 64 columns of the product. Its threads make
+// the weight's numbers bf16 in registers, exactly, as the tensor cores want their left operand; rows
+// of x are the right one. So products of a group of numbers are summed alone and then multiplied by
+// the group's scale, in fp32. Several such groups of warps hide each other's waiting: they take other
+// columns, or of a narrow tile a quarter of every stage each. (That one has the products of two groups
+// under way is what the compiler does not accept.)
+//
+// A cluster of `split` blocks shares the depth; at the end each adds up its share of the columns out
+// of the shared memory of all, always in the same order. More rows than `kRows` are further blocks,
+// which find the weight in the cache.
+//
+// How the numbers lie: `order_of_strip` in Python. A thread's 16 bytes of a strip are those that it
+// needs of a row of the weight, a word for every 32 of the depth; of the eight numbers of a word,
+// i and i + 4 are neighbours.
+
+#include <algorithm>
+
+#include "epilogue.cuh"
+#include "linear.h"
+#include "ring.cuh"
+
+namespace fused_ops {
+namespace {
+
+constexpr int kStageDepth = 256;
+constexpr int kTileColumns = 64;
+constexpr int kMaxStages = 8;
+constexpr int kBarrierBytes = kMaxStages * 16;
+
+struct KernelParams {
+  const float* scales;
+  const uint8_t* zeros;
+  Target out;
+  int64_t scales_stride;
+  int num_rows, num_columns, depth, row_blocks, split, num_stages;
+  bool is_gated;
+  LookUp table;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kStrip = 128;
+
+struct Sizes {
+  int stage_bytes, num_stages, weight_bytes;
+};
+
+__device__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
+// Bytes of the numbers in the lower half of a word. A selector of 8 or more gives the sign of a byte
+// eight times: what stands there cancels it in the other half of the table.
+__device__ uint32_t looked_up(const uint32_t (&low)[2], const uint32_t (&high)[2], uint32_t word) {
+  return permuted(low[0], low[1], word) ^ permuted(high[0], high[1], word ^ 0x8888);
+}
+
+// The eight numbers of a word as pairs i, i + 4.
+__device__ void look_up(const LookUp& table, uint32_t word, uint32_t (&pairs)[4]) {
+  uint32_t neighbours[2][2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t numbers = word >> half * 16;
+    const uint32_t upper = looked_up(table.upper_low, table.upper_high, numbers);
+    const uint32_t lower = looked_up(table.lower_low, table.lower_high, numbers);
+    neighbours[half][0] = permuted(lower, upper, 0x5140);
+    neighbours[half][1] = permuted(lower, upper, 0x7362);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pairs[i * 2] = permuted(neighbours[0][i], neighbours[1][i], 0x5410);
+    pairs[i * 2 + 1] = permuted(neighbours[0][i], neighbours[1][i], 0x7632);
+  }
+}
+
+// The same of whole numbers less their zero point. Put into the lowest bits of 128, a number is
+// added to it; `zero` is such a pair, too. `k128` comes in a register: of one instruction only one
+// operand may be a constant.
+__device__ void subtract(uint32_t k128, uint32_t zero, uint32_t word, uint32_t (&pairs)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t sum;  // word & 0x000F000F | k128
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(sum) : "r"(word >> i * 4), "r"(k128));
+    pairs[i] = as_bits(__hsub2(as_pair(sum), as_pair(zero)));
+  }
+}
+
+__device__ void load_words(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+
+__device__ void load_words(uint32_t address, uint32_t (&words)[2]) {
+  asm volatile("ld.shared::cta.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(address));
+}
+
+// Where a block's columns lie in the weight: two runs, which are gate and up or follow each other.
+struct Columns {
+  int first, stride, half;
+
+  __device__ int operator()(int column) const {
+    return first + column / half * stride + column % half;
+  }
+};
+
+// The scales and zero points of a block's columns and depth, group by group.
+template <int kGroup, bool kIsTable>
+struct GroupScales {
+  float* scales;
+  uint8_t* zeros;
+  int pitch;  // rows apart in the banks
+
+  __device__ GroupScales(char* shared, int num_columns, int num_groups)
+      : scales(reinterpret_cast<float*>(shared)),
+        zeros(reinterpret_cast<uint8_t*>(scales + num_groups * (num_columns + 1))),
+        pitch(num_columns + 1) {}
+
+  __device__ void load(const KernelParams& params, const Columns& columns, int first_group,
+                       int num_groups, int num_threads) const {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < (pitch - 1) * num_groups; i += num_threads) {
+      const int column = i / num_groups, group = i % num_groups;
+      const int64_t place = columns(column) * params.scales_stride + first_group + group;
+      scales[group * pitch + column] = __ldg(params.scales + place);
+      if (!kIsTable) zeros[group * pitch + column] = __ldg(params.zeros + place);
+    }
+  }
+
+  __device__ float scale(int group, int column) const { return scales[group * pitch + column]; }
+
+  __device__ uint32_t zero(int group, int column) const {
+    return kIsTable ? 0 : 0x43004300 + zeros[group * pitch + column] * 0x00010001;
+  }
+};
+
+// One thread keeps the ring full.
+template <int kColumns, int kRows>
+__device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const CUtensorMap* values,
+                        const Columns& columns, int first_row, int first_depth, int num_steps) {
+  auto copy_weight = [&](int stage, int step) {
+    expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
+    for (int part = 0; part < 2; ++part) {
+      copy_tile(ring.weight(stage) + part * columns.half * kRowBytes, values,
+                (first_depth + step * kStageDepth) / 2, columns.first + part * columns.stride,
+                ring.full(stage), kEvictNormal);
+    }
+  };
+  auto copy_rows = [&](int stage, int step) {
+    for (int part = 0; part < kStageDepth / kDepth; ++part) {
+      copy_tile(ring.x(stage) + part * kRows * kRowBytes, x,
+                first_depth + step * kStageDepth + part * kDepth, first_row, ring.full(stage),
+                kEvictLast);
+    }
+  };
+  const int ahead = min(num_steps, ring.sizes.num_stages);
+  for (int step = 0; step < ahead; ++step) copy_weight(step, step);
+  wait_for_prerequisites();
+  for (int step = 0; step < ahead; ++step) copy_rows(step, step);
+  Position at;
+  for (int step = ahead; step < num_steps; ++step) {
+    wait(ring.empty(at.stage), at.phase);
+    copy_weight(at.stage, step);
+    copy_rows(at.stage, step);
+    at.advance(ring);
+  }
+}
+
+// A group of four warps multiplies its 64 columns in all of a stage, or in a quarter of it. In shared
+// memory, rows r and r + 4 of eight are 64 bytes apart: neighbours of the tensor cores' rows, so that
+// a warp reads without conflicts.
+template <int kDeep, int kRows, int kGroup, bool kIsTable>
+struct Consumer {
+  static constexpr int kUnit = kDeep == 1 ? kGroup : kStageDepth / kDeep;  // of products at a time
+  static constexpr int kWords = kUnit / 32;
+  const Ring<Sizes>& ring;
+  const KernelParams& params;
+  const GroupScales<kGroup, kIsTable>& scales;
+  int column;
+  uint32_t k128;
+
+  // Adds the products of a unit, by its depth in the stage, to the sums.
+  __device__ void multiply_unit(int stage, int step, int depth, float (&total)[kRows / 2]) const {
+    const int chunk = depth / kStrip * 4 + threadIdx.x % 4;
+    const uint32_t place = ring.weight(stage) + column * kRowBytes +
+                           (chunk ^ (column & 7)) * 16 + depth % kStrip / 32 * 4;
+    uint32_t words[2][kWords], zeros[2], left[kUnit / 16][4];
+    float partial[kRows / 2], factors[2];
+    load_words(place, words[0]);
+    load_words(place + 8 * kRowBytes, words[1]);
+    const int group = (step * kStageDepth + depth) / kGroup;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factors[half] = scales.scale(group, column + half * 8);
+      zeros[half] = scales.zero(group, column + half * 8);
+    }
+    const uint64_t rows = matrix_descriptor(ring.x(stage) + depth / kDepth * kRows * kRowBytes);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t pairs[4];
+        if constexpr (kIsTable) {
+          look_up(params.table, words[half][i], pairs);
+        } else {
+          subtract(k128, zeros[half], words[half][i], pairs);
+        }
+        left[i * 2][half] = pairs[0];
+        left[i * 2][half + 2] = pairs[1];
+        left[i * 2 + 1][half] = pairs[2];
+        left[i * 2 + 1][half + 2] = pairs[3];
+      }
+      begin_products();
+#pragma unroll
+      for (int k = i * 2; k < i * 2 + 2; ++k) {  // in steps of the tensor cores
+        const uint64_t right = rows + k / 4 * (kRows * kRowBytes >> 4) + k % 4 * 2;
+        multiply(partial, left[k], right, k > 0);
+      }
+    }
+    commit_products();
+    settle(partial);
+#pragma unroll
+    for (auto& fragment : left) keep(fragment);  // till the products are there
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) total[i] += factors[i / 2 % 2] * partial[i];
+  }
+
+  __device__ void consume(int num_steps, int part, float (&total)[kRows / 2]) const {
+    Position at;
+    for (int step = 0; step < num_steps; ++step) {
+      wait(ring.full(at.stage), at.phase);
+      if constexpr (kDeep == 1) {
+#pragma unroll
+        for (int depth = 0; depth < kStageDepth; depth += kUnit) {
+          multiply_unit(at.stage, step, depth, total);
+        }
+      } else {
+        multiply_unit(at.stage, step, part * kUnit, total);
+      }
+      if (threadIdx.x % 32 == 0) arrive(ring.empty(at.stage));
+      at.advance(ring);
+    }
+  }
+};
+
+// Adds up the sums of `parts` [num_rows, kPitch] each in the blocks of a cluster, and writes them.
+template <int kColumns, int kParts>
+__device__ void store(const KernelParams& params, const Columns& columns, uint32_t sums, int rank,
+                      int first_row, int num_rows) {
+  constexpr int kPitch = kColumns + 4;
+  const int width = params.is_gated ? kColumns / 2 : kColumns;
+  const int quads = width / params.split / 4;
+  auto sum = [&](int row, int column) {
+    float4 total{};
+    for (int block = 0; block < params.split; ++block) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int place = (part * num_rows + row) * kPitch + column;
+        const float4 value = load_of_block(sums + place * 4, block);
+        total.x += value.x;
+        total.y += value.y;
+        total.z += value.z;
+        total.w += value.w;
+      }
+    }
+    return total;
+  };
+  for (int i = threadIdx.x; i < num_rows * quads; i += blockDim.x) {
+    const int row = i / quads;
+    const int column = (rank * quads + i % quads) * 4;
+    const float4 first = sum(row, column);
+    float2 low = make_float2(first.x, first.y), high = make_float2(first.z, first.w);
+    if (params.is_gated) {
+      const float4 up = sum(row, width + column);
+      low = silu_mul(low, make_float2(up.x, up.y));
+      high = silu_mul(high, make_float2(up.z, up.w));
+    }
+    const int place = columns(column);
+    store_pair(params.out, first_row + row, place, low.x, low.y);
+    store_pair(params.out, first_row + row, place + 2, high.x, high.y);
+  }
+}
+
+template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
+__global__ void __launch_bounds__(kTiles* kDeep* kGroupThreads + 32, 1)
+    packed_linear_kernel(const __grid_constant__ CUtensorMap x,
+                         const __grid_constant__ CUtensorMap values,
+                         const __grid_constant__ KernelParams params) {
+  constexpr int kColumns = kTiles * kTileColumns;
+  constexpr int kPitch = kColumns + 4;
+  constexpr int kThreads = kTiles * kDeep * kGroupThreads;  // but for the producing ones
+  extern __shared__ char shared[];
+  const uint32_t base = first_stage(shared);
+  const Sizes sizes{kColumns * kRowBytes + kRows * kStageDepth * 2, params.num_stages,
+                    kColumns * kRowBytes};
+  const int stages_bytes = sizes.stage_bytes * sizes.num_stages;
+  const Ring<Sizes> ring{base, base + stages_bytes, sizes};
+  if (threadIdx.x == 0) ring.open(&x, &values, 1, kThreads / 32);
+  __syncthreads();
+  launch_dependents();
+
+  const int rank = block_of_cluster();
+  const int unit = blockIdx.x / params.split;
+  const int first_row = unit % params.row_blocks * kRows;
+  const int tile = unit / params.row_blocks;
+  const Columns columns{tile * (params.is_gated ? kColumns / 2 : kColumns),
+                        params.is_gated ? params.num_columns / 2 : kColumns / 2, kColumns / 2};
+  const int all_steps = params.depth / kStageDepth;
+  const int first_step = rank * all_steps / params.split;
+  const int num_steps = (rank + 1) * all_steps / params.split - first_step;
+  const int warp = threadIdx.x / 32;
+  const int group = warp / 4;
+  // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth after.
+  const int pair = threadIdx.x % 32 / 4;
+  const int column = group % kTiles * kTileColumns + warp % 4 * 16 + (pair >> 1 | (pair & 1) << 2);
+  float total[kRows / 2]{};
+
+  if (warp == kThreads / 32) {
+    if (threadIdx.x % 32 == 0) {
+      produce<kColumns, kRows>(ring, &x, &values, columns, first_row, first_step * kStageDepth,
+                               num_steps);
+    }
+    __syncwarp();
+  } else {
+    constexpr int kGroups = kStageDepth / kGroup;
+    const int num_groups = num_steps * kGroups;
+    char* behind = shared + (ring.barriers + kBarrierBytes - shared_address(shared));
+    const GroupScales<kGroup, kIsTable> scales(behind, kColumns, num_groups);
+    scales.load(params, columns, first_step * kGroups, num_groups, kThreads);
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+    uint32_t k128;
+    asm volatile("mov.b32 %0, 0x43004300;" : "=r"(k128));
+    const Consumer<kDeep, kRows, kGroup, kIsTable> consumer{ring, params, scales, column, k128};
+    consumer.consume(num_steps, group / kTiles, total);
+  }
+  // Every thread that writes waits itself, those beside the producing one too.
+  wait_for_prerequisites();
+  __syncthreads();
+  // The stages are read; their place takes the sums, fp32 [kDeep, rows, kPitch].
+  const int num_rows = min(kRows, params.num_rows - first_row);
+  if (warp < kThreads / 32) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int row = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      if (row >= num_rows) continue;
+      const int place = (group / kTiles * num_rows + row) * kPitch + column + i / 2 % 2 * 8;
+      asm volatile("st.shared::cta.f32 [%0], %1;" ::"r"(base + place * 4), "f"(total[i])
+                   : "memory");
+    }
+  }
+  cluster_sync();
+  store<kColumns, kDeep>(params, columns, base, rank, first_row, num_rows);
+  cluster_sync();  // no block ends while others read its shared memory
+}
+
+#else
+
+template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
+__global__ void packed_linear_kernel(const __grid_constant__ CUtensorMap,
+                                     const __grid_constant__ CUtensorMap,
+                                     const __grid_constant__ KernelParams) {}
+
+#endif
+
+template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
+cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
+  constexpr int kColumns = kTiles * kTileColumns;
+  const int split = params.tiling.split;
+  if (params.num_columns % kColumns != 0 || params.depth % kStageDepth != 0 || split < 1 ||
+      params.depth / kStageDepth < split || kColumns / 2 % (split * 4) != 0) {
+    return cudaErrorInvalidValue;
+  }
+  const int num_steps = (params.depth / kStageDepth + split - 1) / split;  // of a block, at most
+  CUtensorMap x, values;
+  cudaError_t error =
+      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
+  if (error != cudaSuccess) return error;
+  error = describe(&values, params.values, params.num_columns, params.depth / 2,
+                   params.values_stride, kColumns / 2, 1);
+  if (error != cudaSuccess) return error;
+  const int row_blocks = (params.num_rows + kRows - 1) / kRows;
+  const int num_groups = num_steps * (kStageDepth / kGroup);
+  constexpr int kStageBytes = kColumns * kRowBytes + kRows * kStageDepth * 2;
+  const int overhead =
+      kAlignment + kBarrierBytes + num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
+  const int num_stages =
+      std::min({kMaxStages, (kSharedBytes - overhead) / kStageBytes, num_steps});
+  // The sums take the place of the stages.
+  const int num_rows = std::min(params.num_rows, kRows);
+  const int sum_bytes = kDeep * num_rows * (kColumns + 4) * 4;
+  const int shared_bytes = std::max(num_stages * kStageBytes, sum_bytes) + overhead;
+  if (num_stages < 1 || shared_bytes > kSharedBytes) return cudaErrorInvalidValue;
+  const KernelParams kernel_params{params.scales,
+                                   params.zeros,
+                                   {static_cast<const __nv_bfloat16*>(params.bias),
+                                    static_cast<__nv_bfloat16*>(params.out), params.out_stride,
+                                    params.epilogue == Epilogue::kResidual},
+                                   params.scales_stride,
+                                   params.num_rows,
+                                   params.num_columns,
+                                   params.depth,
+                                   row_blocks,
+                                   split,
+                                   num_stages,
+                                   params.epilogue == Epilogue::kSiluMul,
+                                   params.table};
+  const Launch launch{static_cast<unsigned>(params.num_columns / kColumns * row_blocks * split),
+                      kTiles * kDeep * kGroupThreads + 32,
+                      stream,
+                      params.early,
+                      shared_bytes,
+                      static_cast<unsigned>(split)};
+  return launch_kernel(packed_linear_kernel<kTiles, kDeep, kRows, kGroup, kIsTable>, launch, x,
+                       values, kernel_params);
+}
+
+template <int kTiles, int kDeep, int kRows>
+cudaError_t launch_kind(const PackedLinearParams& params, cudaStream_t stream) {
+  const bool is_table = params.zeros == nullptr;
+  if (params.group == 128 && !is_table) {
+    return launch<kTiles, kDeep, kRows, 128, false>(params, stream);
+  }
+  if (params.group != 64) return cudaErrorInvalidValue;
+  return is_table ? launch<kTiles, kDeep, kRows, 64, true>(params, stream)
+                  : launch<kTiles, kDeep, kRows, 64, false>(params, stream);
+}
+
+template <int kTiles, int kDeep>
+cudaError_t launch_rows(const PackedLinearParams& params, cudaStream_t stream) {
+  return params.num_rows <= 32 ? launch_kind<kTiles, kDeep, 32>(params, stream)
+                               : launch_kind<kTiles, kDeep, 64>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t stream) {
+  if (params.num_rows < 1) return cudaErrorInvalidValue;
+  switch (params.tiling.columns) {
+    case 64:
+      return launch_rows<1, 4>(params, stream);
+    case 192:
+      return launch_rows<3, 1>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace fused_ops
