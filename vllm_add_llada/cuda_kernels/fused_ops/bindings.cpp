@@ -166,8 +166,8 @@ void packed_linear(uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t ze
   params.values = reinterpret_cast<void*>(values);
   params.scales = reinterpret_cast<float*>(scales);
   params.zeros = reinterpret_cast<uint8_t*>(zeros);
-  params.table = {{table[0], table[1]}, {table[2], table[3]},
-                  {table[4], table[5]}, {table[6], table[7]}};
+  params.table = {
+      {table[0], table[1]}, {table[2], table[3]}, {table[4], table[5]}, {table[6], table[7]}};
   params.bias = reinterpret_cast<void*>(bias);
   params.out = reinterpret_cast<void*>(out);
   params.x_stride = strides[0];

@@ -2,17 +2,17 @@
 //
 // x weight^T for few rows of x and a weight of 4-bit numbers, which is read once as it is stored.
 //
-// The copy engine brings both through a ring of shared-memory stages (as in skinny_linear.cuh), each
-// 256 deep: two strips of 128. A group of four warps has 64 columns of the product. Its threads make
-// the weight's numbers bf16 in registers, exactly, as the tensor cores want their left operand; rows
-// of x are the right one. So products of a group of numbers are summed alone and then multiplied by
-// the group's scale, in fp32. Several such groups of warps hide each other's waiting: they take other
-// columns, or of a narrow tile a quarter of every stage each. (That one has the products of two groups
-// under way is what the compiler does not accept.)
+// The copy engine brings both through a ring of shared-memory stages (as in skinny_linear.cuh),
+// each 256 deep: two strips of 128. A group of four warps has 64 columns of the product. Its
+// threads make the weight's numbers bf16 in registers, exactly, as the tensor cores want their left
+// operand; rows of x are the right one. So products of a group of numbers are summed alone and then
+// multiplied by the group's scale, in fp32. Several such groups of warps hide each other's waiting:
+// they take other columns, or of a narrow tile a quarter of every stage each. (That one has the
+// products of two groups under way is what the compiler does not accept.)
 //
-// A cluster of `split` blocks shares the depth; at the end each adds up its share of the columns out
-// of the shared memory of all, always in the same order. More rows than `kRows` are further blocks,
-// which find the weight in the cache.
+// A cluster of `split` blocks shares the depth; at the end each adds up its share of the columns
+// out of the shared memory of all, always in the same order. More rows than `kRows` are further
+// blocks, which find the weight in the cache.
 //
 // How the numbers lie: `order_of_strip` in Python. A thread's 16 bytes of a strip are those that it
 // needs of a row of the weight, a word for every 32 of the depth; of the eight numbers of a word,
@@ -56,8 +56,8 @@ __device__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
-// Bytes of the numbers in the lower half of a word. A selector of 8 or more gives the sign of a byte
-// eight times: what stands there cancels it in the other half of the table.
+// Bytes of the numbers in the lower half of a word. A selector of 8 or more gives the sign of a
+// byte eight times: what stands there cancels it in the other half of the table.
 __device__ uint32_t looked_up(const uint32_t (&low)[2], const uint32_t (&high)[2], uint32_t word) {
   return permuted(low[0], low[1], word) ^ permuted(high[0], high[1], word ^ 0x8888);
 }
@@ -175,9 +175,9 @@ __device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const CUt
   }
 }
 
-// A group of four warps multiplies its 64 columns in all of a stage, or in a quarter of it. In shared
-// memory, rows r and r + 4 of eight are 64 bytes apart: neighbours of the tensor cores' rows, so that
-// a warp reads without conflicts.
+// A group of four warps multiplies its 64 columns in all of a stage, or in a quarter of it. In
+// shared memory, rows r and r + 4 of eight are 64 bytes apart: neighbours of the tensor cores'
+// rows, so that a warp reads without conflicts.
 template <int kDeep, int kRows, int kGroup, bool kIsTable>
 struct Consumer {
   static constexpr int kUnit = kDeep == 1 ? kGroup : kStageDepth / kDeep;  // of products at a time
@@ -191,8 +191,8 @@ struct Consumer {
   // Adds the products of a unit, by its depth in the stage, to the sums.
   __device__ void multiply_unit(int stage, int step, int depth, float (&total)[kRows / 2]) const {
     const int chunk = depth / kStrip * 4 + threadIdx.x % 4;
-    const uint32_t place = ring.weight(stage) + column * kRowBytes +
-                           (chunk ^ (column & 7)) * 16 + depth % kStrip / 32 * 4;
+    const uint32_t place = ring.weight(stage) + column * kRowBytes + (chunk ^ (column & 7)) * 16 +
+                           depth % kStrip / 32 * 4;
     uint32_t words[2][kWords], zeros[2], left[kUnit / 16][4];
     float partial[kRows / 2], factors[2];
     load_words(place, words[0]);
@@ -291,7 +291,7 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
 }
 
 template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
-__global__ void __launch_bounds__(kTiles* kDeep* kGroupThreads + 32, 1)
+__global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
     packed_linear_kernel(const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ CUtensorMap values,
                          const __grid_constant__ KernelParams params) {
@@ -319,7 +319,8 @@ __global__ void __launch_bounds__(kTiles* kDeep* kGroupThreads + 32, 1)
   const int num_steps = (rank + 1) * all_steps / params.split - first_step;
   const int warp = threadIdx.x / 32;
   const int group = warp / 4;
-  // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth after.
+  // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth
+  // after.
   const int pair = threadIdx.x % 32 / 4;
   const int column = group % kTiles * kTileColumns + warp % 4 * 16 + (pair >> 1 | (pair & 1) << 2);
   float total[kRows / 2]{};
@@ -381,8 +382,7 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
   }
   const int num_steps = (params.depth / kStageDepth + split - 1) / split;  // of a block, at most
   CUtensorMap x, values;
-  cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
+  cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
   if (error != cudaSuccess) return error;
   error = describe(&values, params.values, params.num_columns, params.depth / 2,
                    params.values_stride, kColumns / 2, 1);
@@ -392,27 +392,26 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
   constexpr int kStageBytes = kColumns * kRowBytes + kRows * kStageDepth * 2;
   const int overhead =
       kAlignment + kBarrierBytes + num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
-  const int num_stages =
-      std::min({kMaxStages, (kSharedBytes - overhead) / kStageBytes, num_steps});
+  const int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / kStageBytes, num_steps});
   // The sums take the place of the stages.
   const int num_rows = std::min(params.num_rows, kRows);
   const int sum_bytes = kDeep * num_rows * (kColumns + 4) * 4;
   const int shared_bytes = std::max(num_stages * kStageBytes, sum_bytes) + overhead;
   if (num_stages < 1 || shared_bytes > kSharedBytes) return cudaErrorInvalidValue;
-  const KernelParams kernel_params{params.scales,
-                                   params.zeros,
-                                   {static_cast<const __nv_bfloat16*>(params.bias),
-                                    static_cast<__nv_bfloat16*>(params.out), params.out_stride,
-                                    params.epilogue == Epilogue::kResidual},
-                                   params.scales_stride,
-                                   params.num_rows,
-                                   params.num_columns,
-                                   params.depth,
-                                   row_blocks,
-                                   split,
-                                   num_stages,
-                                   params.epilogue == Epilogue::kSiluMul,
-                                   params.table};
+  const KernelParams kernel_params{
+      params.scales,
+      params.zeros,
+      {static_cast<const __nv_bfloat16*>(params.bias), static_cast<__nv_bfloat16*>(params.out),
+       params.out_stride, params.epilogue == Epilogue::kResidual},
+      params.scales_stride,
+      params.num_rows,
+      params.num_columns,
+      params.depth,
+      row_blocks,
+      split,
+      num_stages,
+      params.epilogue == Epilogue::kSiluMul,
+      params.table};
   const Launch launch{static_cast<unsigned>(params.num_columns / kColumns * row_blocks * split),
                       kTiles * kDeep * kGroupThreads + 32,
                       stream,

@@ -30,8 +30,8 @@ struct Meaning {
   }
 };
 
-// A thread has the numbers 32 c + 8 part and on of a strip, for c from 0 to 3: of the words c of all
-// four threads of a tensor core, by `STRIP` in Python, those that are `part` from the first.
+// A thread has the numbers 32 c + 8 part and on of a strip, for c from 0 to 3: of the words c of
+// all four threads of a tensor core, by `STRIP` in Python, those that are `part` from the first.
 __global__ void __launch_bounds__(kThreads)
     unpack_strips(const __grid_constant__ UnpackParams params) {
   __shared__ float table[16];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t group = row * params.scales_stride + (strip * kStrip + word * 32) / params.group;
     const float zero = params.zeros == nullptr ? 0.0f : params.zeros[group];
     const Meaning meaning{params.scales[group], zero, params.zeros == nullptr ? table : nullptr};
-    const uint32_t(&numbers)[4] = words[word];
+    const uint32_t (&numbers)[4] = words[word];
     target[word * 4 + part] = make_uint4(meaning(numbers[0]), meaning(numbers[1]),
                                          meaning(numbers[2]), meaning(numbers[3]));
   }
