@@ -148,9 +148,13 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
 
 
 def test_a_full_disk_for_logs_ends_nothing(
-    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    model: LLaDAReference,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Errors are told to clients, whether they can be logged or not."""
+    caplog.set_level(logging.INFO, "vllm")  # other tests of this process may have set another
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     tried = []
 

@@ -114,8 +114,7 @@ class Validator:
         Raises:
             RequestRefused: it cannot be had.
         """
-        guides = self._model.guides
-        if spec is not None and guides is not None:
+        if spec is not None and (guides := self._model.guides) is not None:
             try:
                 await asyncio.to_thread(guides.guide, spec)
             except InvalidParameterError as error:
