@@ -47,6 +47,9 @@ def _allow_our_plugins() -> None:
     _os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*(named or others), *ours]))
 
 
+from vllm.diffusion import early as _early  # noqa: E402
+
+_early.keep_title()
 _allow_our_plugins()
 
 # Before torch loads OpenMP: threads that spin while they wait starve the other processes of a
@@ -54,8 +57,6 @@ _allow_our_plugins()
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before the server's own imports, so that both go on at the same time.
-from vllm.diffusion import early as _early  # noqa: E402
-
 _early.begin()
 
 _init = _os.path.join(_upstream, "__init__.py")

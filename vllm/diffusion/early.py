@@ -61,6 +61,18 @@ class EngineContext(SpawnContext):
     Process = EngineProcess
 
 
+def keep_title() -> None:
+    """In a process that another one started: let it be renamed later. Called before all imports.
+
+    A title takes the place of the arguments, which lie before the first variable of the
+    environment, as long as nobody has set that one anew.
+    """
+    if "--multiprocessing-fork" in sys.orig_argv:
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
 def begin() -> None:
     """Start importing for the engine, if this program is the server. Called before all imports."""
     is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and _serves(sys.orig_argv)
@@ -107,9 +119,6 @@ def _wait(connection: Connection) -> None:
     """In the engine's process: import, hear what to run, and run it."""
     for name in NEEDED:
         importlib.import_module(name)
-    import setproctitle
-
-    setproctitle.getproctitle()  # finds its place by the environment that is still there
     try:
         environment, name, target, args, kwargs = connection.recv()
     except (EOFError, KeyboardInterrupt):  # the server has ended before
