@@ -24,6 +24,9 @@ from tests.engine.test_batching import assert_decoded
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.reference.decode import Decoded
+    from tests.reference.llada_model import LLaDAReference
+
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),
     (7, {**BLOCKS, "cfg_scale": 1.0}),
@@ -36,6 +39,15 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 
 
 POOL_BYTES = 110_000
+
+
+def asks_of(model: LLaDAReference) -> tuple[list[Ask], list[Decoded]]:
+    """`REQUESTS`, and what the reference makes of them."""
+    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
+    asks = [
+        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
+    ]
+    return asks, [decoded for _, decoded in cases]
 
 
 def shrink_rank(worker: Any) -> None:
@@ -86,11 +98,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
-    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
-    ]
-    wanted = [decoded for _, decoded in cases]
+    asks, wanted = asks_of(model)
     with running(folder, tensor_parallel_size=2) as engine:
         whole = engine.ask(*asks)
         assert_decoded(whole, wanted)
@@ -146,11 +154,7 @@ def test_two_gpus_equal_the_reference(tmp_path: Path) -> None:
     """Their kernels sum; a rank that fails leaves the other one waiting in them."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
-    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
-    ]
-    wanted = [decoded for _, decoded in cases]
+    asks, wanted = asks_of(model)
     with running(folder, tensor_parallel_size=2) as engine:
         assert_decoded(engine.ask(*asks), wanted)
         engine.llm.collective_rpc(fail_once, args=("other",))

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.interpreted import run_interpreted
 from tests.pages import in_pages
 from vllm.diffusion.layers import attention_backends
 from vllm.diffusion.layers.attention_backends import (
@@ -38,7 +36,6 @@ from vllm.diffusion.spans import AttentionLayout, PageTable, Span, check_tiling
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIM = 8
 NUM_KEYS = 9
 LAYOUTS = [
@@ -360,16 +357,8 @@ def test_flash3_gets_the_keys_of_its_sequence(hopper: ModuleType) -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 def test_split_kernel_under_the_interpreter() -> None:
-    """The kernel itself on CPU tensors; a process of its own, since Triton decides at import."""
-    result = subprocess.run(
-        [sys.executable, "-c", "from tests.models.test_attention import run_split as r; r()"],
-        env=os.environ
-        | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    """The kernel itself on CPU tensors."""
+    run_interpreted("from tests.models.test_attention import run_split as r; r()")
 
 
 def run_split() -> None:

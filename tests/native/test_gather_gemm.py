@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """gather_gemm: against float64, on a GPU and under Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from gather_gemm import gather_gemm, gather_top, has_top, is_built
 from gather_gemm.launch import choose_config, choose_top_config
+from tests.interpreted import run_interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # Norm of the error over the norm of the result: fp32 sums, then one rounding to the dtype.
@@ -94,19 +89,7 @@ for number, (num_rows, num_columns, depth) in enumerate({TOP_SHAPES}):
         torch.testing.assert_close(found.sum_exp, wanted[2], rtol=1e-5, atol=0)
         torch.testing.assert_close(found.probability, wanted[3], rtol=1e-5, atol=0)
 """
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    run_interpreted(program)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products: against float64, on a GPU and under Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional
@@ -22,8 +17,8 @@ from gather_gemm.grouped_launch import (
     choose_product,
     max_tiles,
 )
+from tests.interpreted import run_interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # Norm of the error over the norm of the result: fp32 sums, then a few roundings to the dtype.
@@ -251,22 +246,6 @@ for number, sizes in enumerate(([1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 30])):
 def test_kernels_under_the_interpreter():
     """The kernels themselves on CPU; a process of its own, since Triton decides at import."""
     run_interpreted(INTERPRETED)
-
-
-def run_interpreted(program: str) -> None:
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("choose", [choose_gated, choose_product])

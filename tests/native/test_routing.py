@@ -8,7 +8,7 @@ import torch
 
 from gather_gemm import SOFTMAX, Scoring, add_terms, is_built, route, route_rows, sum_terms
 from gather_gemm import grouped_reference as reference
-from tests.native.test_grouped_gemm import run_interpreted
+from tests.interpreted import run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
