@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, refusal_error, running, sampling_params
+from vllm.diffusion.memory import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -119,6 +120,17 @@ def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
     free = engine.ask(*others)[0].token_ids
     together = [answer.token_ids for answer in engine.ask(*found, *others)]
     assert together == [*alone, free]
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_steps_in_chunks_and_in_groups_of_heads_choose_the_same(
+    engine: Engine, head_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = asks(("semi_ar", "threshold"), 0.7, 2, json=SCHEMA)
+    whole = [answer.token_ids for answer in engine.ask(*found)]
+    plan = Plan(False, 37, 29, 23, 5, head_groups=head_groups)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    assert [answer.token_ids for answer in engine.ask(*found)] == whole
 
 
 def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:

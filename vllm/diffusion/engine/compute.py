@@ -138,15 +138,16 @@ class Compute:
                 yield plan.chunk_seconds.read
                 with pool.scope("sample rows"):
                     hidden = self._dealt(streamed, taken, given, peers)
-                    if plan.shards == 1 and taken.part is not None:  # this rank has all of them
+                    if taken.part is None:
+                        continue
+                    if plan.shards == 1:  # this rank has all of them
                         self.first_forwards.note(batch, taken.part, hidden)
-                    if taken.part is not None:
-                        found.append(self._sampled(batch, taken.part, positions, hidden))
+                    found.append(self._sampled(batch, taken.part, positions, hidden))
             if batch.slot_mapping.size:
                 caches.end_step()
             own = joined(found)
             if plan.shards == 1 or not parts:
-                return self._agreed(own)
+                return self._agreed(batch.choose_jointly(own))
             return gathered(own.to(self._device), parts, peers)
 
     def _dealt(
@@ -183,9 +184,8 @@ class Compute:
         for part, hidden in self.first_forwards.share(batch.canvases[0].req_id, of):
             (positions,) = ops.to_device([part.positions], self._device)
             sample_rows = hidden.wait().to(self._device, non_blocking=True)
-            groups = batch.row_groups(part, positions)
             with self._pool.temporaries(), self._pool.scope("step"):
-                found.append(sample(self._head, [(sample_rows, groups)], self._noise))
+                found.append(self._sampled(batch, part, positions, sample_rows))
         return self._agreed(batch.choose_jointly(joined(found))) if found else None
 
     def _make_room(self, batch: StepBatch, plan: Plan) -> None:
