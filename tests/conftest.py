@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -44,16 +45,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="do not skip GPU tests, and fail when none ran",
     )
+    parser.addoption(
+        "--references",
+        action="store_true",
+        help="run the tests of tests/reference, though its sources are those of its written runs",
+    )
+    parser.addoption(
+        "--write-golden",
+        action="store_true",
+        help="compute the runs of the references that the tests ask for, and write them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(GpuTestCounter(required=config.getoption("--require-gpu")))
+    if config.getoption("--write-golden"):
+        config.pluginmanager.register(GoldenWriter())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_gpu_tests = not config.getoption("--require-gpu")
     num_gpus: int | None = None  # torch is asked only when some test needs the answer
+    skips_references = not any(map(config.getoption, ("--references", "--write-golden")))
     for item in items:
+        if skips_references and item.nodeid.startswith("tests/reference/"):
+            item.add_marker(pytest.mark.skipif(are_golden(), reason="as the runs were written"))
         markers = {marker.name for marker in item.iter_markers()}
         if "model" in markers and not any(os.environ.get(name) for name in MODEL_VARIABLES):
             item.add_marker(pytest.mark.skip(reason=f"needs one of {', '.join(MODEL_VARIABLES)}"))
@@ -98,6 +114,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if is_of_engine else str(super()._split_scope(nodeid))
 
     return GpuScheduling(config, log)
+
+
+@cache
+def are_golden() -> bool:
+    """The references are those that their written runs come from."""
+    from tests.reference import golden
+
+    return golden.is_up_to_date()
+
+
+class GoldenWriter:
+    """Writes what the references computed in this session."""
+
+    def pytest_sessionstart(self) -> None:
+        from tests.reference import golden
+
+        golden.STORE.writes = True
+
+    def pytest_sessionfinish(self) -> None:
+        from tests.reference import golden
+
+        golden.write()
 
 
 def count_gpus() -> int:

@@ -13,15 +13,16 @@ from unittest import mock
 
 import torch
 
-from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
-from tests.reference import decode, dispatch
+from tests.checkpoints import EOS_ID, EOT_ID
+from tests.reference.golden import Run, clear_case
 from tests.reference.llada_model import LLaDAReference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+    from tests.reference.decode import LogitModel
+
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
@@ -166,37 +167,8 @@ def to_answer(output: Any) -> Answer:
     )
 
 
-def reference(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> decode.Decoded:
-    """The whole canvas that the published loop makes of a request.
-
-    `asked` are request parameters; gen_length, block_length and, for semi_ar, steps among them.
-    """
-    options = dict(asked)
-    algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
-    return dispatch.run(model, prompt, ids=IDS, algorithm=algorithm, **options)
-
-
-def clear_case(
-    model: decode.LogitModel, prompt_length: int, first_seed: int = 0, **asked: Any
-) -> tuple[list[int], decode.Decoded]:
-    """A prompt whose reference run is decided by more than rounding, and that run.
-
-    Prompts are tried in a fixed order until no decision of the run is a near-tie and the mask is
-    never predicted, so that every difference from the engine is an error.
-    """
-    for seed in range(first_seed, first_seed + 40):
-        prompt = random_prompt(prompt_length, seed)
-        try:
-            decoded = reference(model, prompt, **asked)
-        except RuntimeError:  # the loop of the threshold cannot end where the mask is predicted
-            continue
-        if MASK_ID not in decoded.ids and not decode.near_ties(decoded.trace):
-            return prompt, decoded
-    raise AssertionError(f"all of 40 prompts of {prompt_length} tokens have near-ties for {asked}")
-
-
 def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
-    """The same parameters as `reference` takes, as a request; by default for the whole canvas."""
+    """The same parameters as a reference run takes; by default for the whole canvas."""
     return Ask(prompt, {"ignore_eos": ignore_eos, **asked})
 
 
@@ -205,20 +177,19 @@ def load_reference(folder: Path) -> LLaDAReference:
 
 
 def assert_parity(
-    engine: Engine, model: decode.LogitModel, prompt_length: int, asked: dict[str, Any]
+    engine: Engine, model: LogitModel, prompt_length: int, asked: dict[str, Any]
 ) -> None:
     """A request of `asked` gives the reference's canvas with as many forwards."""
     prompt, wanted = clear_case(model, prompt_length, **asked)
     (answer,) = engine.ask(as_request(prompt, **asked))
-    assert_alike(answer, wanted, prompt_length)
+    assert_alike(answer, wanted)
 
 
-def assert_alike(answer: Answer, wanted: decode.Decoded, prompt_length: int) -> None:
+def assert_alike(answer: Answer, wanted: Run) -> None:
     """The answer is the reference's canvas, with as many forwards."""
-    step = None
-    if len(answer.token_ids) == len(wanted.ids):
-        step = decode.first_difference(answer.token_ids, wanted, prompt_length)
-    assert answer.token_ids == wanted.ids, f"first difference at forward {step}"
+    both = zip(answer.token_ids, wanted.ids, wanted.decided_at, strict=False)
+    differ = [step for found, token, step in both if found != token]
+    assert answer.token_ids == wanted.ids, f"first difference at forward {min(differ, default=0)}"
     assert answer.num_forwards == wanted.num_forwards
     assert answer.finish_reason == "length"
 

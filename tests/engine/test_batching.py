@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.engine.harness import Engine
-    from tests.reference.decode import Decoded
+    from tests.reference.golden import Run
     from tests.reference.llada_model import LLaDAReference
 
 SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
@@ -42,13 +42,13 @@ MIXED: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Decoded]]:
+def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
     cases = [(clear_case(model, length, **asked), asked) for length, asked in MIXED]
     asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
     return asks, [decoded for (_, decoded), _ in cases]
 
 
-def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Decoded]) -> None:
+def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
     found = [(a.token_ids, a.num_forwards, a.finish_reason) for a in answers]
     assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
 
@@ -85,7 +85,7 @@ def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> li
 
 def test_a_mixed_batch_equals_each_alone(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Decoded]],
+    mixed: tuple[list[Ask], list[Run]],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_mixed_batch_equals_each_alone(
 
 def test_requests_join_and_leave_at_any_step(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Decoded]],
+    mixed: tuple[list[Ask], list[Run]],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,7 +114,7 @@ def test_requests_join_and_leave_at_any_step(
 
 def test_force_single_batch_shares_no_step(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Decoded]],
+    mixed: tuple[list[Ask], list[Run]],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,7 +131,7 @@ def test_force_single_batch_shares_no_step(
 
 
 def test_an_abort_in_the_middle_leaves_the_others_alone(
-    engine: Engine, mixed: tuple[list[Ask], list[Decoded]]
+    engine: Engine, mixed: tuple[list[Ask], list[Run]]
 ) -> None:
     asks, wanted = mixed
     upstream = engine.llm.llm_engine
@@ -154,7 +154,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(
 
 
 def test_aborting_the_last_request_empties_the_engine(
-    engine: Engine, mixed: tuple[list[Ask], list[Decoded]]
+    engine: Engine, mixed: tuple[list[Ask], list[Run]]
 ) -> None:
     ask = mixed[0][0]
     upstream = engine.llm.llm_engine
@@ -168,7 +168,7 @@ def test_aborting_the_last_request_empties_the_engine(
 @pytest.mark.parametrize("keep_queries", [False, True])
 def test_chunked_steps_give_the_same_tokens(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Decoded]],
+    mixed: tuple[list[Ask], list[Run]],
     monkeypatch: pytest.MonkeyPatch,
     keep_queries: bool,
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
-from tests.reference import block_loops
+from tests.reference import block_loops, golden
 from tests.reference.block_models import REFERENCES
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ NUM_PAGES = 9  # upstream keeps one of them
 
 class Wanted(NamedTuple):
     ask: Ask
-    decoded: block_loops.Decoded
+    answer: list[int]
+    num_forwards: int
 
 
 class Loop(NamedTuple):
@@ -108,37 +109,40 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
 def wanted_of(folder: Path, name: str) -> list[Wanted]:
     """Requests whose reference runs are decided by more than rounding."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    models = [
-        REFERENCES[architecture].from_checkpoint(folder, dtype)
-        for dtype in (torch.float32, torch.float64)
-    ]
-    found = []
+    load = REFERENCES[architecture].from_checkpoint
+    model, wanted = load(folder), []
     for length, block_length, gen_length, loop in CASES[name]:
-        for seed in range(40):
-            prompt = random_prompt(length, seed)
-            try:
-                single, double = (
-                    loop.run(
-                        partial(logits_of, model, block_length),
-                        prompt,
-                        gen_length=gen_length,
-                        block_length=block_length,
-                        mask_id=MASK_ID,
-                        stop_ids=STOP_IDS,
-                        **loop.options,
-                    )
-                    for model in models
+        lengths = {"block_length": block_length, "gen_length": gen_length}
+        key = {"prompt_length": length, **lengths, **loop.asked}
+        run = partial(searched, model, load(folder, torch.float64), length, loop, lengths)
+        found = golden.written(model, key, run)
+        ask = Ask(random_prompt(length, found["prompt_seed"]), {**lengths, **loop.asked})
+        wanted.append(Wanted(ask, found["answer"], found["num_forwards"]))
+    return wanted
+
+
+def searched(
+    single: Any, double: Any, length: int, loop: Loop, lengths: dict[str, int]
+) -> dict[str, Any]:
+    """The first prompt whose run is the same in single and in double precision."""
+    options = {**lengths, **loop.options, "mask_id": MASK_ID, "stop_ids": STOP_IDS}
+    for seed in range(40):
+        try:
+            runs = [
+                loop.run(
+                    partial(logits_of, model, lengths["block_length"]),
+                    random_prompt(length, seed),
+                    **options,
                 )
-            except block_loops.NoEnd:
-                continue
-            masks = any(MASK_ID in canvas[:gen_length] for canvas in single.history[-1:])
-            if single.history == double.history and not masks:
-                asked = {"block_length": block_length, "gen_length": gen_length, **loop.asked}
-                found.append(Wanted(Ask(prompt, asked), single))
-                break
-        else:
-            raise AssertionError(f"{name}: no clear prompt of {length} tokens")
-    return found
+                for model in (single, double)
+            ]
+        except block_loops.NoEnd:
+            continue
+        masks = any(MASK_ID in canvas[: lengths["gen_length"]] for canvas in runs[0].history[-1:])
+        if runs[0].history == runs[1].history and not masks:
+            found = {"answer": runs[0].answer, "num_forwards": runs[0].forwards}
+            return {"prompt_seed": seed, **found}
+    raise AssertionError(f"no clear prompt of {length} tokens for {loop.asked}")
 
 
 def logits_of(model: Any, block_length: int, tokens: Sequence[int]) -> torch.Tensor:
@@ -164,17 +168,16 @@ def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
     """The loops decode the last block to its end, the engine as far as the answer reaches."""
-    assert [answer.token_ids for answer in answers] == [decoded.answer for _, decoded in wanted]
-    for answer, (ask, decoded) in zip(answers, wanted, strict=True):
+    assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
+    for answer, (ask, tokens, num_forwards) in zip(answers, wanted, strict=True):
         assert answer.num_forwards is not None
-        assert answer.num_forwards <= decoded.forwards
-        length = len(ask.prompt) + len(decoded.answer)
-        if length % ask.extra["block_length"] == 0:
-            assert answer.num_forwards == decoded.forwards
+        assert answer.num_forwards <= num_forwards
+        if (len(ask.prompt) + len(tokens)) % ask.extra["block_length"] == 0:
+            assert answer.num_forwards == num_forwards
 
 
 def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
-    return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, _ in wanted]
+    return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
 @pytest.mark.parametrize("cache", ["exact", "none"])

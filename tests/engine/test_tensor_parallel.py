@@ -24,7 +24,7 @@ from tests.engine.test_batching import assert_decoded
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.reference.decode import Decoded
+    from tests.reference.golden import Run
     from tests.reference.llada_model import LLaDAReference
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
@@ -41,7 +41,7 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 POOL_BYTES = 110_000
 
 
-def asks_of(model: LLaDAReference) -> tuple[list[Ask], list[Decoded]]:
+def asks_of(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
     """`REQUESTS`, and what the reference makes of them."""
     cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
     asks = [

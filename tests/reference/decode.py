@@ -345,15 +345,6 @@ def near_ties(trace: Iterable[Step], tolerance: float = 1e-4) -> list[NearTie]:
     return found
 
 
-def first_difference(ids: Sequence[int], reference: Decoded, prompt_len: int) -> int | None:
-    """The first forward of `reference` that committed another id than `ids` holds, or None."""
-    for step in reference.trace:
-        for position, token in step.committed.items():
-            if position >= prompt_len and ids[position - prompt_len] != token:
-                return step.index
-    return None
-
-
 class Loop:
     """The row being decoded and its history."""
 

@@ -28,7 +28,6 @@ from tests.checkpoints import (
 from tests.reference.decode import (
     SpecialIds,
     add_noise,
-    first_difference,
     near_ties,
     num_transfer_tokens,
     select_quota,
@@ -736,14 +735,6 @@ def test_near_ties_are_reported_by_kind() -> None:
     assert kinds(order, threshold=0.9) == {"order"}
     assert kinds(order, threshold=0.1) == set()  # both accepted, their order has no effect
     assert kinds(clear, threshold=exact + 1e-6) == {"threshold"}
-
-
-def test_first_difference_names_the_forward() -> None:
-    model = TableModel(rows_of({1: 2.0}, {2: 5.0}, {3: 9.0}, {4: 1.0}))
-    decoded = semi_ar(model, [7, 8], gen_length=4, block_length=2, steps=4, ids=SMALL)
-    assert first_difference([1, 2, 3, 4], decoded, prompt_len=2) is None
-    assert first_difference([1, 2, 9, 4], decoded, prompt_len=2) == 2
-    assert first_difference([9, 9, 3, 4], decoded, prompt_len=2) == 0
 
 
 def test_a_whole_run_on_a_real_checkpoint(checkpoint: Callable[[str], Path]) -> None:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the published loops made of requests, written down in golden.jsonl.
+
+Parity tests read it. `pytest --write-golden` computes the runs that are asked for anew and writes
+them, with a digest of this folder's sources: while these are the written ones, tests of the
+references themselves have nothing new to say and are left out (`--references` runs them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
+from tests.reference import decode, dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FOLDER = Path(__file__).parent
+RUNS = FOLDER / "golden.jsonl"
+DIGEST = FOLDER / "golden.sha256"
+IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
+MOST_PROMPTS = 40
+
+
+class Run(NamedTuple):
+    """A canvas, how many forwards it took, and the forward that decided each of its tokens.
+
+    filled: tokens of masks of the prompt, by position. is_clear: no decision is a near-tie and no
+    mask is left, so that every difference from it is an error.
+    """
+
+    ids: list[int]
+    num_forwards: int
+    decided_at: list[int]
+    filled: dict[int, int]
+    is_clear: bool
+
+
+class Store:
+    """The runs of the file by what was asked; those that were computed anew."""
+
+    def __init__(self, writes: bool = False) -> None:
+        self.writes = writes
+        self.written: dict[str, Any] = {}
+
+    @property
+    def runs(self) -> dict[str, Any]:
+        return {**_runs_of_file(), **self.written}
+
+
+STORE = Store()
+
+
+@cache
+def _runs_of_file() -> dict[str, Any]:
+    lines = RUNS.read_text(encoding="utf-8").splitlines() if RUNS.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def run(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> Run:
+    """The whole canvas that the published loop makes of a request.
+
+    `asked` are request parameters; gen_length, block_length and, for semi_ar, steps among them.
+    """
+    key = {"prompt": list(prompt), **asked}
+    return _as_run(written(model, key, lambda: _computed(model, prompt, asked)))
+
+
+def clear_case(
+    model: decode.LogitModel, prompt_length: int, first_seed: int = 0, **asked: Any
+) -> tuple[list[int], Run]:
+    """The first of 40 prompts whose run is clear, and that run."""
+    key = {"prompt_length": prompt_length, "first_seed": first_seed, **asked}
+    found = written(model, key, lambda: _searched(model, prompt_length, first_seed, asked))
+    return random_prompt(prompt_length, found["prompt_seed"]), _as_run(found)
+
+
+def reference(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> decode.Decoded:
+    """`run`, computed now, with all of its steps."""
+    options = dict(asked)
+    algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
+    return dispatch.run(model, prompt, ids=IDS, algorithm=algorithm, **options)
+
+
+def written(model: Any, asked: dict[str, Any], compute: Any) -> dict[str, Any]:
+    """What `compute` gave, JSON, when it was asked for `asked` and this model last."""
+    key = json.dumps({"model": name_of(model), **asked}, sort_keys=True)
+    if STORE.writes and key not in STORE.written:
+        STORE.written[key] = compute()
+    found: dict[str, Any] | None = STORE.runs.get(key)
+    assert found is not None, f"{RUNS.name} has no run of {key}: pytest --write-golden writes it"
+    return found
+
+
+def _searched(
+    model: decode.LogitModel, prompt_length: int, first_seed: int, asked: dict[str, Any]
+) -> dict[str, Any]:
+    for seed in range(first_seed, first_seed + MOST_PROMPTS):
+        try:
+            found = _computed(model, random_prompt(prompt_length, seed), asked)
+        except RuntimeError:  # the loop of the threshold cannot end where the mask is predicted
+            continue
+        if found["is_clear"]:
+            return {"prompt_seed": seed, **found}
+    raise AssertionError(f"all of {MOST_PROMPTS} prompts have near-ties for {asked}")
+
+
+def _computed(
+    model: decode.LogitModel, prompt: Sequence[int], asked: dict[str, Any]
+) -> dict[str, Any]:
+    decoded = reference(model, prompt, **asked)
+    decided_at, filled = [0] * len(decoded.ids), {}
+    for step in decoded.trace:
+        for position, token in step.committed.items():
+            if position >= len(prompt):
+                decided_at[position - len(prompt)] = step.index
+            else:
+                filled[position] = token
+    is_clear = MASK_ID not in decoded.ids and not decode.near_ties(decoded.trace)
+    return Run(decoded.ids, decoded.num_forwards, decided_at, filled, is_clear)._asdict()
+
+
+def _as_run(found: dict[str, Any]) -> Run:
+    fields = {name: found[name] for name in Run._fields}
+    return Run(**{**fields, "filled": {int(k): v for k, v in found["filled"].items()}})
+
+
+def name_of(model: Any) -> str:
+    """Its class and the size of its weights, which changes with every one of them."""
+    if not hasattr(model, "golden_name"):
+        size = sum(float(weight.double().abs().sum()) for weight in model.weights.values())
+        model.golden_name = f"{type(model).__name__} {size:.7g}"
+    name: str = model.golden_name
+    return name
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def digest() -> str:
+    """Of the sources that the runs come from."""
+    sources = [*sorted(FOLDER.glob("*.py")), FOLDER.parent / "checkpoints.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def is_up_to_date() -> bool:
+    return DIGEST.exists() and DIGEST.read_text(encoding="utf-8").strip() == digest()
+
+
+def write() -> None:
+    runs = STORE.runs
+    lines = [json.dumps([key, runs[key]], separators=(",", ":")) for key in sorted(runs)]
+    RUNS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    DIGEST.write_text(digest() + "\n", encoding="utf-8")

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The written runs are what the loops give, and each parameter of theirs matters."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import make_case, random_prompt
+from tests.engine.test_algorithms import BLOCKS, DELAYED, DREAM, LOADERS, MULTI, PROMPT_LENGTH
+from tests.engine.test_parity import SETTINGS
+from tests.reference import golden
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AGED = {**DELAYED, "threshold": 1.5, "block_length": 4}
+# Every parameter by cases that differ in it alone.
+ALIKE: dict[str, list[dict[str, Any]]] = {
+    "cache": [
+        {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": cache}
+        for cache in ("none", "prefix", "dual")
+    ],
+    "delay": [{**AGED, "cache_delay_iter": delay} for delay in (0, 2, 10_000)],
+    "refresh": [
+        {**AGED, "cache_delay_iter": 2, "refresh_interval": interval} for interval in (3, 10_000)
+    ],
+    "alg": [
+        {**DREAM, "steps": 8, "alg": alg} for alg in ("entropy", "maskgit_plus", "topk_margin")
+    ],
+    "block thresholds": [
+        {**MULTI, "threshold": 1.5, "block_add_threshold": a, "decoded_token_threshold": d}
+        for a, d in ((0.5, 0.5), (0.1, 0.95), (1.0, 1.0))
+    ],
+    "guidance": [SETTINGS["small blocks"] | {"cfg_scale": scale} for scale in (0.0, 0.5, 3.0)],
+    "remasking": [SETTINGS["small blocks"], SETTINGS["small blocks"] | {"remasking": "random"}],
+    "temperature": [SETTINGS["temperature"] | {"temperature": t} for t in (0.0, 0.7, 1.0)],
+    "threshold": [{**BLOCKS, "threshold": limit} for limit in (0.3, 0.6, 0.9)],
+}
+
+
+@pytest.fixture(scope="module", params=["mha", "dream", "moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = make_case(tmp_path_factory.mktemp(request.param), request.param)
+    return LOADERS[request.param](folder)
+
+
+@pytest.mark.parametrize("settings", ALIKE.values(), ids=ALIKE.keys())
+def test_the_settings_are_told_apart(model: Any, settings: list[dict[str, Any]]) -> None:
+    """Were a parameter ignored, tokens or forwards would differ somewhere."""
+    if model.logit_shift and "remasking" in settings[-1]:
+        pytest.skip("not a parameter of Dream")
+    for seed in range(20):
+        prompt = random_prompt(PROMPT_LENGTH, seed)
+        runs = [
+            golden.reference(model, prompt, **{"seed": 7, "guard_mask_token": True, **asked})
+            for asked in settings
+        ]
+        if len({(*run.ids, run.num_forwards) for run in runs}) == len(settings):
+            return
+    raise AssertionError(f"20 prompts cannot tell {settings} apart")
+
+
+def test_a_sample_of_the_written_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = golden.STORE.runs
+    mine = [key for key in sorted(written) if json.loads(key)["model"] == golden.name_of(model)]
+    assert len(mine) > 50
+    monkeypatch.setattr(golden, "STORE", golden.Store(writes=True))
+    for key in mine[:: len(mine) // 10]:
+        asked = json.loads(key)
+        del asked["model"]
+        golden.run(model, **asked) if "prompt" in asked else golden.clear_case(model, **asked)
+        assert golden.STORE.written[key] == written[key]
