@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several GPUs against one, in one run: time of a step, and tokens a second.
 
-    benchmarks/parallel.py [--ways one tp2 dp2] [--lengths 32 256 1024] [--output-dir results]
-    benchmarks/parallel.py --ways one sp2 --long 65536 204800
-    benchmarks/parallel.py --model models/llada-tiny --ways one tp2 --lengths 32   (on a CPU)
+    benchmarks/parallel.py [--ways one tp2 dp2 sp2] [--output-dir results/parallel]
+    benchmarks/parallel.py --ways one sp2 --long 65536      (of several machines the same way)
+    benchmarks/parallel.py --model models/llada-tiny --ways one tp2 sp2 --long 1024   (on a CPU)
 
 Without --model the engines have the shape of LLaDA-8B and random weights, bf16. Ways: `one` GPU,
 `tpN` tensor-parallel and `spN` sequence-parallel ranks, `dpN` replicas behind upstream's load
-balancer. Measured of each:
+balancer. All engines start together, each in a process of its own, and are measured one after the
+other, while the others have nothing to do; three minutes on two H200s. Measured:
 
-    step       milliseconds from step to step of a lone request of so many rows, no cache (not of
-               replicas, of which one alone has it)
-    no cache   tokens a second of 32 clients, which ask again as soon as they are answered: prompt
-               128, canvas 128 in blocks of 32, two tokens a forward
-    long       with --long, in place of all these: seconds of the only step of a lone request of so
-               many rows, its prompt all but a block of 128
-    dual       the same with `cache: dual` and 64 clients a replica (64 of all where ranks share)
+    step       milliseconds from step to step of a lone request of so many rows, no cache (`one`,
+               `tpN`)
+    no cache   tokens a second of 32 clients, each with one request: prompt 128, canvas 128 in
+               blocks of 32, two tokens a forward (32 for each replica)
+    dual       the same with `cache: dual` and 64 clients
+    long       seconds of the only step of a lone request of so many rows, its prompt all but a
+               block of 128 (`one`, `spN`)
 
 Written: parallel.json and parallel.png.
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -39,6 +41,8 @@ for _name, _value in {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # weights are drawn in the workers
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_ACTIVATION_POOL_SIZE_BYTES": str(16 << 30),  # engines share the cards
     "OMP_WAIT_POLICY": "PASSIVE",
 }.items():
     os.environ.setdefault(_name, _value)
@@ -52,13 +56,15 @@ from benchmarks.run_record import software_record  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from multiprocessing.connection import Connection
 
-WAYS = ("one", "tp2", "dp2")
+WAYS = ("one", "tp2", "dp2", "sp2")
 LENGTHS = (32, 256, 1024)
 BLOCK = 32
 PROMPT, CANVAS = 128, 128
-LONG_CANVAS, WARM_ROWS = 128, 4096
-FEW_STEPS, ROUNDS = 4, 5
+LONG_CANVAS, WARM_ROWS = 128, 8192
+LONG = (65_536, 204_800)
+FEW_STEPS, ROUNDS = 4, 3
 CLIENTS = {"no cache": 32, "dual": 64}
 
 
@@ -146,67 +152,150 @@ class Client:
         await self.ask(length - canvas, {**blocks, "steps": 1})
         return self.denoise_s
 
-    async def tokens_per_s(self, num_clients: int, cache: str, rounds: int) -> float:
-        """Of clients that ask so often each, after one round to warm up."""
+    async def tokens_per_s(self, num_clients: int, cache: str) -> float:
+        """Of so many requests at once, after as many short ones to warm up."""
         extra: dict[str, Any] = {"algorithm": "semi_ar", "gen_length": CANVAS, "cache": cache}
-        extra |= {"block_length": BLOCK, "steps": CANVAS // 2}
+        extra["block_length"] = BLOCK
 
-        async def client(rounds: int) -> int:
-            return sum([await self.ask(PROMPT, extra) for _ in range(rounds)])
+        async def ask_all(steps: int) -> int:
+            asked = {**extra, "steps": steps}
+            return sum(await asyncio.gather(*(self.ask(PROMPT, asked) for _ in range(num_clients))))
 
-        await asyncio.gather(*(client(1) for _ in range(num_clients)))
+        await ask_all(CANVAS // BLOCK)
         started = time.perf_counter()
-        counts = await asyncio.gather(*(client(rounds) for _ in range(num_clients)))
-        return sum(counts) / (time.perf_counter() - started)
+        return await ask_all(CANVAS // 2) / (time.perf_counter() - started)
 
 
-async def measures(
-    engine: Any, way: str, lengths: list[int], long: list[int], rounds: int
-) -> AsyncIterator[tuple[str, float, str]]:
-    """(measure, value, unit) of one engine."""
-    client = Client(engine)
-    if long:
-        await client.long_step_s(min(WARM_ROWS, *long))
-        for length in long:
-            yield f"one step of {length:,}", await client.long_step_s(length), "s"
-        return
-    is_replicated = way.startswith("dp")
-    for length in () if is_replicated else lengths:
-        yield f"step, T = {length:,}", await client.step_ms(length), "ms"
-    replicas = int(way[2:]) if is_replicated else 1
-    for name, number in CLIENTS.items():
-        cache = "none" if name == "no cache" else name
-        value = await client.tokens_per_s(number * replicas, cache, rounds)
-        yield f"{number} clients a replica, {name}", value, "tokens/s"
+@dataclass(frozen=True)
+class Job:
+    """An engine and what is measured of it.
+
+    Attributes:
+        way: of `WAYS`.
+        model: checkpoint.
+        draws: it has no weights.
+        lengths: of steps.
+        long: of long ones; not empty where that is all that is measured.
+    """
+
+    way: str
+    model: Path
+    draws: bool
+    lengths: tuple[int, ...]
+    long: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.way}, long" if self.long else self.way
+
+    async def run(self, parent: Connection) -> None:
+        """Start, say so, wait for the word to begin, and send row after row, then None."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from vllm import AsyncEngineArgs
+
+        settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
+        if self.draws:
+            settings |= {"dtype": "bfloat16", "max_model_len": max(4096, *self.long, *self.lengths)}
+            settings["load_format"] = "dummy"
+        settings |= settings_of(self.way) | {"enforce_eager": bool(self.long)}
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(self.model), disable_log_stats=True, **settings)
+        )
+        try:
+            if self.draws:
+                await engine.collective_rpc(randomise_rank)
+            parent.send("ready")
+            parent.recv()
+            async for measure, value, unit in self._measures(engine):
+                parent.send(Row(self.way, measure, value, unit))
+            parent.send(None)
+        finally:
+            engine.shutdown()
+
+    async def _measures(self, engine: Any) -> AsyncIterator[tuple[str, float, str]]:
+        """(measure, value, unit)."""
+        client = Client(engine)
+        if self.long:
+            await client.long_step_s(min(WARM_ROWS, *self.long))
+            for length in self.long:
+                yield f"one step of {length:,}", await client.long_step_s(length), "s"
+            return
+        is_replicated = self.way.startswith("dp")
+        for length in () if is_replicated else self.lengths:
+            yield f"step, T = {length:,}", await client.step_ms(length), "ms"
+        replicas = int(self.way[2:]) if is_replicated else 1
+        for name, number in CLIENTS.items():
+            cache = "none" if name == "no cache" else name
+            value = await client.tokens_per_s(number * replicas, cache)
+            yield f"{number} clients a replica, {name}", value, "tokens/s"
 
 
-async def run_way(
-    way: str, model: Path, asked: argparse.Namespace, *, draws: bool, **settings: Any
-) -> list[Row]:
-    """All rows of one way, without ratios."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from vllm import AsyncEngineArgs
-
-    if draws:
-        settings["load_format"] = "dummy"
-    arguments = AsyncEngineArgs(
-        model=str(model), disable_log_stats=True, **settings_of(way), **settings
-    )
-    started = time.perf_counter()
-    engine = AsyncLLM.from_engine_args(arguments)
-    rows = []
+def run_job(job: Job, parent: Connection) -> None:
+    """The process of an engine; it ends with the one that started it."""
     try:
-        if draws:
-            await engine.collective_rpc(randomise_rank)
-        print(f"{way}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-        async for measure, value, unit in measures(
-            engine, way, asked.lengths, asked.long, asked.rounds
-        ):
-            print(f"{way:<4} {measure:<34} {value:>9.2f} {unit}", flush=True)
-            rows.append(Row(way, measure, value, unit))
-    finally:
-        engine.shutdown()
+        asyncio.run(job.run(parent))
+    except EOFError:
+        print(f"{job.name}: nobody waits", flush=True)
+
+
+class Running:
+    """A job in its process."""
+
+    def __init__(self, job: Job) -> None:
+        self.name = job.name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run_job, args=(job, theirs))
+        self._process.start()
+        theirs.close()
+
+    def rows(self) -> list[Row]:
+        """What it measures, printed row by row; as far as it came, where its process has died."""
+        found: list[Row] = []
+        try:
+            self._connection.send("begin")
+            while (row := self._connection.recv()) is not None:
+                print(f"{row.way:<4} {row.measure:<34} {row.value:>9.2f} {row.unit}", flush=True)
+                found.append(row)
+        except (EOFError, BrokenPipeError):
+            print(f"{self.name}: died", flush=True)
+        return found
+
+    def wait_until_ready(self) -> None:
+        try:
+            self._connection.recv()
+        except EOFError:
+            print(f"{self.name}: did not start", flush=True)
+
+    def end(self) -> None:
+        """Let it give back its memory."""
+        self._connection.close()
+        self._process.join(30)
+        self._process.terminate()
+
+
+def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
+    """The engines of the ways: those for long steps by themselves, without graphs."""
+    common = (model, asked.model is None)
+    short = [Job(way, *common, tuple(asked.lengths)) for way in asked.ways if way[:2] != "sp"]
+    divided = [way for way in asked.ways if way == "one" or way[:2] == "sp"]
+    if not asked.long:
+        return short
+    return short + [Job(way, *common, (), tuple(asked.long)) for way in divided]
+
+
+def run_all(jobs: list[Job]) -> list[Row]:
+    """All rows, without ratios."""
+    started = time.perf_counter()
+    running = [Running(job) for job in jobs]
+    rows: list[Row] = []
+    for one in running:
+        one.wait_until_ready()
+    print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+    for one in running:
+        rows += one.rows()
+        one.end()
     return rows
 
 
@@ -254,22 +343,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="one, tpN, spN, dpN")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--long", nargs="+", type=int, default=[])
-    parser.add_argument("--rounds", type=int, default=2, help="requests of a client")
+    parser.add_argument("--long", nargs="*", type=int, default=list(LONG))
     parser.add_argument("--output-dir", type=Path, default=Path("results/parallel"))
     arguments = parser.parse_args()
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or Path(folder)
         if arguments.model is None:
             write_checkpoint(model, "llada")
-        settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
-        if arguments.model is None:
-            settings |= {"dtype": "bfloat16", "max_model_len": max(4096, *arguments.long)}
-        for way in arguments.ways:
-            draws = arguments.model is None
-            rows += asyncio.run(run_way(way, model, arguments, draws=draws, **settings))
-    rows = with_ratios(rows)
+        rows = with_ratios(run_all(jobs_of(arguments, model)))
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     record = software_record() | {"rows": [asdict(row) for row in rows]}
     (arguments.output_dir / "parallel.json").write_text(json.dumps(record, indent=1))

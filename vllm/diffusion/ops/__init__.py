@@ -2,7 +2,14 @@
 """The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
-from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
+from vllm.diffusion.ops.collectives import (
+    Collectives,
+    align_ranks,
+    expect_norm,
+    expected_norm,
+    join_ranks,
+    tensor_parallel,
+)
 from vllm.diffusion.ops.experts import SOFTMAX, Matrices, Routing, Scoring, add_experts, route_rows
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.fused import (
@@ -73,6 +80,8 @@ __all__ = [
     "align_ranks",
     "apply_rotary",
     "candidates",
+    "expect_norm",
+    "expected_norm",
     "gather_columns",
     "join_ranks",
     "kind_of",
