@@ -26,6 +26,9 @@ class Ranks:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
+    def settle(self) -> None:
+        self.asked.append("settle")
+
     def stop_waiting(self) -> None:
         self.asked.append("stop")
 
@@ -81,20 +84,20 @@ def test_ranks_agree_on_what_failed(
     boards: list[Board], errors: tuple[Any, Any], kinds: tuple[Any, Any]
 ) -> None:
     ranks = [Ranks(), Ranks()]
-    agreements = [Agreement(r, b) for r, b in zip(ranks, boards, strict=True)]  # type: ignore[arg-type]
+    agreements = [Agreement(r, board=b) for r, b in zip(ranks, boards, strict=True)]
     for _ in range(3):
         found = on_both(
             lambda: agreements[0].reach(errors[0]), lambda: agreements[1].reach(errors[1])
         )
         assert tuple(None if f is None else type(f) for f in found) == kinds
-    has_failed = any(errors)
+    end = "anew" if any(errors) else "settle"
     for rank, error in zip(ranks, errors, strict=True):
-        assert rank.asked == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
+        assert rank.asked == 3 * (["stop"] * (error is not None) + [end])
 
 
 def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[Board]) -> None:
     ranks = [Ranks(), Ranks()]
-    asking, failing = (Agreement(r, b) for r, b in zip(ranks, boards, strict=True))  # type: ignore[arg-type]
+    asking, failing = (Agreement(r, board=b) for r, b in zip(ranks, boards, strict=True))
     assert on_both(lambda: asking.most(7), lambda: failing.most(9)) == [9, 9]
 
     def ask() -> Any:
@@ -112,4 +115,4 @@ def test_one_rank_keeps_its_own_error() -> None:
     assert Agreement().reach(error) is error
     assert Agreement().reach(None) is None
     with pytest.raises(ValueError, match="a"):
-        Agreement(Ranks()).reach(error)  # type: ignore[arg-type]  # others wait, and cannot hear
+        Agreement(Ranks()).reach(error)  # others wait, and cannot hear

@@ -151,15 +151,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     distributed.init_process_group("nccl", device_id=device)
     torch.manual_seed(distributed.get_rank())
-    memory = Memory(ROWS[-1] * WIDTH * 2, device)
+    memory = Memory(max(arguments.rows) * WIDTH * 2, device)
     rows: list[dict[str, float]] = []
-    for num_rows in ROWS:
+    for num_rows in arguments.rows:
         x = torch.zeros(num_rows, WIDTH, device=device, dtype=torch.bfloat16)
         check(memory, x)
         row: dict[str, float] = {"rows": num_rows}

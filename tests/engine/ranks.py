@@ -79,6 +79,9 @@ class ThreadPeers:
     def least(self, number: int) -> int:
         return min(self._swap(number))
 
+    def join_board(self) -> None:
+        """Threads cannot fail alone."""
+
 
 class Ranked:
     """Runners of all ranks in place of one; the first one's results count."""
@@ -120,6 +123,23 @@ class Ranked:
             r.canvases or r.pool.has_frame or r.pool.used_bytes > r.caches.reserved_bytes
             for r in self.runners
         )
+
+
+def fail_once(worker: Any, error: str) -> None:
+    """The second rank fails in a layer of the next step, while the first one waits for it."""
+    from vllm.diffusion.memory import PoolExhaustedError
+
+    runner = worker.worker.model_runner
+    if worker.worker.rank != 1:
+        return
+    layer = runner.model.layers[1]
+    feed_forward = layer.feed_forward
+
+    def fail(*_: Any) -> None:
+        layer.feed_forward = feed_forward
+        raise PoolExhaustedError("x", 2, 1) if error == "memory" else RuntimeError("it broke")
+
+    layer.feed_forward = fail
 
 
 @contextmanager

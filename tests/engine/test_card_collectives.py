@@ -95,7 +95,7 @@ def check_norms(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
 
 def check_failure(ranks: CardCollectives, board: Board, rank: int) -> None:
     """The second rank leaves the first one waiting in kernels; then both go on."""
-    agreement = Agreement(ranks, board)
+    agreement = Agreement(ranks, board=board)
     x = torch.ones(64, 256, device="cuda")
     for _ in range(3):
         error: Exception | None = None

@@ -6,6 +6,7 @@ Most ranks are threads here (`tests/engine/ranks.py`); one engine has real proce
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from vllm.v1.executor import Executor
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
-from tests.engine.ranks import ranked
+from tests.engine.ranks import fail_once, ranked
 from tests.engine.test_chunks import CUT, SHORT, asks, tokens
+from tests.engine.test_guided import SCHEMA
+from tests.engine.test_guided import asks as guided_asks
 from tests.engine.test_overlay import engine_config
 from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.budget import planning_budget
@@ -111,6 +114,22 @@ def test_records_are_bit_equal(
             assert (ranks.num_exchanges > 0) == (shards > 1)
     one, two = (answer.report["scores"] for answer in answers)
     assert one == two
+
+
+def test_guided_answers_are_those_of_one_rank(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank reads all rows of such a step, in parts, with those of others beside them."""
+    guided = guided_asks(["semi_ar", "guidance"], 0.0, json=SCHEMA)
+    guided += guided_asks(["dream"], 0.7, regex="[a-z]{3,8}!")
+    guided.append(replace(guided[0], sampling={"logprobs": 2}))
+    with running(checkpoint("mha")) as engine:
+        wanted = tokens(engine.ask(*guided, *whole_asks()))
+    with ranked(checkpoint("mha"), 2) as (engine, ranks):
+        use(DIVIDED, ranks, monkeypatch)
+        assert tokens(engine.ask(*guided, *whole_asks())) == wanted
+        assert ranks.num_exchanges > 0
+        assert engine.is_idle() and ranks.are_idle()
 
 
 def test_only_steps_of_enough_rows_are_divided(checkpoint: Callable[[str], Path]) -> None:
@@ -230,7 +249,10 @@ DIVIDING: dict[str, Any] = {
 
 
 def processes_equal_one(folder: Path, ranks: dict[str, Any], **settings: Any) -> None:
-    """Divided, undivided, with kept keys and values, in slices, and after an abort."""
+    """Divided, undivided, with kept keys and values, in slices, after an abort, and after errors.
+
+    A rank that fails by itself in a divided step ends the requests of that step.
+    """
     long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
     with running(folder, **settings) as engine:
         wanted, whole = tokens(engine.ask(long, *asks())), tokens(engine.ask(*whole_asks()))
@@ -243,6 +265,13 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], **settings: Any) ->
             engine.llm.llm_engine.step()
         engine.llm.llm_engine.abort_request(["gone"])
         assert tokens(engine.ask(long, *asks())) == wanted
+        engine.scheduler.slicing.longest_pause_s = math.inf
+        for error, is_over in (("other", True), ("memory", False)):
+            engine.llm.collective_rpc(fail_once, args=(error,))
+            (answer,) = engine.ask(long)
+            assert ("RankError" in answer.report.get("error", "")) == is_over
+            assert is_over or tokens([answer]) == wanted[:1]
+            assert tokens(engine.ask(long, *asks())) == wanted
 
 
 @pytest.mark.slow

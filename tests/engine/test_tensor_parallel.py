@@ -19,6 +19,7 @@ from tests.engine.harness import (
     running,
     shrink,
 )
+from tests.engine.ranks import fail_once
 from tests.engine.test_batching import assert_decoded
 
 if TYPE_CHECKING:
@@ -52,23 +53,6 @@ def asks_of(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
 
 def shrink_rank(worker: Any) -> None:
     shrink(worker.worker.model_runner, POOL_BYTES)
-
-
-def fail_once(worker: Any, error: str) -> None:
-    """The second rank fails in a layer of the next step, while the first one waits for it."""
-    from vllm.diffusion.memory import PoolExhaustedError
-
-    runner = worker.worker.model_runner
-    if worker.worker.rank != 1:
-        return
-    layer = runner.model.layers[1]
-    feed_forward = layer.feed_forward
-
-    def fail(*_: Any) -> None:
-        layer.feed_forward = feed_forward
-        raise PoolExhaustedError("x", 2, 1) if error == "memory" else RuntimeError("it broke")
-
-    layer.feed_forward = fail
 
 
 def break_rule(worker: Any) -> None:

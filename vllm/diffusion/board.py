@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import distributed
 
+from vllm.diffusion.errors import RankError, RankMemoryError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,6 +24,7 @@ WELL, NO_MEMORY, FAILED, NUMBER = range(4)
 
 _MOST_RANKS = 8
 _SPINS, _PAUSE_S = 200, 2e-5  # looks at the board before others may have the processor
+_LOOK_S = 1e-5  # between two looks at work of the host
 _MEMORY = "/dev/shm"
 
 
@@ -34,7 +37,7 @@ def processes_here(group: distributed.ProcessGroup) -> list[int]:
 
 
 class Board:
-    """A number of every rank, again and again, and a flag that kernels see.
+    """A number of every rank, again and again, and a flag that kernels and threads see.
 
     All ranks call `exchange` equally often. One cannot be two calls ahead of another, so two places
     a rank suffice, used in turn.
@@ -99,6 +102,21 @@ class Board:
             time.sleep(0 if looks < _SPINS else _PAUSE_S)
         found: list[int] = self._numbers[turn].tolist()
         return found
+
+    def wait(self, work: distributed.Work) -> None:
+        """Until it is done, and no longer than all ranks are well.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        while not work.is_completed():
+            failure = self.failure_of_others()
+            if failure == NO_MEMORY:
+                raise RankMemoryError("another rank has no memory for it")
+            if failure:
+                raise RankError("another rank failed")
+            time.sleep(_LOOK_S)
+        work.wait()
 
     def failure_of_others(self) -> int:
         """The largest number of those who have come to the next exchange; 0 where nobody has."""

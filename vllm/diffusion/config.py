@@ -153,8 +153,6 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         )
     generation = model.try_get_generation_config() | model.override_generation_config
     ids = _special_ids(model, generation, family)
-    is_divided = sequence_parallel(vllm_config).size > 1  # no rank sees all rows of a step
-    has_guides = not (model.skip_tokenizer_init or is_divided)
     vocab_size = config.architecture.num_embeddings
     return ServedModel(
         family=family,
@@ -166,7 +164,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
-        guides=_guides(model, ids, vocab_size) if has_guides else None,
+        guides=_guides(model, ids, vocab_size) if not model.skip_tokenizer_init else None,
     )
 
 

@@ -9,17 +9,20 @@ tensor-parallel group and number r // TP in its sequence-parallel group.
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from vllm.diffusion.board import Board
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -58,6 +61,9 @@ class Peers(Protocol):
     def least(self, number: int) -> int:
         """The least number of any rank; the host waits for all of them."""
 
+    def join_board(self) -> Board | None:
+        """A board of these ranks, if they are several on one host; all of them come here."""
+
 
 class Alone:
     """One rank, which has nobody to tell anything."""
@@ -78,35 +84,120 @@ class Alone:
     def least(self, number: int) -> int:
         return number
 
+    def join_board(self) -> Board | None:
+        return None
+
 
 ALONE = Alone()
+_LOOK_S = 0.02  # between two looks of a thread at the board
 
 
 class Group:
-    """Ranks in processes of their own, by torch's collectives."""
+    """Ranks in processes of their own, by torch's collectives.
+
+    A rank that fails leaves the others waiting, on their hosts or, with NCCL, on their cards, whose
+    queue may hold up the host besides. Once they listen to a board, hosts look at it while they
+    wait, and a thread of each ends what its card waits for (`engine/agreement.py`).
+    """
 
     def __init__(self, group: GroupCoordinator) -> None:
         self._device, self._host = group.device_group, group.cpu_group
+        self._is_on_cards = dist.get_backend(self._device) == "nccl"
         self.rank, self.size = group.rank_in_group, group.world_size
+        self._board: Board | None = None
+        self._cut = threading.Lock()
+        self._is_cut = False  # this rank's card waits for nobody until all begin anew
+        self._settled: torch.cuda.Event | None = None  # what all ranks have launched before
 
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        dist.all_to_all_single(out, given, list(received), list(sent), group=self._device)
+        counts = list(received), list(sent)
+        self._run(dist.all_to_all_single, out, given, *counts, group=self._device)
 
     def gather(self, given: Tensor) -> Tensor:
         out = given.new_empty(self.size * given.shape[0], *given.shape[1:])
-        dist.all_gather_into_tensor(out, given.contiguous(), group=self._device)
+        self._run(dist.all_gather_into_tensor, out, given.contiguous(), group=self._device)
         return out.view(self.size, *given.shape)
 
     def follow(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, group=self._device, group_src=0)
+        self._run(dist.broadcast, tensor, group=self._device, group_src=0)
         return tensor
 
     def least(self, number: int) -> int:
         found = torch.tensor(number)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._host)
+        self._run(dist.all_reduce, found, op=dist.ReduceOp.MIN, group=self._host)
         return int(found)
+
+    def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """One that the host waits for does so no longer than all ranks are well."""
+        is_of_cards = self._is_on_cards and named["group"] is self._device
+        if self._board is None or is_of_cards:
+            collective(*arguments, **named)
+        else:
+            self._board.wait(collective(*arguments, async_op=True, **named))
+
+    # ---- when a rank fails ----
+
+    def join_board(self) -> Board | None:
+        return Board.join(self._host) if self.size > 1 else None
+
+    def listen(self, board: Board) -> None:
+        """Hear on a board, of these ranks and maybe of others, when one of them fails."""
+        self._board = board
+        if self._is_on_cards:
+            self.settle()
+            device = torch.cuda.current_device()
+            threading.Thread(target=self._watch, args=(device,), name="ranks", daemon=True).start()
+
+    @property
+    def can_begin_anew(self) -> bool:
+        return self._board is not None
+
+    def settle(self) -> None:
+        if self._is_on_cards:
+            self._settled = self._settled or torch.cuda.Event()
+            self._settled.record()
+
+    def stop_waiting(self) -> None:
+        if self._board is not None:
+            if self._is_on_cards:
+                torch.cuda.synchronize()  # what others wait for in earlier steps
+            self._board.is_over.fill_(1)
+
+    def begin_anew(self) -> None:
+        assert self._board is not None
+        self._end_waiting()
+        if self._is_on_cards:
+            torch.cuda.synchronize()
+        self._board.exchange(0)  # nobody waits
+        if self._board.rank == 0:
+            self._board.is_over.fill_(0)
+        self._board.exchange(0)
+        ranks, backend = dist.get_process_group_ranks(self._host), dist.get_backend(self._device)
+        with self._cut:
+            self._host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._device = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            self._is_cut = False
+        if self._is_on_cards:
+            _connect(self, torch.device("cuda", torch.cuda.current_device()))
+
+    def _end_waiting(self) -> None:
+        """End what this rank's card waits for, but for steps that all ranks have launched."""
+        with self._cut:
+            if self._is_on_cards and not self._is_cut:
+                self._is_cut = True
+                if self._settled is not None:
+                    self._settled.synchronize()
+                self._device.abort()
+
+    def _watch(self, device: int) -> None:
+        """Look after the card while the host may be held up by its queue."""
+        torch.cuda.set_device(device)
+        while self._board is not None:
+            time.sleep(_LOOK_S)
+            if int(self._board.is_over):
+                self._end_waiting()
 
 
 @dataclass(frozen=True)
@@ -139,11 +230,7 @@ class Ranks:
 
     def connect(self, device: torch.device) -> None:
         """Let those that divide rows open what connects them, before free memory is measured."""
-        peers, ones = self.sequence, torch.ones(self.sequence.size, device=device)
-        counts = [1] * peers.size
-        peers.exchange(torch.empty_like(ones), ones, counts, counts)
-        peers.gather(ones)
-        peers.follow(ones)
+        _connect(self.sequence, device)
 
     @property
     def are_several(self) -> bool:
@@ -158,6 +245,14 @@ class Ranks:
         size = -(-num_rows // self.sequence.size)
         starts = [min(rank * size, num_rows) for rank in range(self.sequence.size + 1)]
         return [slice(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def _connect(peers: Peers, device: torch.device) -> None:
+    """Open what connects ranks, which takes memory of the device."""
+    ones, counts = torch.ones(peers.size, device=device), [1] * peers.size
+    peers.exchange(torch.empty_like(ones), ones, counts, counts)
+    peers.gather(ones)
+    peers.follow(ones)
 
 
 def _group(name: str, members: list[list[int]]) -> Group:

@@ -7,7 +7,7 @@ what failed on one rank has failed on all, so its requests end on all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,7 +16,6 @@ from vllm.diffusion.errors import ActivationBudgetError, RankError, RankMemoryEr
 from vllm.diffusion.memory import PoolExhaustedError
 
 if TYPE_CHECKING:
-    from vllm.diffusion import ops
     from vllm.diffusion.board import Board
 
 OUT_OF_MEMORY = (
@@ -29,17 +28,34 @@ _CODE_BITS = 2
 _CODE = (1 << _CODE_BITS) - 1
 
 
+class Meets(Protocol):
+    """Where ranks wait for each other within a step."""
+
+    @property
+    def can_begin_anew(self) -> bool:
+        """Whether ranks can go on after one of them has left the others waiting."""
+
+    def settle(self) -> None:
+        """All ranks have come through what they did so far."""
+
+    def stop_waiting(self) -> None:
+        """This rank has failed and makes no more calls; others hear so while they wait."""
+
+    def begin_anew(self) -> None:
+        """Forget calls that not all ranks have made; all of them come here."""
+
+
 class Agreement:
     """What all ranks know of what they did; one rank by itself has nobody to ask.
 
     Args:
-        ranks: that do the same; None for one.
-        board: of these, if they are on one host. Without one an error ends the engine, as others
-            wait for this rank.
+        meets: where ranks that do the same wait for each other; none for one rank.
+        board: of all of them, if they are on one host. Without one an error ends the engine, as
+            others wait for this rank.
     """
 
-    def __init__(self, ranks: ops.Collectives | None = None, board: Board | None = None) -> None:
-        self._ranks, self._board = ranks, board
+    def __init__(self, *meets: Meets, board: Board | None = None) -> None:
+        self._meets, self._board = meets, board
 
     def reach(self, error: Exception | None) -> Exception | None:
         """This rank's error, or what stands for another's; None where all ranks came through.
@@ -47,18 +63,20 @@ class Agreement:
         Raises:
             Exception: this rank's error, where the others could not go on.
         """
-        if self._ranks is None:
+        if not self._meets:
             return error
-        if self._board is None or not self._ranks.can_begin_anew:
+        if self._board is None or not all(meet.can_begin_anew for meet in self._meets):
             if error is not None:
                 raise error
             return None
         if error is not None:
-            self._ranks.stop_waiting()
+            for meet in self._meets:
+                meet.stop_waiting()
         worst = _worst(self._board, _code_of(error))
+        for meet in self._meets:
+            meet.settle() if worst == WELL else meet.begin_anew()
         if worst == WELL:
             return None
-        self._ranks.begin_anew()
         if error is not None and _code_of(error) == worst:
             return error
         if worst == NO_MEMORY:

@@ -105,6 +105,9 @@ class SamplePart(NamedTuple):
         return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
 
 
+EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), (), ())
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """One step's input; it lives for that step.

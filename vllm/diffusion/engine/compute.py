@@ -7,7 +7,8 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.division import Cuts, Division, gathered, rounds_of
+from vllm.diffusion.engine.batch import EMPTY_PART
+from vllm.diffusion.engine.division import Cuts, Division, gathered, rounds_of, to_first
 from vllm.diffusion.engine.first_forwards import FirstForwards
 from vllm.diffusion.engine.forward import (
     run_body,
@@ -114,13 +115,17 @@ class Compute:
     def _streamed(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
         """The same by groups of heads, from the host, or where every rank has a share of the rows.
 
-        Then they deal out the parts of the sample rows, and all return the same.
+        Then they deal out the parts of the sample rows, and all return the same. Where a request
+        chooses several rows together, the first rank takes all of them.
         """
         pool, caches = self._pool, self._caches
         ranks = self._ranks if plan.shards > 1 else Ranks()
         division, peers = Division(ranks, batch.num_rows), ranks.sequence
         even = -(-batch.shape.sample_rows // peers.size)
         parts = list(batch.sample_parts(max(min(plan.logits_rows, even), 1)))
+        is_joint = any(batch.joints)
+        if is_joint:
+            parts = to_first(parts, peers.size)
         rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
         self._make_room(batch, plan)
         with pool.scope("step"):
@@ -138,7 +143,7 @@ class Compute:
                 yield plan.chunk_seconds.read
                 with pool.scope("sample rows"):
                     hidden = self._dealt(streamed, taken, given, peers)
-                    if taken.part is None:
+                    if taken.part is None or taken.part is EMPTY_PART:
                         continue
                     if plan.shards == 1:  # this rank has all of them
                         self.first_forwards.note(batch, taken.part, hidden)
@@ -146,8 +151,10 @@ class Compute:
             if batch.slot_mapping.size:
                 caches.end_step()
             own = joined(found)
+            if is_joint and peers.rank == 0:
+                own = batch.choose_jointly(own)
             if plan.shards == 1 or not parts:
-                return self._agreed(batch.choose_jointly(own))
+                return self._agreed(own)
             return gathered(own.to(self._device), parts, peers)
 
     def _dealt(

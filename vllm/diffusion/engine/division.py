@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from vllm.diffusion.engine.batch import EMPTY_PART
 from vllm.diffusion.exchange import HeadExchange
 from vllm.diffusion.memory import chunks
 
@@ -144,6 +145,11 @@ class Round(NamedTuple):
     def positions(self) -> Array:
         """[r] int64, on the canvas, of this rank's part."""
         return _NO_ROWS if self.part is None else self.part.positions
+
+
+def to_first(parts: Sequence[SamplePart], size: int) -> list[SamplePart]:
+    """The same for so many ranks, of which the first one takes all parts and the others nothing."""
+    return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
 
 
 def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:

@@ -10,9 +10,9 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs, ops, pages, startup_log, watchdog
-from vllm.diffusion.board import Board, processes_here
+from vllm.diffusion.board import processes_here
 from vllm.diffusion.config import row_budget, sequence_parallel, served_model
-from vllm.diffusion.engine.agreement import Agreement
+from vllm.diffusion.engine.agreement import Agreement, Meets
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
@@ -23,10 +23,9 @@ from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
 from vllm.diffusion.memory.planner import readable
 from vllm.diffusion.models.weights import quantised_sizes
-from vllm.diffusion.ranks import Ranks
+from vllm.diffusion.ranks import Group, Ranks
 from vllm.distributed import (
     ensure_model_parallel_initialized,
-    get_tp_group,
     init_distributed_environment,
     set_custom_all_reduce,
 )
@@ -134,14 +133,21 @@ class DiffusionWorker(WorkerBase):
 
     def _join_ranks(self, model: DiffusionModel) -> Agreement:
         """Let tensor-parallel ranks sum; how all ranks of the engine agree on failures."""
-        tensor = self.ranks.tensor.size
-        board = Board.join(get_tp_group().cpu_group) if tensor > 1 else None
+        tensor, sequence = self.ranks.tensor, self.ranks.sequence
+        board = self.ranks.every.join_board()
+        summing = board if sequence.size == 1 else tensor.join_board()
         row_bytes = model.hidden_size * model.dtype.itemsize
-        ops.join_ranks(self._device(), _SUMMED_ROWS * row_bytes, board)
+        hears = board if self._device().type == "cpu" else summing
+        ops.join_ranks(self._device(), _SUMMED_ROWS * row_bytes, hears)
         if not self.ranks.are_several:
             return Agreement()
         watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
-        return Agreement(ops.tensor_parallel(), board if self.ranks.sequence.size == 1 else None)
+        meets: list[Meets] = [ops.tensor_parallel()] if tensor.size > 1 else []
+        if isinstance(sequence, Group):
+            meets.append(sequence)
+            if board is not None:
+                sequence.listen(board)
+        return Agreement(*meets, board=board)
 
     def build_info(self) -> dict[str, str]:
         """What the engine runs on; the API server asks for it."""

@@ -11,14 +11,11 @@ their board, stop waiting, and all begin anew with the next step (`engine/agreem
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed
 
-from vllm.diffusion.board import NO_MEMORY
-from vllm.diffusion.errors import RankError, RankMemoryError
 from vllm.diffusion.ops import dispatch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _ALIGNMENT = 16  # bytes of what the kernels read at a time
-_PAUSE_S = 1e-5  # between two looks at work of the host
 
 
 class Collectives:
@@ -87,6 +83,9 @@ class Collectives:
     def align(self) -> None:
         """To be called before and after what a CUDA graph captures, and before its replay."""
 
+    def settle(self) -> None:
+        """All ranks have come through what they did so far."""
+
     @property
     def can_begin_anew(self) -> bool:
         """Whether ranks can go on after one of them has left the others waiting."""
@@ -103,14 +102,9 @@ class Collectives:
     def _wait(self, work: distributed.Work) -> None:
         """Until it is done; on the host no longer than all ranks are well."""
         if self.can_begin_anew and self._board is not None:
-            while not work.is_completed():
-                failure = self._board.failure_of_others()
-                if failure == NO_MEMORY:
-                    raise RankMemoryError("another rank has no memory for it")
-                if failure:
-                    raise RankError("another rank failed")
-                time.sleep(_PAUSE_S)
-        work.wait()
+            self._board.wait(work)
+        else:
+            work.wait()
 
 
 class _Norm(NamedTuple):
