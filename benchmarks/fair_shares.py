@@ -4,11 +4,12 @@
 
     benchmarks/fair_shares.py [--parts alone beside clients] [--length 65536 --steps 4]
     benchmarks/fair_shares.py --length 204800 --steps 2 --parts alone beside abort [--watch 20]
+    benchmarks/fair_shares.py --sequence-parallel-size 2 --parts beside --watch 15
     benchmarks/fair_shares.py --model models/llada-tiny --length 8192 --steps 16   (on a CPU)
 
-One engine in this process; without --model it has the shape of LLaDA-8B and random weights. The
-loop that steps it hands over requests between steps, as a server's engine does, so a request waits
-from the moment that its client sends it. Parts:
+One engine, in this process, and its ranks in others; without --model it has the shape of LLaDA-8B
+and random weights. The loop that steps it hands over requests between steps, as a server's engine
+does, so a request waits from the moment that its client sends it. Parts:
 
     alone      the long request by itself, with steps that are not cut and with slices
     beside     one client of short requests, with pauses at random, while the long one runs
@@ -54,6 +55,7 @@ NUM_WARM_UP, NUM_ALONE = 3, 9  # short requests by themselves
 # Bounds of seconds on an H200 for the shape of LLaDA-8B, by length: median, longest.
 SECONDS = {65_536: (0.35, 0.8), 204_800: (0.5, 1.2)}
 MOST_TIMES_ALONE = 8.0  # elsewhere
+MORE_OVER_RANKS = 1.3  # of all seconds, where several GPUs divide the long request
 MOST_SLOWDOWN = 2.3  # of the long request beside one client
 MOST_OVER_SHARE = 1.15
 MOST_OVER_UNCUT = 1.01
@@ -103,17 +105,26 @@ class Client:
         self.sent, self.next_at = None, now + self.draw.uniform(0.0, self.most_pause_s)
 
 
+def held_bytes(worker: Any, req_id: str | None = None) -> int:
+    """Of a worker's pool, what a paused step holds; at least 1 while a request is there."""
+    runner = worker.worker.model_runner
+    return max(int(runner.pool.frame_bytes), int(req_id in runner.canvases))
+
+
+def synchronise(worker: Any) -> None:
+    worker.worker.synchronize_device()
+
+
 class Bench:
     """Requests of one engine.
 
     Args:
         llm: `vllm.LLM` whose engine core lives in this process.
-        runner: its model runner.
         options: of the command line.
     """
 
-    def __init__(self, llm: Any, runner: Any, options: argparse.Namespace) -> None:
-        self._engine, self._runner, self._options = llm.llm_engine, runner, options
+    def __init__(self, llm: Any, options: argparse.Namespace) -> None:
+        self._engine, self._llm, self._options = llm.llm_engine, llm, options
         self._vocab_size = llm.model_config.get_vocab_size()
         self._slicing = llm.llm_engine.engine_core.engine_core.scheduler.slicing
         self._pause_s = self._slicing.longest_pause_s
@@ -181,8 +192,10 @@ class Bench:
         self._synchronise()
 
     def _synchronise(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        self._llm.collective_rpc(synchronise)
+
+    def _held(self, req_id: str | None = None) -> int:
+        return max(self._llm.collective_rpc(held_bytes, args=(req_id,)))
 
     # ---- parts ----
 
@@ -230,7 +243,7 @@ class Bench:
         """Seconds until a request's memory is back, the buffers of its step, once it is aborted."""
         started = time.perf_counter()
         self._engine.abort_request([own], internal=True)
-        while self._runner.pool.has_frame or own in self._runner.canvases:
+        while self._held(own):
             self._engine.step()
         self._synchronise()
         return time.perf_counter() - started
@@ -257,12 +270,13 @@ class Bench:
 
     def _latencies(self, client: Client, short_s: float) -> list[Row]:
         median, longest = statistics.median(client.latencies), max(client.latencies)
+        more = MORE_OVER_RANKS if self._options.sequence_parallel_size > 1 else 1.0
         bounds = SECONDS.get(self._options.length) if self._is_on_gpu else None
-        most_median, most = bounds or (None, MOST_TIMES_ALONE * short_s)
+        most_median, most = bounds or (math.inf, MOST_TIMES_ALONE * short_s)
         kind = f"short request beside the long one, of {len(client.latencies)}"
         return [
-            Row(f"{kind}: median", median, "s", most_median),
-            Row(f"{kind}: longest", longest, "s", most),
+            Row(f"{kind}: median", median, "s", more * most_median),
+            Row(f"{kind}: longest", longest, "s", more * most),
             Row("  longest over alone", longest / short_s, "x"),
         ]
 
@@ -299,9 +313,9 @@ class Bench:
         return self._abort_rows(own)
 
     def _abort_rows(self, own: str) -> list[Row]:
-        held = self._runner.pool.frame_bytes
+        held = self._held()
         taken = self._abort(own)
-        left = self._runner.pool.frame_bytes
+        left = self._held()
         self._finish()
         return [
             Row("abort until the memory is back", taken, "s", MOST_ABORT_S),
@@ -310,7 +324,7 @@ class Bench:
 
     @property
     def _is_on_gpu(self) -> bool:
-        return bool(self._runner.device.type == "cuda")
+        return torch.cuda.is_available()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -336,7 +350,11 @@ def measure(model: Path, options: argparse.Namespace) -> list[Row]:
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         max_model_len=options.length + options.short_prompt + options.short_gen_length,
         additional_config={
-            "dllm": {"long_share": options.long_share, "longest_pause_ms": options.longest_pause_ms}
+            "dllm": {
+                "long_share": options.long_share,
+                "longest_pause_ms": options.longest_pause_ms,
+                "sequence_parallel_size": options.sequence_parallel_size,
+            }
         },
     )
     rows: list[Row] = []
@@ -345,8 +363,8 @@ def measure(model: Path, options: argparse.Namespace) -> list[Row]:
         rows.extend(found)
         print(*found, sep="\n", flush=True)
 
-    with engine as (llm, runner):
-        bench = Bench(llm, runner, options)
+    with engine as (llm, _):
+        bench = Bench(llm, options)
         short_s = bench.short_alone()
         note([Row("short request alone, median", short_s, "s")])
         if "alone" in options.parts:
@@ -373,6 +391,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--short-steps", type=int, default=32)
     parser.add_argument("--watch", type=float, default=0.0, help="seconds of `beside`, at most")
     parser.add_argument("--learn", type=float, default=2.0, help="seconds before `alone`")
+    parser.add_argument("--sequence-parallel-size", type=int, default=1)
     parser.add_argument("--long-share", type=float, default=0.5)
     parser.add_argument("--longest-pause-ms", type=float, default=100.0)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "fair_shares")

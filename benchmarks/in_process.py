@@ -146,6 +146,8 @@ def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, fl
 def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
     """(LLM, model runner) of a checkpoint, gone with its memory when the block ends.
 
+    The runners of several GPUs are in processes of their own; then there is None here.
+
     Args:
         dummy_weights: the checkpoint has no weights. They are drawn from N(0, 0.02): with other
             numbers a card needs another power and runs at another speed.
@@ -157,15 +159,22 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
         settings["load_format"] = "dummy"
     llm = LLM(model=str(model), disable_log_stats=True, **settings)
     executor = llm.llm_engine.engine_core.engine_core.model_executor
-    runner = executor.driver_worker.worker.model_runner
+    worker = getattr(executor, "driver_worker", None)
+    runner = None if worker is None else worker.worker.model_runner
     try:
         if dummy_weights:
-            randomise(runner.model)
+            llm.collective_rpc(randomise_rank)
         yield llm, runner
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm, executor, runner
+        del llm, executor, worker, runner
         free_memory()
+
+
+def randomise_rank(worker: Any) -> None:
+    """Draw the weights of a worker; ranks that divide rows draw the same."""
+    torch.manual_seed(0)
+    randomise(worker.worker.model_runner.model)
 
 
 def free_memory() -> None:
