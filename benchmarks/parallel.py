@@ -3,19 +3,18 @@
 """Several GPUs against one, in one run: time of a step, and tokens a second.
 
     benchmarks/parallel.py [--ways one tp2 dp2 sp2] [--output-dir results/parallel]
-    benchmarks/parallel.py --ways one sp2 --long 65536      (of several machines the same way)
+    benchmarks/parallel.py --ways one tp2 --long --clients --family llada-moe --quantization fp8
     benchmarks/parallel.py --model models/llada-tiny --ways one tp2 sp2 --long 1024   (on a CPU)
 
-Without --model the engines have the shape of LLaDA-8B and random weights, bf16. Ways: `one` GPU,
-`tpN` tensor-parallel and `spN` sequence-parallel ranks, `dpN` replicas behind upstream's load
-balancer. All engines start together, each in a process of its own, and are measured one after the
-other, while the others have nothing to do; three minutes on two H200s. Measured:
+Without --model the engines have random weights of the shape of LLaDA-8B, or of --family and --size.
+Ways: `one` GPU, `tpN` tensor-parallel and `spN` sequence-parallel ranks, `dpN` replicas behind
+upstream's load balancer. All engines start together, each in a process of its own, and are measured
+one after the other, while the others have nothing to do; three minutes on two H200s. Measured:
 
     step       milliseconds from step to step of a lone request of so many rows, no cache (`one`,
-               `tpN`)
-    no cache   tokens a second of 32 clients, each with one request: prompt 128, canvas 128 in
-               blocks of 32, two tokens a forward (32 for each replica)
-    dual       the same with `cache: dual` and 64 clients
+               `tpN`); of block-causal families of a block of 32 behind so many
+    clients    tokens a second of 32 clients, each with one request, for each replica: prompt 128,
+               canvas 128 in blocks of 32, two tokens a forward; and of 64 with `cache: dual`
     long       seconds of the only step of a lone request of so many rows, its prompt all but a
                block of 128 (`one`, `spN`)
 
@@ -65,7 +64,7 @@ PROMPT, CANVAS = 128, 128
 LONG_CANVAS, WARM_ROWS = 128, 8192
 LONG = (65_536, 204_800)
 FEW_STEPS, ROUNDS = 4, 3
-CLIENTS = {"no cache": 32, "dual": 64}
+CLIENTS = {"none": 32, "dual": 64}  # by cache
 
 
 @dataclass(frozen=True)
@@ -132,12 +131,13 @@ class Client:
 
     async def step_ms(self, length: int) -> float:
         """From step to step of a lone request of so many rows: what more steps take longer."""
-        canvas = min(BLOCK, length // 2)
+        config = self._engine.model_config.hf_config
+        canvas = BLOCK if config.family.is_block_causal else min(BLOCK, length // 2)
 
         async def seconds(steps: int) -> float:
             blocks = {"algorithm": "semi_ar", "gen_length": canvas, "block_length": canvas}
             started = time.perf_counter()
-            await self.ask(length - canvas, {**blocks, "steps": steps})
+            await self.ask(max(length - canvas, 1), {**blocks, "steps": steps})
             return time.perf_counter() - started
 
         await seconds(canvas)
@@ -173,15 +173,17 @@ class Job:
     Attributes:
         way: of `WAYS`.
         model: checkpoint.
-        draws: it has no weights.
+        settings: of the engine; weights are drawn where it loads dummies.
         lengths: of steps.
-        long: of long ones; not empty where that is all that is measured.
+        caches: of what clients ask.
+        long: lengths of long steps; not empty where that is all that is measured.
     """
 
     way: str
     model: Path
-    draws: bool
-    lengths: tuple[int, ...]
+    settings: dict[str, Any]
+    lengths: tuple[int, ...] = ()
+    caches: tuple[str, ...] = ()
     long: tuple[int, ...] = ()
 
     @property
@@ -194,16 +196,12 @@ class Job:
 
         from vllm import AsyncEngineArgs
 
-        settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
-        if self.draws:
-            settings |= {"dtype": "bfloat16", "max_model_len": max(4096, *self.long, *self.lengths)}
-            settings["load_format"] = "dummy"
-        settings |= settings_of(self.way) | {"enforce_eager": bool(self.long)}
+        settings = self.settings | settings_of(self.way) | {"enforce_eager": bool(self.long)}
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=str(self.model), disable_log_stats=True, **settings)
         )
         try:
-            if self.draws:
+            if "load_format" in settings:
                 await engine.collective_rpc(randomise_rank)
             parent.send("ready")
             parent.recv()
@@ -225,10 +223,10 @@ class Job:
         for length in () if is_replicated else self.lengths:
             yield f"step, T = {length:,}", await client.step_ms(length), "ms"
         replicas = int(self.way[2:]) if is_replicated else 1
-        for name, number in CLIENTS.items():
-            cache = "none" if name == "no cache" else name
+        for cache in self.caches:
+            number = CLIENTS[cache]
             value = await client.tokens_per_s(number * replicas, cache)
-            yield f"{number} clients a replica, {name}", value, "tokens/s"
+            yield f"{number} clients a replica, cache {cache}", value, "tokens/s"
 
 
 def run_job(job: Job, parent: Connection) -> None:
@@ -277,12 +275,22 @@ class Running:
 
 def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
     """The engines of the ways: those for long steps by themselves, without graphs."""
-    common = (model, asked.model is None)
-    short = [Job(way, *common, tuple(asked.lengths)) for way in asked.ways if way[:2] != "sp"]
-    divided = [way for way in asked.ways if way == "one" or way[:2] == "sp"]
-    if not asked.long:
-        return short
-    return short + [Job(way, *common, (), tuple(asked.long)) for way in divided]
+    settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
+    if asked.quantization:
+        settings["quantization"] = asked.quantization
+    if asked.model is None:
+        settings |= {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096}
+    jobs = [
+        Job(way, model, settings, tuple(asked.lengths), tuple(asked.clients))
+        for way in asked.ways
+        if not way.startswith("sp")
+    ]
+    if asked.model is None and asked.long:
+        settings = settings | {"max_model_len": max(asked.long)}
+    if asked.long:
+        divided = [way for way in asked.ways if way == "one" or way.startswith("sp")]
+        jobs += [Job(way, model, settings, long=tuple(asked.long)) for way in divided]
+    return jobs
 
 
 def run_all(jobs: list[Job]) -> list[Row]:
@@ -341,15 +349,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--family", default="llada")
+    parser.add_argument("--size")
+    parser.add_argument("--quantization", help="fp8, int4 or nf4")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="one, tpN, spN, dpN")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--long", nargs="*", type=int, default=list(LONG))
+    parser.add_argument("--clients", nargs="*", choices=CLIENTS, default=list(CLIENTS))
     parser.add_argument("--output-dir", type=Path, default=Path("results/parallel"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or Path(folder)
         if arguments.model is None:
-            write_checkpoint(model, "llada")
+            write_checkpoint(model, arguments.family, arguments.size)
         rows = with_ratios(run_all(jobs_of(arguments, model)))
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     record = software_record() | {"rows": [asdict(row) for row in rows]}

@@ -6,6 +6,7 @@
     scripts/make_dummy_checkpoint.py --family dream OUTPUT_DIR          Dream-7B
     scripts/make_dummy_checkpoint.py --family llada-moe OUTPUT_DIR      LLaDA-MoE-7B-A1B
     scripts/make_dummy_checkpoint.py --family llada2 OUTPUT_DIR         LLaDA2.0-mini, 16B-A1.4B
+                                                                        (--size flash: 100B-A6.1B)
     scripts/make_dummy_checkpoint.py --family sdar OUTPUT_DIR           SDAR-8B (--size 4b: SDAR-4B)
     scripts/make_dummy_checkpoint.py --family sdar-moe OUTPUT_DIR       SDAR-30B-A3B
     scripts/make_dummy_checkpoint.py --family fast-dllm OUTPUT_DIR      Fast-dLLM v2 7B
@@ -70,6 +71,16 @@ SDAR_TOKEN_IDS = {
     "<think>": 151667,
     "</think>": 151668,
     "<|MASK|>": 151669,
+}
+
+
+LLADA2_TOKEN_IDS = {
+    "<|startoftext|>": 156891,
+    "<|endoftext|>": 156892,
+    "<|mask|>": 156895,
+    "<role>": 156898,
+    "</role>": 156899,
+    "<|role_end|>": 156900,
 }
 
 
@@ -156,14 +167,27 @@ PRESETS: dict[tuple[str, str], Preset] = {
             "topk_group": 4,
             "vocab_size": 157184,
         },
-        token_ids={
-            "<|startoftext|>": 156891,
-            "<|endoftext|>": 156892,
-            "<|mask|>": 156895,
-            "<role>": 156898,
-            "</role>": 156899,
-            "<|role_end|>": 156900,
+        token_ids=LLADA2_TOKEN_IDS,
+    ),
+    # LLaDA2.0-flash, LLaDA2.1-flash
+    ("llada2", "flash"): Preset(
+        sizes={
+            "head_dim": 128,
+            "hidden_size": 4096,
+            "intermediate_size": 9216,
+            "max_window_layers": 32,
+            "moe_intermediate_size": 1024,
+            "n_group": 8,
+            "num_attention_heads": 32,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+            "rotary_dim": 64,
+            "topk_group": 4,
+            "vocab_size": 157184,
         },
+        token_ids=LLADA2_TOKEN_IDS,
     ),
     # SDAR-8B-Chat, TraDo-8B
     ("sdar", "8b"): Preset(

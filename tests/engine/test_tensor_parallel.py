@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.harness import (
     BLOCKS,
     NOISY,
@@ -145,3 +146,40 @@ def test_two_gpus_equal_the_reference(tmp_path: Path) -> None:
         broken = engine.ask(*asks)
         assert any("RankError" in answer.report.get("error", "") for answer in broken)
         assert_decoded(engine.ask(*asks), wanted)
+
+
+# Read in one forward of 64 rows, which is a graph; wide enough for norms that come with the sums.
+READ = list(range(0, 64, 5))
+SCORED = Ask(
+    random_prompt(64, 9),
+    {"score": {"positions": READ, "token_ids": [[5, 6, 7, 8]] * len(READ)}},
+    {"max_tokens": 1},
+)
+WIDE: dict[str, dict[str, Any]] = {
+    "llada": {"d_model": 512, "mlp_hidden_size": 768},
+    "moe": {"hidden_size": 512, "expert_intermediate_size": 256},
+}
+
+
+def scores(folder: Path, **settings: Any) -> torch.Tensor:
+    """Log probabilities of some tokens of a forward."""
+    with running(folder, dtype="bfloat16", **settings) as engine:
+        (answer,) = engine.ask(SCORED)
+        return torch.tensor(answer.report["scores"]["logprobs"])
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("llada", None), ("llada", "int4"), ("moe", None), ("moe", "fp8")],
+)
+def test_two_gpus_score_as_well_as_one(
+    family: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """In bf16 and quantised, ranks their own columns: as near to plain weights as one GPU is."""
+    folder = make_checkpoint(tmp_path, family=family, seed=9, gain=1.0, **WIDE[family])
+    plain = scores(folder)
+    one = plain if quantization is None else scores(folder, quantization=quantization)
+    two = scores(folder, quantization=quantization, tensor_parallel_size=2)
+    error = (one - plain).norm() if quantization else 0.02 * plain.norm()
+    assert 0 < (two - plain).norm() < 1.5 * error
