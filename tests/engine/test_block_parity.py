@@ -150,6 +150,28 @@ def logits_of(model: Any, block_length: int, tokens: Sequence[int]) -> torch.Ten
     return found
 
 
+def run_ahead(worker: Any) -> None:
+    worker.worker.model_runner.runs_ahead = True
+
+
+# First in this file: where no other engine is there yet, its ranks are forked.
+@pytest.mark.slow
+def test_two_ranks(checkpoint: Callable[[str], Path]) -> None:
+    """Both ranks keep the same pages, and take the same steps ahead."""
+    folder = checkpoint("llada2")
+    wanted = wanted_of(folder, "llada2")
+    asks = with_cache(wanted, "exact")
+    with running(
+        folder,
+        tensor_parallel_size=2,
+        max_num_batched_tokens=ROW_BUDGET,
+        num_gpu_blocks_override=NUM_PAGES,
+    ) as engine:
+        same(engine.ask(*asks), wanted)
+        engine.llm.collective_rpc(run_ahead)
+        same(engine.ask(*asks, *with_cache(wanted, "none")), [*wanted, *wanted])
+
+
 @pytest.fixture(scope="module", params=list(CASES))
 def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Any:
     """An engine with few pages and rows, and what is wanted of it."""
@@ -198,24 +220,3 @@ def test_in_mixed_batches(
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()
-
-
-def run_ahead(worker: Any) -> None:
-    worker.worker.model_runner.runs_ahead = True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llada2"])
-def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Both ranks keep the same pages, and take the same steps ahead."""
-    wanted = wanted_of(checkpoint(name), name)
-    asks = with_cache(wanted, "exact")
-    with running(
-        checkpoint(name),
-        tensor_parallel_size=2,
-        max_num_batched_tokens=ROW_BUDGET,
-        num_gpu_blocks_override=NUM_PAGES,
-    ) as engine:
-        same(engine.ask(*asks), wanted)
-        engine.llm.collective_rpc(run_ahead)
-        same(engine.ask(*asks, *with_cache(wanted, "none")), [*wanted, *wanted])

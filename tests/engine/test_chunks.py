@@ -93,13 +93,12 @@ def test_a_mixed_batch_gives_the_same_tokens(
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
 
 
-@pytest.mark.parametrize("head_groups", [2, 4])
 def test_every_head_may_be_a_group(
-    head_groups: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(*asks()))
-        plan = replace(CUT, head_groups=head_groups, host_residual=True)
+        plan = replace(CUT, head_groups=4, host_residual=True)
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         assert tokens(engine.ask(*asks())) == wanted
 
@@ -130,7 +129,7 @@ def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, 
     return found
 
 
-@pytest.mark.parametrize("family", ["mha", "gqa", "dream", "moe", "moe_dense_mix"])
+@pytest.mark.parametrize("family", ["gqa", "dream", "moe_dense_mix"])
 def test_measured_peaks_are_the_predicted_ones(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +140,7 @@ def test_measured_peaks_are_the_predicted_ones(
     seen = set()
     with running(checkpoint(family), max_model_len=2048, max_num_batched_tokens=4096) as engine:
         largest = 0
-        for share in (1.0, 0.7, 0.5, 0.35, 0.25):
+        for share in (1.0, 0.5, 0.25):
             if largest:
                 shrink(engine.runner, int(share * largest))
             found = record(engine, monkeypatch)

@@ -101,6 +101,7 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
     assert max(ends.values()) - min(ends.values()) <= 2 * (64 // firsts[0] + 1)
 
 
+@pytest.mark.parametrize("wide", [NARROW], ids=["narrow"], indirect=True)
 @pytest.mark.parametrize(
     "asked",
     [

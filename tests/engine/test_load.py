@@ -96,7 +96,7 @@ def serve(engine: Engine, requests: list[Sent]) -> None:
 
 
 # With 52 requests each of the 13 kinds has a long prompt once.
-@pytest.mark.parametrize(("case", "num_requests"), [("mha", 52), ("dream", 20), ("moe", 20)])
+@pytest.mark.parametrize(("case", "num_requests"), [("mha", 52), ("dream", 20)])
 def test_a_crowd_is_served_as_if_each_were_alone(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -81,6 +81,24 @@ def assert_scored(
     torch.testing.assert_close(found, values, rtol=tolerance, atol=tolerance)
 
 
+# First in this file: where no other engine is there yet, its ranks are forked.
+@pytest.mark.slow
+def test_two_ranks_score_as_one(tmp_path: Path) -> None:
+    """300 logit columns: the second rank has columns that no token comes from."""
+    folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
+    model, prompt = load_reference(folder), holed_prompt()
+    token_ids = [*TOKEN_IDS[:-1], [17, 299, 150, 149]]
+    other = as_request(random_prompt(20), **BLOCKS)
+    with running(folder, tensor_parallel_size=2) as engine:
+        answer, beside = engine.ask(score(prompt, POSITIONS, token_ids), other)
+        assert_scored(answer, by_reference(model, prompt, POSITIONS, token_ids))
+        with carrying(engine, Even()):
+            (even,) = engine.ask(other)
+    assert len(beside.token_ids) == len(even.token_ids) == BLOCKS["gen_length"]
+    assert not any(token % 2 for token in even.token_ids)
+    assert any(token % 2 for token in beside.token_ids)
+
+
 def test_log_probabilities_are_those_of_the_model(engine: Engine, model: Any) -> None:
     prompt = holed_prompt()
     (answer,) = engine.ask(score(prompt))
@@ -222,20 +240,3 @@ def test_server_wide_settings_do_not_act(checkpoint: Callable[[str], Path], mode
     with running(checkpoint("mha"), additional_config={"dllm": settings}) as engine:
         (answer,) = engine.ask(score(prompt))
     assert_scored(answer, by_reference(model, prompt))
-
-
-@pytest.mark.slow
-def test_two_ranks_score_as_one(tmp_path: Path) -> None:
-    """300 logit columns: the second rank has columns that no token comes from."""
-    folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
-    model, prompt = load_reference(folder), holed_prompt()
-    token_ids = [*TOKEN_IDS[:-1], [17, 299, 150, 149]]
-    other = as_request(random_prompt(20), **BLOCKS)
-    with running(folder, tensor_parallel_size=2) as engine:
-        answer, beside = engine.ask(score(prompt, POSITIONS, token_ids), other)
-        assert_scored(answer, by_reference(model, prompt, POSITIONS, token_ids))
-        with carrying(engine, Even()):
-            (even,) = engine.ask(other)
-    assert len(beside.token_ids) == len(even.token_ids) == BLOCKS["gen_length"]
-    assert not any(token % 2 for token in even.token_ids)
-    assert any(token % 2 for token in beside.token_ids)

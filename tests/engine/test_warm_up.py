@@ -6,8 +6,6 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from tests.engine.harness import BLOCKS, as_request, clear_case, running
 from tests.engine.test_graphs import MODEL
 from vllm.diffusion.config import served_model
@@ -17,6 +15,8 @@ from vllm.diffusion.engine.warm_up import warm_up
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
     from tests.engine.harness import Engine
     from tests.reference.llada_model import LLaDAReference
@@ -48,15 +48,14 @@ def test_a_warm_engine_answers_as_before(
     assert answer.token_ids == wanted.ids
 
 
-@pytest.mark.parametrize("case", ["sdar", "fast_dllm", "llada2"])
 def test_blocks_in_pages_are_warm_as_well(
-    case: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row count is a forward with and without pages."""
     batches: list[Any] = []
     longer = {"max_position_embeddings": 1024}
     with running(
-        checkpoint(case), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
+        checkpoint("llada2"), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
     ) as engine:
         build = engine.runner._batch
 
