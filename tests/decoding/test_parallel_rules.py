@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decoding.support import EOS, MASK, MODEL, Row, candidates, decided
-from tests.reference.dinfer import select_hierarchy, select_threshold_eligible
-from tests.reference.fast_dllm import select_factor
-from tests.reference.local_leap import select_local_leap
-from tests.reference.sglang import select_entropy_strict
+from tests.decoding.test_selections import Case, of_ours
+from tests.reference.dinfer import select_threshold_eligible
 from vllm.diffusion.decoding import make_rule
 from vllm.diffusion.decoding.credit import Credit
 
@@ -26,43 +24,13 @@ SCORES = st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.7, 0.75, 0.9, 0.95, 1.0]), m
 
 def committed(positions: list[int], scores: list[float], **asked: Any) -> list[int]:
     """Positions that one forward commits; the sequence is one token and one block."""
-    length = max(positions)
-    row = Row(decided(gen_length=length, block_length=length, **asked), [1])
-    row.tokens[[p for p in range(1, length + 1) if p not in positions]] = 2
-    assert row.eligible() == positions
-    row.see(positions, scores, None)
-    return row.committed[-1]
+    rule = asked.pop("algorithm", "local_leap")
+    return sorted(positions[i] for i in of_ours(rule, Case(scores, set(), asked, positions)))
 
 
-# ---- factor ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("scores", "factor", "wanted"),
-    [
-        ([0.1], 1, [1]),
-        ([0.1, 0.0], 1, [1, 2]),  # of two, the failure of the last never counts
-        ([0.9, 0.1, 0.1], 1, [1]),
-        ([0.9, 0.7, 0.8], 1, [1, 2, 3]),  # limits 2/3, 3/4: only the last fails
-        ([0.9, 0.75, 0.75, 0.1], 1, [1, 2, 3, 4]),
-        ([0.9, 0.5, 0.75, 0.74], 1, [1, 3]),  # 0.74 is below 3/4
-        ([0.9, 0.99, 0.98, 0.97], 1, [1, 2, 3, 4]),
-        ([0.5, 0.5, 0.5, 0.5], 2, [1, 2, 3, 4]),
-        ([0.5, 0.5, 0.5, 0.4, 0.1], 2, [1, 2, 3]),
-        ([NAN, 0.3, NAN], 1, [2]),
-    ],
-)
-def test_factor(scores: list[float], factor: float, wanted: list[int]) -> None:
-    positions = list(range(1, len(scores) + 1))
-    assert committed(positions, scores, algorithm="factor", factor=factor) == wanted
-
-
-@settings(max_examples=200, deadline=None)
-@given(SCORES, st.sampled_from([0.0, 0.5, 1.0, 2.5]))
-def test_factor_equals_the_reference(scores: list[float], factor: float) -> None:
-    positions = list(range(1, len(scores) + 1))
-    wanted = sorted(positions[i] for i in select_factor(scores, factor))
-    assert committed(positions, scores, algorithm="factor", factor=factor) == wanted
+def test_what_is_no_number_is_the_last() -> None:
+    assert committed([1, 2, 3], [NAN, 0.3, NAN], algorithm="factor") == [2]
+    assert committed([1, 2, 4], [NAN, 0.1, NAN], algorithm="hierarchy") == [2]
 
 
 # ---- LocalLeap ---------------------------------------------------------------------------------
@@ -75,20 +43,7 @@ def test_local_leap_relaxes_near_anchors() -> None:
     assert committed(positions, scores, algorithm="local_leap") == [4, 7, 8]
     assert committed(positions, scores, algorithm="local_leap", radius=7) == [1, 4, 7, 8]
     assert committed(positions, scores, algorithm="local_leap", radius=0) == [8]
-    assert committed(positions, scores, use_local_leap=True, threshold=0.91) == [8]
-
-
-@settings(max_examples=200, deadline=None)
-@given(SCORES, st.data())
-def test_local_leap_equals_the_reference(scores: list[float], data: st.DataObject) -> None:
-    gaps = data.draw(st.lists(st.integers(1, 3), min_size=len(scores), max_size=len(scores)))
-    positions = [sum(gaps[: i + 1]) for i in range(len(gaps))]
-    radius = data.draw(st.integers(0, 5))
-    wanted = sorted(positions[i] for i in select_local_leap(positions, scores, 0.9, 0.7, radius))
-    found = committed(
-        positions, scores, algorithm="local_leap", relaxed_threshold=0.7, radius=radius
-    )
-    assert found == wanted
+    assert committed(positions, scores, threshold=0.91) == [8]
 
 
 def test_local_leap_stops_early_after_a_block() -> None:
@@ -109,17 +64,6 @@ def test_local_leap_stops_early_after_a_block() -> None:
 # ---- entropy -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
-@given(SCORES, st.sampled_from([0.0, 0.5, 0.75, 2.0]))
-def test_entropy_threshold_equals_the_reference(entropies: list[float], threshold: float) -> None:
-    positions = list(range(1, len(entropies) + 1))
-    wanted = sorted(positions[i] for i in select_entropy_strict(entropies, threshold))
-    scores = [-entropy for entropy in entropies]
-    assert (
-        committed(positions, scores, algorithm="entropy_threshold", threshold=threshold) == wanted
-    )
-
-
 def test_an_entropy_equal_to_the_threshold_is_too_high() -> None:
     assert committed([1, 2, 3], [-0.95, -0.94, -0.1], algorithm="entropy_threshold") == [2, 3]
     assert committed([1, 2], [-3.0, -2.0], algorithm="entropy_threshold") == [2]
@@ -130,22 +74,12 @@ def test_an_entropy_equal_to_the_threshold_is_too_high() -> None:
 # ---- hierarchy ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
-@given(SCORES, st.data())
-def test_hierarchy_equals_the_reference(scores: list[float], data: st.DataObject) -> None:
-    gaps = data.draw(st.lists(st.integers(1, 2), min_size=len(scores), max_size=len(scores)))
-    positions = [sum(gaps[: i + 1]) for i in range(len(gaps))]
-    wanted = sorted(positions[i] for i in select_hierarchy(positions, scores, 0.9, 0.5))
-    assert committed(positions, scores, algorithm="hierarchy", low_threshold=0.5) == wanted
-
-
 def test_hierarchy_takes_the_best_of_each_run() -> None:
     positions = [1, 2, 3, 5, 6, 8, 10]
     scores = [0.5, 0.6, 0.6, 0.91, 0.92, 0.4, 0.41]
     # Runs 1-3 (two equal best), 5-6 (both above the threshold), 8 (at the low one), 10.
     assert committed(positions, scores, algorithm="hierarchy") == [2, 3, 5, 6, 10]
     assert committed([1, 2], [0.2, 0.2], algorithm="hierarchy") == [1]
-    assert committed([1, 2, 4], [NAN, 0.1, NAN], algorithm="hierarchy") == [2]
 
 
 # ---- credit ------------------------------------------------------------------------------------

@@ -22,12 +22,11 @@ from tests.reference import (
     decode,
     dinfer,
     dispatch,
-    dream,
     fast_dllm,
     local_leap,
     sglang,
 )
-from tests.reference.decode import Decoded, SpecialIds, near_ties
+from tests.reference.decode import Decoded, SpecialIds
 from tests.reference.dream_model import DreamReference
 from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
@@ -46,6 +45,8 @@ IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 SMALL = SpecialIds(mask=15, eos=14, eot=13)
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 16, "ids": IDS}
 SHORT_BLOCKS = {**BLOCKS, "block_length": 8}
+OPENING = {"block_add_threshold": 0.1, "decoded_token_threshold": 0.95, **SHORT_BLOCKS}
+DELAYED = {"cache": "delayed", "cache_delay_iter": 2, "threshold": 1.0, **OPENING}
 # The seeds of `mha`, `dream` and `moe`, and how long the prompt is.
 SEEDS = {"llada": 14, "dream": FAMILY_CASES["dream"].seed, "moe": FAMILY_CASES["moe"].seed}
 PROMPTS = {
@@ -143,106 +144,6 @@ def same(first: Decoded, second: Decoded) -> bool:
         and first.num_forwards == second.num_forwards
         and [step.committed for step in first.trace] == [step.committed for step in second.trace]
     )
-
-
-# ---- runs of every family and algorithm --------------------------------------------------------
-
-DECODED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "threshold 0.3": (decode.threshold, {"threshold": 0.3, **BLOCKS}),
-    "threshold 0.6": (decode.threshold, {"threshold": 0.6, **BLOCKS}),
-    "threshold 0.9": (decode.threshold, {"threshold": 0.9, **BLOCKS}),
-    "prefix 0.6": (fast_dllm.cached, {"cache": "prefix", "threshold": 0.6, **BLOCKS}),
-    "dual 0.6": (fast_dllm.cached, {"cache": "dual", "threshold": 0.6, **BLOCKS}),
-    "prefix quota": (fast_dllm.cached, {"cache": "prefix", "steps": 16, **BLOCKS}),
-    "factor 0.3": (fast_dllm.factor, {"factor": 0.3, **BLOCKS}),
-    "factor 1": (fast_dllm.factor, {"factor": 1.0, **BLOCKS}),
-    "factor dual": (fast_dllm.factor, {"factor": 1.0, "cache": "dual", **BLOCKS}),
-    "local_leap": (local_leap.local_leap, {"threshold": 0.9, **BLOCKS}),
-    "entropy 0.95": (sglang.entropy_threshold, {"threshold": 0.95, **BLOCKS}),
-    "entropy 2": (sglang.entropy_threshold, {"threshold": 2.0, **BLOCKS}),
-    "full_attn 0.4": (
-        sglang.full_attn_multi_block,
-        {"threshold": 0.4, **SHORT_BLOCKS, "gen_length": 30},
-    ),
-    "full_attn 2": (
-        sglang.full_attn_multi_block,
-        {"threshold": 2.0, **SHORT_BLOCKS, "gen_length": 30},
-    ),
-    "hierarchy": (dinfer.hierarchy, {"threshold": 0.9, **BLOCKS}),
-    "dinfer 0.6": (dinfer.threshold, {"threshold": 0.6, **BLOCKS}),
-    "credit 0.6": (dinfer.credit, {"threshold": 0.6, **BLOCKS}),
-    "credit 0.9": (dinfer.credit, {"threshold": 0.9, **BLOCKS}),
-    "generate 0.5": (d3llm.generate, {"threshold": 0.5, **BLOCKS}),
-}
-OPENING = {"block_add_threshold": 0.1, "decoded_token_threshold": 0.95, **SHORT_BLOCKS}
-DELAYED = {"cache": "delayed", "cache_delay_iter": 2, "threshold": 1.0, **OPENING}
-for _variant in d3llm.VARIANTS:
-    _common = {"variant": _variant}
-    DECODED |= {
-        f"multi {_variant} 0.5": (d3llm.multi_block, {"threshold": 0.5, **_common, **OPENING}),
-        f"multi {_variant} 1": (d3llm.multi_block, {"threshold": 1.0, **_common, **OPENING}),
-        f"multi {_variant} delayed": (d3llm.multi_block, {**_common, **DELAYED}),
-        f"multi {_variant} refresh": (
-            d3llm.multi_block,
-            {**_common, **DELAYED, "refresh_interval": 4},
-        ),
-    }
-for _alg in dream.ALGS[1:]:
-    _options = {"alg": _alg, "gen_length": 32, "steps": 12, "ids": IDS}
-    DECODED[f"dream {_alg}"] = (dream.diffusion_generate, _options)
-
-# Forwards of each run (llada, dream, moe): between the extremes, so that rules show.
-FORWARDS: dict[str, tuple[int, int, int]] = {
-    "threshold 0.3": (4, 4, 4),
-    "threshold 0.6": (12, 13, 8),
-    "threshold 0.9": (28, 24, 24),
-    "prefix 0.6": (11, 11, 14),
-    "dual 0.6": (11, 12, 10),
-    "prefix quota": (16, 16, 16),
-    "factor 0.3": (28, 26, 27),
-    "factor 1": (18, 18, 16),
-    "factor dual": (18, 12, 18),
-    "local_leap": (27, 14, 26),
-    "entropy 0.95": (21, 22, 13),
-    "entropy 2": (5, 5, 5),
-    "full_attn 0.4": (22, 20, 22),
-    "full_attn 2": (5, 6, 4),
-    "hierarchy": (17, 14, 17),
-    "dinfer 0.6": (12, 13, 8),
-    "credit 0.6": (8, 5, 10),
-    "credit 0.9": (29, 27, 10),
-    "generate 0.5": (26, 22, 22),
-    "multi llada 0.5": (16, 15, 13),
-    "multi llada 1": (14, 11, 9),
-    "multi llada delayed": (12, 10, 10),
-    "multi llada refresh": (14, 8, 9),
-    "multi dream 0.5": (23, 19, 14),
-    "multi dream 1": (18, 11, 9),
-    "multi dream delayed": (14, 11, 10),
-    "multi dream refresh": (18, 10, 9),
-    "dream maskgit_plus": (12, 12, 12),
-    "dream topk_margin": (12, 12, 12),
-    "dream entropy": (12, 12, 12),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_runs_are_decided_by_more_than_rounding(family: str, models: Callable[..., Model]) -> None:
-    """And so float64 decides the same, for which one family stands."""
-    counts = {}
-    narrow, wide = models(family), models(family, torch.float64)
-    for name, (run, options) in DECODED.items():
-        decoded = run(narrow, PROMPTS[family], **options)
-        assert near_ties(decoded.trace) == [], name
-        assert MASK_ID not in decoded.ids, name
-        counts[name] = decoded.num_forwards
-        if family == "llada":
-            exact = run(wide, PROMPTS[family], **options)
-            assert [set(step.accepted) for step in exact.trace] == [
-                set(step.accepted) for step in decoded.trace
-            ], name
-            assert exact.ids == decoded.ids, name
-    assert counts == {name: forwards[FAMILIES.index(family)] for name, forwards in FORWARDS.items()}
 
 
 # ---- keys and values between forwards ----------------------------------------------------------
@@ -370,26 +271,6 @@ def test_cache_refusals(models: Callable[..., Model]) -> None:
 # ---- factor ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("scores", "factor", "wanted"),
-    [
-        ([0.1], 1.0, [0]),  # one candidate: always
-        ([0.1, 0.9, 0.8], 1.0, [1, 2, 0]),  # limits 2/3 and 3/4: the failure at the last is taken
-        ([0.9, 0.1, 0.8], 1.0, [0, 2, 1]),
-        ([0.9, 0.8, 0.76, 0.7, 0.1], 1.0, [0, 1, 2]),  # first failure at rank 3 of 5
-        ([0.9, 0.8, 0.76, 0.81], 1.0, [0, 3, 1, 2]),  # rank 3 = the last fails: taken
-        ([0.9, 0.6, 0.5, 0.4], 1.0, [0]),  # failure at rank 1: the best alone
-        ([0.1, 0.05, 0.01, 0.01], 1.0, [0]),
-        ([0.1, 0.05], 1.0, [0, 1]),  # rank 1 is also the last
-        ([0.9, 0.6, 0.5, 0.4], 3.0, [0, 1, 2, 3]),  # limits 0, 0.25, 0.4: nothing fails
-        ([0.99, 0.999, 1.0, 0.5], 0.0, [2]),  # limits of 1
-        ([0.7, 0.7, 0.7, 0.7], 1.0, [0, 1]),  # ties to the lowest
-    ],
-)
-def test_factor_selection(scores: list[float], factor: float, wanted: list[int]) -> None:
-    assert fast_dllm.select_factor(scores, factor) == wanted
-
-
 def test_factor_of_a_table() -> None:
     model = TableModel(peaked(0.9, 0.6, 0.5, 0.8, 0.95, 0.3))
     decoded = fast_dllm.factor(model, [1], gen_length=6, block_length=6, ids=SMALL)
@@ -399,24 +280,6 @@ def test_factor_of_a_table() -> None:
 
 
 # ---- LocalLeap ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("positions", "scores", "radius", "wanted"),
-    [
-        ([3, 4, 5, 9], [0.95, 0.8, 0.7, 0.8], 4, [0, 1]),  # 9 is too far, 0.7 too low
-        ([3, 4, 5, 7], [0.95, 0.8, 0.7, 0.8], 4, [0, 1, 3]),  # distance of the radius counts
-        ([3, 4, 5, 7], [0.95, 0.8, 0.7, 0.8], 0, [0]),
-        ([3, 4], [0.8, 0.85], 4, [1]),  # no anchor: the best only, relaxed or not
-        ([3, 4], [0.9, 0.75], 4, [0, 1]),  # reaching is enough
-        ([3, 20, 22], [0.2, 0.92, 0.76], 2, [1, 2]),
-        ([3, 4, 5], [0.1, 0.1, 0.1], 1, [0]),
-    ],
-)
-def test_local_leap_selection(
-    positions: list[int], scores: list[float], radius: int, wanted: list[int]
-) -> None:
-    assert local_leap.select_local_leap(positions, scores, 0.9, 0.75, radius) == wanted
 
 
 def test_local_leap_without_a_lower_threshold_is_a_threshold(
@@ -786,24 +649,6 @@ def test_dinfer_threshold_raises_where_only_masks_are_predicted() -> None:
 def test_runs_of_positions() -> None:
     assert dinfer.runs_of([3, 4, 6, 8, 9, 10]) == [[0, 1], [2], [3, 4, 5]]
     assert dinfer.runs_of([]) == []
-
-
-@pytest.mark.parametrize(
-    ("scores", "threshold", "wanted"),
-    [
-        ([0.5, 0.6, 0.45, 0.3, 0.41], None, [1, 2, 4]),  # the best of each run above 0.4
-        ([0.5, 0.6, 0.4, 0.3, 0.39], None, [1]),  # 0.4 is not above 0.4
-        ([0.2, 0.1, 0.1, 0.3, 0.2], None, [3]),  # the best, always
-        ([0.95, 0.6, 0.95, 0.92, 0.5], 0.9, [0, 2, 3, 4]),
-        ([0.9, 0.91, 0.1, 0.1, 0.1], 0.9, [1]),  # strictly above
-        ([0.6, 0.6, 0.1, 0.1, 0.1], None, [0, 1]),  # all equal to the run's maximum
-    ],
-)
-def test_hierarchy_selection(
-    scores: list[float], threshold: float | None, wanted: list[int]
-) -> None:
-    # Runs: 3 4 | 6 | 8 | 10.
-    assert dinfer.select_hierarchy([3, 4, 6, 8, 10], scores, threshold, 0.4) == wanted
 
 
 def test_hierarchy_splits_runs_as_they_are_decided() -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,13 +32,8 @@ from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings  
 from tiny_model.tokenizer import load_tokenizer  # noqa: E402
 from tiny_model.training import BatchMaker, Example, balanced_draws, train  # noqa: E402
 
-from tests.scripts.test_tiny_families import (  # noqa: E402
-    EXAMPLES,
-    TOKENS,
-    FixedNetwork,
-    rms_norm64,
-    rotate64,
-)
+from tests.reference.llada_model import LLaDAReference  # noqa: E402
+from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork  # noqa: E402
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(
@@ -317,47 +311,16 @@ def test_other_files_of_the_checkpoint(model: Path):
 # --- network ---------------------------------------------------------------------------------
 
 
-def forward64(directory: Path, ids: list[int]) -> np.ndarray:
-    """LLaDA's forward pass in float64 numpy, straight from the checkpoint: logits [T, rows]."""
-    config = read_config(directory)
-    weights = {
-        name.removeprefix("model.transformer.").removesuffix(".weight"): tensor.double().numpy()
-        for name, tensor in read_tensors(directory).items()
-    }
-    eps, theta, num_heads = config["rms_norm_eps"], config["rope_theta"], config["n_heads"]
-    x = weights["wte"][ids]
-    for layer in range(config["n_layers"]):
-        w = {
-            name.split(".")[2]: value
-            for name, value in weights.items()
-            if name.startswith(f"blocks.{layer}.")
-        }
-        h = rms_norm64(x, w["attn_norm"], eps)
-        heads = []
-        for q, k, v in zip(
-            *(np.split(h @ w[f"{name}_proj"].T, num_heads, axis=1) for name in "qkv"), strict=True
-        ):
-            scores = rotate64(q, theta) @ rotate64(k, theta).T / np.sqrt(q.shape[1])
-            probabilities = np.exp(scores - scores.max(-1, keepdims=True))
-            heads.append(probabilities / probabilities.sum(-1, keepdims=True) @ v)
-        x = x + np.concatenate(heads, axis=1) @ w["attn_out"].T
-        h = rms_norm64(x, w["ff_norm"], eps)
-        gate = h @ w["ff_proj"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up_proj"].T)) @ w["ff_out"].T
-    return rms_norm64(x, weights["ln_f"], eps) @ weights["ff_out"].T
-
-
 @pytest.mark.parametrize("length", [1, 2, 37])
-def test_forward_equals_an_independent_computation(model: Path, length: int):
+def test_forward_equals_the_reference(model: Path, length: int):
     config = read_config(model)
     network = load_family("llada").network(config)
     load_weights(model, network)
     ids = torch.randint(config["vocab_size"], (2, length), generator=torch.manual_seed(length))
     with torch.inference_mode():
-        logits = network.logits(network.hidden(ids))
-    for row in range(2):
-        expected = forward64(model, ids[row].tolist())
-        np.testing.assert_allclose(logits[row].numpy(), expected, rtol=1e-4, atol=1e-4)
+        logits = network.logits(network.hidden(ids)).double()
+    expected = LLaDAReference.from_checkpoint(model, torch.float64).logits(ids)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- training --------------------------------------------------------------------------------
