@@ -164,6 +164,7 @@ def test_rotary(
         (600, 2, 1, 128, 128),
         (9, 28, 4, 128, 128),
         (5, 16, 16, 128, 64),  # part of a head turns
+        (600, 3, 1, 128, 64),
         (5, 3, 2, 96, 96),  # a head's threads are no power of two
         (5, 3, 2, 18, 18),  # no vectors
         (3, 2, 0, 64, 64),

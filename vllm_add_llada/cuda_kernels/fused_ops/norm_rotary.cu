@@ -7,9 +7,9 @@ namespace {
 // Whether the threads of a head are lanes of one warp and hold all its channels.
 template <typename T, typename Table>
 bool is_head_in_lanes(const RotaryParams& params) {
-  const int num_lanes = params.rotary_dim / 2 / kVectorWidth<T>;
-  return params.rotary_dim == params.head_dim && has_vectors<T, Table>(params) && num_lanes <= 32 &&
-         (num_lanes & (num_lanes - 1)) == 0 && is_aligned(params.q_weight) &&
+  const int num_lanes = num_runs_of<kVectorWidth<T>, /*kHasNorm=*/true>(params);
+  return params.head_dim % (2 * kVectorWidth<T>) == 0 && has_vectors<T, Table>(params) &&
+         num_lanes <= 32 && (num_lanes & (num_lanes - 1)) == 0 && is_aligned(params.q_weight) &&
          is_aligned(params.k_weight);
 }
 

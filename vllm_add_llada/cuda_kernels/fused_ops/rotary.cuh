@@ -8,7 +8,7 @@
 // separate operations.
 //
 // With weights, each head is first normalised as rms_norm does it: the threads of a head are lanes
-// side by side, which add up its squares.
+// side by side, which add up its squares. The last of them have the channels that are not rotated.
 
 #pragma once
 
@@ -90,31 +90,40 @@ struct Run {
 };
 
 template <int kWidth, typename T>
-__device__ Run<T, kWidth> load_run(const T* channels, int half) {
-  return {load_vector<kWidth>(channels), load_vector<kWidth>(channels + half)};
+__device__ Run<T, kWidth> load_run(const T* channels, int gap) {
+  return {load_vector<kWidth>(channels), load_vector<kWidth>(channels + gap)};
+}
+
+// Of one head: those of its rotated pairs, or, for a norm, of all its channels.
+template <int kWidth, bool kHasNorm>
+__host__ __device__ int num_runs_of(const RotaryParams& params) {
+  return (kHasNorm ? params.head_dim : params.rotary_dim) / (2 * kWidth);
 }
 
 template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
 __global__ void __launch_bounds__(kRotaryThreads)
     rotate_heads(const __grid_constant__ RotaryParams params) {
   launch_dependents();
-  const int half = params.rotary_dim / 2;
-  const int num_runs = half / kWidth;
+  const int num_rotated = params.rotary_dim / (2 * kWidth);
+  const int num_runs = num_runs_of<kWidth, kHasNorm>(params);
   const int num_q_heads = static_cast<int>(params.q.inner);
   const int num_heads = num_q_heads + static_cast<int>(params.k.inner);
   const int head_step = (num_heads - 1) / kHeads + 1;
   const int64_t token = blockIdx.x;
   const int item = blockIdx.y * blockDim.x + threadIdx.x;
-  const int channel = item % num_runs * kWidth;
+  const int run = item % num_runs;
+  const bool is_rotated = !kHasNorm || run < num_rotated;
+  const int channel = is_rotated ? run * kWidth : 2 * run * kWidth;
+  const int gap = is_rotated ? params.rotary_dim / 2 : kWidth;  // between its channels
   // A thread without work has no heads, but lends its lane to the sums of the others.
   const int first_head = item / num_runs < head_step ? item / num_runs : num_heads;
   const T* q_weights = static_cast<const T*>(params.q_weight) + channel;
   const T* k_weights = static_cast<const T*>(params.k_weight) + channel;
   if (kHasNorm && token == 0) {
     prefetch(q_weights);
-    prefetch(q_weights + half);
+    prefetch(q_weights + gap);
     prefetch(k_weights);
-    prefetch(k_weights + half);
+    prefetch(k_weights + gap);
   }
   wait_for_prerequisites();
 
@@ -123,15 +132,17 @@ __global__ void __launch_bounds__(kRotaryThreads)
   for (int i = 0; i < kHeads; ++i) {
     const int head = first_head + i * head_step;
     if (head >= num_heads) continue;
-    runs[i] = load_run<kWidth>(head_address<T>(params, token, head) + channel, half);
+    runs[i] = load_run<kWidth>(head_address<T>(params, token, head) + channel, gap);
   }
   if (kHasNorm) {
-    q_weight = load_run<kWidth>(q_weights, half);
-    k_weight = load_run<kWidth>(k_weights, half);
+    q_weight = load_run<kWidth>(q_weights, gap);
+    k_weight = load_run<kWidth>(k_weights, gap);
   }
+  const int entry = is_rotated ? channel : 0;
   const Rotation<T, Table, kWidth> rotation(
-      static_cast<const Table*>(params.cos) + token * params.cos_stride + channel,
-      static_cast<const Table*>(params.sin) + token * params.sin_stride + channel, half);
+      static_cast<const Table*>(params.cos) + token * params.cos_stride + entry,
+      static_cast<const Table*>(params.sin) + token * params.sin_stride + entry,
+      params.rotary_dim / 2);
 
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -145,17 +156,17 @@ __global__ void __launch_bounds__(kRotaryThreads)
       upper = product_of(scaled(upper, scale), weight.upper);
     }
     if (head >= num_heads) continue;
-    rotation.apply(lower, upper);
+    if (is_rotated) rotation.apply(lower, upper);
     T* channels = head_address<T>(params, token, head) + channel;
     store_vector(channels, lower);
-    store_vector(channels + half, upper);
+    store_vector(channels + gap, upper);
   }
 }
 
 template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
 cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
   const int64_t num_heads = params.q.inner + params.k.inner;
-  const int64_t num_items = ((num_heads - 1) / kHeads + 1) * (params.rotary_dim / 2 / kWidth);
+  const int64_t num_items = ((num_heads - 1) / kHeads + 1) * num_runs_of<kWidth, kHasNorm>(params);
   const int threads =
       static_cast<int>(std::min<int64_t>(kRotaryThreads, (num_items + 31) / 32 * 32));
   const dim3 blocks = row_grid(params.num_tokens, num_items, threads);
