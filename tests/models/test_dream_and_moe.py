@@ -24,7 +24,7 @@ from tests.reference.dream_model import DreamReference
 from tests.reference.layers import rms_norm
 from tests.reference.llada_moe_model import LLaDAMoEReference
 from vllm.diffusion.errors import ServerConfigError
-from vllm.diffusion.models import mixture
+from vllm.diffusion.models import expert_matrices, mixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,13 +186,13 @@ def test_one_number_says_which_layers_have_experts(
 
 def test_experts_of_upstreams_methods_are_refused(case_path: PathOf) -> None:
     config = engine_config(case_path("moe")).model_config.hf_config
-    with pytest.raises(ServerConfigError, match="given fp8; wanted fp8, or none"):
+    with pytest.raises(ServerConfigError, match="given fp8; wanted fp8, int4 or nf4, or none"):
         mixture.MixtureMLP(config, Fp8Config(), "model.layers.0.mlp")
 
 
 def test_expert_widths_must_divide_among_the_ranks() -> None:
     with (
-        mock.patch.object(mixture, "get_tensor_model_parallel_world_size", return_value=3),
+        mock.patch.object(expert_matrices, "get_tensor_model_parallel_world_size", return_value=3),
         pytest.raises(ServerConfigError, match=r"given 3; wanted a divisor of .* 32"),
     ):
-        mixture.ExpertMatrices(4, 2, (32, 64), sharded_dim=0)
+        expert_matrices.ExpertMatrices(4, 2, (32, 64), sharded_dim=0)

@@ -13,6 +13,8 @@ from torch.nn import functional
 from gather_gemm import route
 from vllm.diffusion import ops
 from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.quantisation import ONLINE, PackedScheme
+from vllm_add_llada.cuda_kernels.fused_ops import unpack
 
 NUM_EXPERTS, WIDTH, INNER = 6, 8, 16
 SCRATCH = FreshBuffers(torch.device("cpu"))  # which counts nothing
@@ -156,3 +158,33 @@ def test_bf16_logits_are_widened_before_the_softmax() -> None:
     assert routing.weights.dtype == torch.bfloat16
     wanted = wide.gather(1, chosen_experts(routing)).to(torch.bfloat16)
     assert torch.equal(routing.weights, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("num_rows", [1, 40, 700])
+def test_a_gpu_unpacks_experts_one_stack_after_the_other(num_rows: int, kind: str) -> None:
+    """Both stacks in the same memory, again and again, as layers do: each product reads its own."""
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to("cuda", torch.bfloat16)
+
+    sizes, scheme = ((32, 512, 256), (32, 256, 256)), ONLINE[kind]
+    assert isinstance(scheme, PackedScheme)
+    with torch.device("cuda"):
+        packed = [ops.empty_packed(count * rows, depth, scheme) for count, rows, depth in sizes]
+    ops.reserve(torch.device("cuda", 0), 32 * 512 * 256, torch.bfloat16)
+    plain = []
+    for size, some in zip(sizes, packed, strict=True):
+        ops.quantise_packed(drawn(*size).flatten(0, 1) / 16, some)
+        plain.append(torch.empty(size, dtype=torch.bfloat16, device="cuda"))
+        unpack(some, plain[-1].flatten(0, 1))
+    stacks = [ops.PackedMatrices(some, 32) for some in packed]
+    normed = drawn(num_rows, 256)
+    routing = ops.route_rows(normed, drawn(32, 256), 4)
+    wanted, given = torch.zeros_like(normed), torch.zeros_like(normed)
+    for _ in range(20):
+        ops.add_experts(wanted, normed, routing, *map(ops.Matrices, plain), SCRATCH)
+        ops.add_experts(given, normed, routing, *stacks, SCRATCH)
+    assert torch.equal(given, wanted)

@@ -14,7 +14,13 @@ from torch.nn import functional
 
 from benchmarks.plain_model import WEIGHT_STD, randomise
 from tests.checkpoints import make_checkpoint
-from tests.models.support import Recorder, engine_config, load, logits, some_ids, staged_logits
+from tests.models.support import (
+    Recorder,
+    assert_same_logits,
+    logits,
+    some_ids,
+    staged_logits,
+)
 from vllm.diffusion import ops
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.models.weights import quantised_sizes
@@ -116,6 +122,14 @@ def test_each_number_is_the_nearest_there_is(kind: str) -> None:
     )
 
 
+def of_module(module: Any) -> Tensor:
+    return meant(Packed(module.weight.data, module.weight_scale, module.weight_zero, module.table))
+
+
+def dense_names(layer: Any) -> tuple[str, ...]:
+    return () if hasattr(layer.mlp, "w1") else ("mlp.gate_up_proj", "mlp.down_proj")
+
+
 def layer_of(kind: str, bias: Tensor | None) -> tuple[Any, Tensor]:
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(3))
     packed = empty(16, 32, 16, kind)
@@ -180,8 +194,7 @@ def test_weights_become_4_bits_as_they_are_loaded(
     assert count == 4 * len(plain.layers)
     assert num_bytes < 0.45 * plain_bytes  # groups of 32 and 64; of 128 below 0.3
     module, like = quantised.layers[1].mlp.down_proj, plain.layers[1].mlp.down_proj
-    packed = Packed(module.weight.data, module.weight_scale, module.weight_zero, module.table)
-    assert ((meant(packed) - like.weight).norm() <= 0.12 * like.weight.norm()).item()
+    assert ((of_module(module) - like.weight).norm() <= 0.12 * like.weight.norm()).item()
     ids = some_ids(40)
     given = logits(quantised, ids)
     assert not torch.equal(given, logits(plain, ids)) and given.isfinite().all()
@@ -190,21 +203,19 @@ def test_weights_become_4_bits_as_they_are_loaded(
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llada", "int4"), ("llada", "nf4"), ("llada", "fp8"), ("moe", "fp8")]
+    ("family", "kind"),
+    [("llada", "int4"), ("llada", "nf4"), ("llada", "fp8"), ("moe", "fp8"), ("moe", "nf4")],
 )
 def test_benchmarks_draw_weights_to_be_quantised(
     family: str, kind: str, tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
     model = load_model(make_checkpoint(tmp_path, family=family, seed=3), quantization=kind)
     randomise(model)
+    matrix = model.layers[0].mlp.w2 if family == "moe" else model.layers[0].mlp.down_proj
     if kind == "fp8":
-        matrix = model.layers[0].mlp.w2 if family == "moe" else model.layers[0].mlp.down_proj
         drawn = matrix.weight.float() * matrix.weight_scale[..., None]
     else:
-        matrix = model.layers[0].mlp.down_proj
-        drawn = meant(
-            Packed(matrix.weight.data, matrix.weight_scale, matrix.weight_zero, matrix.table)
-        )
+        drawn = meant(matrix.matrices.packed) if family == "moe" else of_module(matrix)
     assert abs(drawn.std().item() - WEIGHT_STD) < 0.1 * WEIGHT_STD
 
 
@@ -222,11 +233,37 @@ def test_groups_divide_the_depth() -> None:
         group_of(100, 128)
 
 
-def test_experts_in_4_bits_are_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
-    path = make_checkpoint(tmp_path, family="moe", seed=3)
-    load_model(path)  # a world of one
-    with pytest.raises(ServerConfigError, match="given int4; wanted fp8, or none"):
-        load(engine_config(path, quantization="int4"))
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("family", ["moe", "llada2", "sdar_moe"])
+def test_experts_become_4_bits_as_they_are_loaded(
+    family: str, kind: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    path = make_checkpoint(tmp_path / family, family=family, seed=9)
+    plain, quantised = load_model(path), load_model(path, quantization=kind)
+    num_mixtures = 0
+    for layer, like in zip(quantised.layers, plain.layers, strict=True):
+        if not hasattr(layer.mlp, "w1"):
+            continue
+        num_mixtures += 1
+        for given, wanted in ((layer.mlp.w1, like.mlp.w1), (layer.mlp.w2, like.mlp.w2)):
+            packed, num_experts = given.matrices
+            assert num_experts == len(wanted.weight)
+            lost = meant(packed) - wanted.weight.flatten(0, 1)
+            assert (0 < lost.norm() <= 0.12 * wanted.weight.norm()).item()
+            wanted.weight.data.copy_(meant(packed).view_as(wanted.weight))
+        for name in ("gate_up_proj", "down_proj"):
+            if layer.mlp.shared_experts is not None:
+                module = layer.mlp.shared_experts.get_submodule(name)
+                like.mlp.shared_experts.get_submodule(name).weight.data.copy_(of_module(module))
+    for layer, like in zip(quantised.layers, plain.layers, strict=True):
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", *dense_names(layer)):
+            like.get_submodule(name).weight.data.copy_(of_module(layer.get_submodule(name)))
+    assert num_mixtures
+    ids = some_ids(40)
+    assert_same_logits(logits(quantised, ids), logits(plain, ids))
+    count, num_bytes, plain_bytes = quantised_sizes(quantised, torch.bfloat16)
+    assert count >= 2 * num_mixtures + 2 * len(plain.layers)
+    assert num_bytes < 0.6 * plain_bytes  # groups of 16 and 32; of 128 below 0.3
 
 
 # ---- the kernel ----

@@ -32,7 +32,7 @@ CASES += [
     *("sdar_moe", "sdar_moe_mix", "llada2", "llada2_dense_first"),
 ]
 # Ranks quantise their own columns: not what one rank has, but as near to plain weights.
-QUANTISED = ["gqa fp8", "gqa int4", "dream nf4", "moe fp8", "llada2 fp8"]
+QUANTISED = ["gqa fp8", "gqa int4", "dream nf4", "moe fp8", "llada2 fp8", "moe int4", "llada2 nf4"]
 IDS = torch.arange(3, 250, 13)
 
 

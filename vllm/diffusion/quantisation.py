@@ -89,6 +89,13 @@ ONLINE: dict[str, Scheme] = {
 }
 
 
+def stores_experts(scheme: Scheme | None) -> bool:
+    """Whether the matrices of experts can be stored so."""
+    if isinstance(scheme, PackedScheme):
+        return scheme.layout is None
+    return isinstance(scheme, Fp8Scheme)
+
+
 def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Scheme | None:
     """The scheme of a model; None where it is not quantised, or upstream's methods run it.
 

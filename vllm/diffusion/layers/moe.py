@@ -29,8 +29,8 @@ class ExpertsMLP:
 
     norm: RMSNorm
     gate: Tensor
-    w1: ops.Matrices
-    w2: ops.Matrices
+    w1: ops.ExpertWeights
+    w2: ops.ExpertWeights
     num_chosen: int
     bias: Tensor | None = None
     scoring: ops.Scoring = ops.SOFTMAX
@@ -67,7 +67,7 @@ class ExpertsMLP:
     def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
         """The experts of every row."""
         element_bytes = FP32_BYTES if self.scoring.in_fp32 else normed.element_size()
-        scores_bytes = len(self.w1.values) * element_bytes
+        scores_bytes = len(self.gate) * element_bytes
         chosen_bytes = self.num_chosen * (element_bytes + 6)  # weights, int32 slots, int16 choices
         buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
         return ops.route_rows(normed, self.gate, self.num_chosen, self.bias, self.scoring)

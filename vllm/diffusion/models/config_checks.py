@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.quantisation import scheme_of
+from vllm.diffusion.quantisation import scheme_of, stores_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,8 +98,12 @@ def _json(value: bool | str) -> str:
 
 
 def check_quantised_experts(values: Mapping[str, Any]) -> None:
-    """Refuse a quantisation of a model with experts that upstream's methods would run."""
+    """Refuse a checkpoint whose experts are quantised in a form that is not read."""
     config = values.get("quantization_config")
-    if config is not None and scheme_of(None, config) is None:
-        wanted = "null, or fp8 of compressed-tensors or ModelOpt, is supported with experts"
-        refuse(values, "quantization_config", f"only {wanted}")
+    if config is not None and not stores_experts(scheme_of(None, config)):
+        refuse(
+            values,
+            "quantization_config",
+            "with experts only null, or fp8 with a scale a matrix or channel, is supported; a "
+            "plain checkpoint runs with --quantization fp8, int4 or nf4",
+        )

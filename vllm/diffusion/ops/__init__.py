@@ -10,7 +10,16 @@ from vllm.diffusion.ops.collectives import (
     join_ranks,
     tensor_parallel,
 )
-from vllm.diffusion.ops.experts import SOFTMAX, Matrices, Routing, Scoring, add_experts, route_rows
+from vllm.diffusion.ops.experts import (
+    SOFTMAX,
+    ExpertWeights,
+    Matrices,
+    PackedMatrices,
+    Routing,
+    Scoring,
+    add_experts,
+    route_rows,
+)
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.fused import (
     apply_rotary,
@@ -28,7 +37,7 @@ from vllm.diffusion.ops.kinds import (
     projection_of,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
-from vllm.diffusion.ops.packed import PackedProjection
+from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm.diffusion.ops.projection import (
     Matrix,
@@ -49,17 +58,20 @@ from vllm.diffusion.ops.sampling import (
     token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
-from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
+from vllm_add_llada.cuda_kernels.fused_ops import Packed, QuantisedRows
 
 __all__ = [
     "SOFTMAX",
     "Array",
     "Collectives",
+    "ExpertWeights",
     "Fp8Projection",
     "HostCopy",
     "Matrices",
     "Matrix",
     "OrderedProjection",
+    "Packed",
+    "PackedMatrices",
     "PackedProjection",
     "PlainProjection",
     "Projection",
@@ -80,6 +92,7 @@ __all__ = [
     "align_ranks",
     "apply_rotary",
     "candidates",
+    "empty_packed",
     "expect_norm",
     "expected_norm",
     "gather_columns",
@@ -92,7 +105,9 @@ __all__ = [
     "norm_rotary",
     "philox_uniform",
     "projection_of",
+    "quantise_packed",
     "quantise_weight",
+    "reserve",
     "rms_norm",
     "rotary_tables",
     "route_rows",

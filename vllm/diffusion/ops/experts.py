@@ -4,16 +4,18 @@
 The rows are sorted by expert and each expert multiplies its rows alone, without padding. A row's
 terms are added in ascending order of the expert. Every product and sum is rounded to the model
 dtype, as in the public code of LLaDA-MoE, or the sum is one in fp32 (`Scoring.in_fp32`). Matrices
-of fp8 are widened as they are multiplied, by rows as they are.
+of fp8 are widened as they are multiplied, by rows as they are; those of 4 bits are unpacked first,
+all of a layer, into memory that the layers share.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import gather_gemm
 from gather_gemm import SOFTMAX, Routing, Scoring
 from vllm.diffusion.ops import collectives, dispatch
+from vllm.diffusion.ops.packed import unpacked
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm_add_llada.cuda_kernels import fused_ops
 
@@ -21,8 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
+    from vllm_add_llada.cuda_kernels.fused_ops import Packed
 
-__all__ = ["SOFTMAX", "Matrices", "Routing", "Scoring", "add_experts", "route_rows"]
+__all__ = [
+    "SOFTMAX",
+    "ExpertWeights",
+    "Matrices",
+    "PackedMatrices",
+    "Routing",
+    "Scoring",
+    "add_experts",
+    "route_rows",
+]
 
 
 def route_rows(
@@ -61,6 +73,28 @@ class Matrices(NamedTuple):
     scales: Tensor | None = None
 
 
+class PackedMatrices(NamedTuple):
+    """The same of 4 bits.
+
+    Attributes:
+        packed: [E * N, K].
+        num_experts: E.
+    """
+
+    packed: Packed
+    num_experts: int
+
+
+ExpertWeights: TypeAlias = Matrices | PackedMatrices
+
+
+def _matrices(weights: ExpertWeights, like: Tensor) -> Matrices:
+    """As grouped products take them; of 4 bits in memory that the next such call writes to."""
+    if isinstance(weights, Matrices):
+        return weights
+    return Matrices(unpacked(weights.packed, like.dtype).unflatten(0, (weights.num_experts, -1)))
+
+
 def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
     """silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D], in order."""
     weights, slots, ends = routing
@@ -72,23 +106,29 @@ def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
 
 
 def weighted_terms(
-    inner: Tensor, w2: Matrices, routing: Routing, *, is_weighted: bool = True
+    inner: Tensor,
+    w2: Matrices,
+    routing: Routing,
+    *,
+    is_weighted: bool = True,
+    early: bool = True,
 ) -> Tensor:
     """Each row's terms [R, k, D]: the experts' second products, and weighted.
 
     Args:
-        inner: [R * k, I], what `gated_products` gave just before: the routing and w2 are read while
-            that runs out.
+        inner: [R * k, I], what `gated_products` gave.
         w2: [E, D, I].
         routing: the rows' experts.
         is_weighted: else the products are as they are.
+        early: `gated_products` was the last before this, and no kernel of a step writes w2: it and
+            the routing are read while that runs out.
     """
     weights, slots, ends = routing
     matrices, scales = w2
     streams = scales is None and dispatch.streams_weighted(len(inner), len(matrices))
     if streams and fused_ops.has_grouped_gemm(inner, matrices):
         return fused_ops.weighted_gemm(
-            inner, matrices, ends, slots, weights, is_weighted=is_weighted, early=True
+            inner, matrices, ends, slots, weights, is_weighted=is_weighted, early=early
         )
     return gather_gemm.weighted_gemm(
         inner,
@@ -97,7 +137,7 @@ def weighted_terms(
         slots,
         weights,
         is_weighted=is_weighted,
-        early=True,
+        early=early,
         weight_scales=scales,
     )
 
@@ -106,8 +146,8 @@ def add_experts(
     x: Tensor,
     normed: Tensor,
     routing: Routing,
-    w1: Matrices,
-    w2: Matrices,
+    w1: ExpertWeights,
+    w2: ExpertWeights,
     scratch: Buffers,
     *,
     addend: Tensor | None = None,
@@ -130,10 +170,12 @@ def add_experts(
     """
     weights = routing.weights
     num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
-    scratch.expect("activated of experts", num_terms * w2.values.shape[2] * x.element_size())
+    inner = gated_products(normed, _matrices(w1, x), routing)
+    scratch.expect("activated of experts", inner.nbytes)
     scratch.expect("terms of experts", num_terms * row_bytes)
-    inner = gated_products(normed, w1, routing)
-    terms = weighted_terms(inner, w2, routing, is_weighted=not in_fp32)
+    is_at_rest = isinstance(w2, Matrices)
+    second = _matrices(w2, x)
+    terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_at_rest)
     del inner  # before the sum allocates its own
     late_weights = weights if in_fp32 else None
     if get_tensor_model_parallel_world_size() == 1:

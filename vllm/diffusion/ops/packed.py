@@ -73,6 +73,21 @@ def group_of(depth: int, largest: int) -> int:
     return group
 
 
+def empty_packed(num_rows: int, depth: int, scheme: PackedScheme) -> Packed:
+    """Room for a matrix of a scheme.
+
+    Raises:
+        ServerConfigError: its depth cannot be cut into groups.
+    """
+    size, is_int = (num_rows, depth // group_of(depth, scheme.group)), scheme.name == "int4"
+    return Packed(
+        torch.zeros(num_rows, depth // 2, dtype=torch.uint8),
+        torch.ones(size, dtype=torch.float32),
+        torch.zeros(size, dtype=torch.uint8) if is_int else None,
+        None if is_int else torch.tensor([NF4[i] for i in NF4_ORDER], dtype=torch.float32),
+    )
+
+
 def quantise_packed(part: Tensor, packed: Packed) -> None:
     """Quantise rows of a matrix, the numbers of each group by what loses least.
 
@@ -143,15 +158,7 @@ class PackedMethod(StreamedMethod[PackedScheme]):
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make `weight` [N, K / 2], `weight_scale` [N, K / G] and `weight_zero`, or `table`."""
         num_rows, depth = matrix.num_rows, matrix.depth
-        group = group_of(depth, self._scheme.group)
-        size = (num_rows, depth // group)
-        is_int = self._scheme.name == "int4"
-        packed = Packed(
-            torch.zeros(num_rows, depth // 2, dtype=torch.uint8),
-            torch.ones(size, dtype=torch.float32),
-            torch.zeros(size, dtype=torch.uint8) if is_int else None,
-            None if is_int else torch.tensor([NF4[i] for i in NF4_ORDER], dtype=torch.float32),
-        )
+        packed = empty_packed(num_rows, depth, self._scheme)
 
         def take(rows: slice, part: Tensor) -> None:
             quantise_packed(part, packed.rows(rows))
@@ -253,25 +260,32 @@ class PackedProjection(Projection):
         step = ceil(num_columns / num_parts / _COLUMN_STEP) * _COLUMN_STEP
         for start in range(0, num_columns, step):
             part = slice(start, min(start + step, num_columns))
-            some = packed.rows(part)
-            weight = _room(some.values.device, some.shape, dtype)
-            unpack(some, weight)
-            yield part, weight
+            yield part, unpacked(packed.rows(part), dtype)
 
 
 def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:
     """See to it that parts of a matrix can be unpacked on a GPU without asking for memory."""
+    reserve(device, min(num_rows, _UNPACKED // depth + _COLUMN_STEP) * depth, dtype)
+
+
+def reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
+    """See to it that so many numbers can be unpacked on a GPU without asking for memory."""
     if device.type != "cuda":
         return
-    count = min(num_rows, _UNPACKED // depth + _COLUMN_STEP) * depth
     there = _scratch.get(device)
     if there is None or there.numel() < count or there.dtype != dtype:
         _scratch[device] = torch.empty(count, dtype=dtype, device=device)
 
 
-def _room(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Memory for a matrix: on a GPU that which all layers share, one after the other."""
+def unpacked(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """A matrix made plain, on a GPU in memory that all layers share: the next one takes its place.
+
+    So much must have been reserved.
+    """
+    (num_rows, depth), device = packed.shape, packed.values.device
     there = _scratch.get(device)
     if there is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return there[: shape[0] * shape[1]].view(shape)
+        there = torch.empty(num_rows * depth, dtype=dtype, device=device)
+    weight = there[: num_rows * depth].view(num_rows, depth)
+    unpack(packed, weight)
+    return weight
