@@ -259,7 +259,8 @@ def plain_loop(
         model = plain_model.load_model(folder, device, dtype)
         generate = partial(plain_model.generate, model, **asked)
     else:
-        model = plain_model.random_model(shape, device, dtype)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model = plain_model.random_model(config, device, dtype)
         generate = partial(plain_model.generate, model, **asked)
 
     def send(prompts: Sequence[Sequence[Sequence[int]]], _cache: str) -> list[Answer]:

@@ -82,7 +82,7 @@ def randomise_rank(worker: Any) -> None:
     """Draw the weights of a rank, whose loader has drawn very small ones."""
     import torch
 
-    from benchmarks.plain_model import randomise
+    from benchmarks.random_weights import randomise
 
     torch.manual_seed(0)  # ranks that divide rows have the same ones
     randomise(worker.worker.model_runner.model)

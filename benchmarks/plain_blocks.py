@@ -16,7 +16,7 @@ from tiny_model.checkpoint import load_weights, read_config
 from tiny_model.family import FAMILY_NAMES, load_family
 from tiny_model.settings import DecodingSetting
 
-from benchmarks.plain_model import randomise
+from benchmarks.random_weights import randomise
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:

@@ -42,7 +42,6 @@ class Shape:
         num_chosen: experts that one row passes.
         num_dense: first layers without experts, `dense_width` wide.
         shared_width: inner width of the expert that every row passes.
-        rotates_in_fp32: query and key are rotated in fp32, not in the model's dtype.
         shifts_rows: position i is read from row i - 1.
         block_length: of a block-causal mask; 0 where every position sees every other one.
     """
@@ -56,16 +55,11 @@ class Shape:
     mlp_width: int
     vocab_size: int
     mask_id: int | None
-    eps: float
-    rope_theta: float
     num_experts: int = 0
     num_chosen: int = 0
     num_dense: int = 0
     dense_width: int = 0
     shared_width: int = 0
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rotates_in_fp32: bool = False
     shifts_rows: bool = False
     block_length: int = 0
 
@@ -112,9 +106,6 @@ class Shape:
                 mlp_width=config["mlp_hidden_size"],
                 vocab_size=config["embedding_size"],
                 mask_id=config["mask_token_id"],
-                eps=config["rms_norm_eps"],
-                rope_theta=config["rope_theta"],
-                rotates_in_fp32=config["rope_full_precision"],
             )
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         return cls(
@@ -127,10 +118,6 @@ class Shape:
             mlp_width=config[EXPERT_WIDTHS.get(family, "intermediate_size")],
             vocab_size=config["vocab_size"],
             mask_id=config.get("mask_token_id"),
-            eps=config["rms_norm_eps"],
-            rope_theta=config["rope_theta"],
-            qkv_bias=family in ("dream", "fast-dllm"),
-            qk_norm=family in ("llada-moe", "llada2", "sdar", "sdar-moe"),
             shifts_rows=family in ("dream", "fast-dllm"),
             **experts_of(family, config),
             **blocks_of(family, config),

@@ -238,9 +238,10 @@ def cases_of(lengths: Sequence[int], requests: Sequence[int], max_rows: int) -> 
 def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str, Any]) -> list[Row]:
     """All cases of a family, printed as they come; adds what was measured to `ceilings`."""
     shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
-    shape = Shape.of(configuration(family, **shrunk))
+    config = configuration(family, **shrunk)
+    shape = Shape.of(config)
     requests = options.requests or [1, 8, 32]
-    references = measure_references(shape, options)
+    references = measure_references(config, options)
     in_process.free_memory()
     cases = cases_of(options.lengths, requests, options.max_rows)
     floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
@@ -322,15 +323,16 @@ def measure_windows(
     return rows
 
 
-def measure_references(shape: Shape, options: argparse.Namespace) -> dict[int, Reference]:
+def measure_references(config: dict[str, Any], options: argparse.Namespace) -> dict[int, Reference]:
     """The plain step of one request of each length, and the experts that its rows pass.
 
     Of --no-reference only the latter is left, without which there is no floor.
     """
+    shape = Shape.of(config)
     if options.no_reference and not shape.num_experts:
         return {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = random_model(shape, device, getattr(torch, options.dtype))
+    model = random_model(config, device, getattr(torch, options.dtype))
     references = {}
     for length in sorted(options.lengths):
         row = masked_row(shape, Case(length, 1)).to(device)

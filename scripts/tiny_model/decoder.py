@@ -162,9 +162,8 @@ class Decoder(nn.Module):
         if is_doubled:
             ids = torch.cat((cast("Tensor", clean), ids), dim=-1)
         x: Tensor = self.model[self.embedding_name](ids)
-        cos, sin = (
-            table.to(x) for table in rotary_tables(length, self.rotary_dim, self.rope_theta)
-        )
+        tables = rotary_tables(length, self.rotary_dim, self.rope_theta, x.device)
+        cos, sin = (table.to(x.dtype) for table in tables)
         view = View(cos, sin, None)
         if is_doubled:
             sees = noised_behind_clean(length, self.block_length)

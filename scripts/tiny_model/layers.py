@@ -40,19 +40,26 @@ def initialise(network: nn.Module) -> None:
             nn.init.normal_(module.weight, std=_EMBEDDING_STD)
 
 
-def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    length: int, head_dim: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """cos and sin of the half-split rotary embedding, [length, head_dim] fp32 each."""
-    inverse_frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequency)
+    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, theta ** -(channels / head_dim))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first channels of x [..., T, hd], as many as the tables have: j with j + rd/2."""
+    """Rotates the first channels of x [..., T, hd], as many as the tables have: j with j + rd/2.
+
+    In the tables' precision if that is higher.
+    """
     turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     low, high = turned.chunk(2, dim=-1)
-    return torch.cat((turned * cos + torch.cat((-high, low), dim=-1) * sin, rest), dim=-1)
+    turned = turned * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:

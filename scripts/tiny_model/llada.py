@@ -144,8 +144,8 @@ class LLaDANetwork(nn.Module):
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32; see family.Network."""
         transformer = self._transformer
-        cos, sin = rotary_tables(ids.shape[-1], self.head_dim, self.rope_theta)
         x: Tensor = transformer["wte"](ids)
+        cos, sin = rotary_tables(ids.shape[-1], self.head_dim, self.rope_theta, x.device)
         for block in cast("nn.ModuleList", transformer["blocks"]):
             x = block(x, cos, sin)
         return cast("Tensor", transformer["ln_f"](x))

@@ -95,11 +95,12 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         rows = x.flatten(0, -2)
-        shares, chosen = self.gate(rows).softmax(dim=-1).topk(self.num_chosen)  # [B*T, top]
+        shares, chosen = self.gate(rows).float().softmax(dim=-1).topk(self.num_chosen)  # [B*T, top]
         mixed = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             row, place = (chosen == number).nonzero(as_tuple=True)
-            mixed = mixed.index_add(0, row, expert(rows[row]) * shares[row, place, None])
+            share = shares[row, place, None].to(x.dtype)
+            mixed = mixed.index_add(0, row, expert(rows[row]) * share)
         return mixed.view_as(x)
 
 

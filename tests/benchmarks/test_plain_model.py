@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
-from tests.reference.decode import SpecialIds, aligned, semi_ar
+from tests.reference.decode import SpecialIds, semi_ar
 from tests.reference.dream_model import DreamReference
 from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
@@ -25,6 +25,7 @@ from make_dummy_checkpoint import configuration  # noqa: E402
 
 from benchmarks import plain_model  # noqa: E402
 from benchmarks.plain_model import PlainModel, load_model, random_model  # noqa: E402
+from benchmarks.random_weights import WEIGHT_STD  # noqa: E402
 from benchmarks.shapes import Shape, forward_work  # noqa: E402
 
 REFERENCES: dict[str, Any] = {
@@ -33,6 +34,7 @@ REFERENCES: dict[str, Any] = {
     "moe": LLaDAMoEReference,
 }
 FULL_SIZE = ("llada", "dream", "llada-moe")
+SHRUNK = [("llada", 16), ("dream", 14), ("llada-moe", 16)]  # by what their heads allow
 
 
 @pytest.fixture(params=REFERENCES)
@@ -43,15 +45,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PlainModel, An
     return plain, REFERENCES[request.param].from_checkpoint(folder)
 
 
-def test_logits_are_the_references(pair: tuple[PlainModel, Any]) -> None:
-    plain, reference = pair
-    ids = torch.tensor([[*random_prompt(12), *[MASK_ID] * 8]])
-    with torch.inference_mode():
-        expected = aligned(reference, reference.logits(ids))
-        torch.testing.assert_close(plain(ids), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("steps", [4, 6, 16])
+@pytest.mark.parametrize("steps", [6, 16])
 def test_loop_gives_the_references_tokens(pair: tuple[PlainModel, Any], steps: int) -> None:
     plain, reference = pair
     prompt, num_forwards = random_prompt(9), 0
@@ -76,7 +70,7 @@ def test_loop_gives_the_references_tokens(pair: tuple[PlainModel, Any], steps: i
 
 
 def test_loop_refuses_blocks_that_do_not_tile() -> None:
-    model = random_model(Shape.of(configuration("llada", num_layers=1, shrink=32)), "cpu")
+    model = random_model(configuration("llada", num_layers=1, shrink=32), "cpu")
     with pytest.raises(ValueError, match="block_length"):
         plain_model.generate(model, [1], canvas=16, block_length=5, steps=16)
 
@@ -93,11 +87,10 @@ def test_weights_counted_are_the_checkpoints(family: str) -> None:
     assert work.weight_bytes == 2 * sum(rows * columns for rows, columns in matrices.values())
 
 
-@pytest.mark.parametrize("family", FULL_SIZE)
-@pytest.mark.parametrize("num_sequences", [1, 3])
-def test_flops_counted_are_those_that_torch_counts(family: str, num_sequences: int) -> None:
-    shape = Shape.of(configuration(family, num_layers=1, shrink=4))
-    model = random_model(shape, "cpu", torch.float32)
+@pytest.mark.parametrize(("family", "divisor"), SHRUNK)
+def test_flops_counted_are_those_that_torch_counts(family: str, divisor: int) -> None:
+    model = random_model(configuration(family, num_layers=1, shrink=divisor), "cpu", torch.float32)
+    shape, num_sequences = model.shape, 3
     ids = torch.randint(0, 1000, (num_sequences, 40))
     with (
         torch.inference_mode(),
@@ -124,21 +117,21 @@ def test_floor_is_the_larger_of_moving_and_computing() -> None:
 
 @torch.inference_mode()
 def test_experts_are_counted_layer_by_layer() -> None:
-    shape = Shape.of(configuration("llada-moe", num_layers=2, shrink=16))
-    model = random_model(shape, "cpu", torch.float32)
+    model = random_model(configuration("llada-moe", num_layers=2, shrink=16), "cpu", torch.float32)
+    shape = model.shape
     with plain_model.counted_experts(model) as counts:
-        model.hidden(torch.tensor([[5]]))
-        model.hidden(torch.arange(200)[None])
+        model(torch.tensor([[5]]))
+        model(torch.arange(200)[None])
     assert counts[:2] == [shape.num_chosen] * 2
     assert all(shape.num_chosen < count <= shape.num_experts for count in counts[2:])
-    model.hidden(torch.tensor([[5]]))
+    model(torch.tensor([[5]]))
     assert len(counts) == 4
     fewer = forward_work(shape, 32, touched_experts=10).weight_bytes
     assert fewer < forward_work(shape, 32).weight_bytes
 
 
 def test_a_dense_model_has_no_experts_to_count() -> None:
-    model = random_model(Shape.of(configuration("llada", num_layers=1, shrink=32)), "cpu")
+    model = random_model(configuration("llada", num_layers=1, shrink=32), "cpu")
     with (
         pytest.raises(ValueError, match="wanted one with experts, got llada"),
         plain_model.counted_experts(model),
@@ -146,9 +139,15 @@ def test_a_dense_model_has_no_experts_to_count() -> None:
         pass
 
 
-def test_random_weights_are_normal_and_norms_neutral() -> None:
-    model = random_model(Shape.of(configuration("dream", num_layers=1, shrink=14)), "cpu")
-    weight = model.layers[0].mlp.up_proj.weight
-    assert float(weight.float().std()) == pytest.approx(plain_model.WEIGHT_STD, rel=0.02)
-    assert bool((model.norm.weight == 1).all())
-    assert bool((model.layers[0].self_attn.q_proj.bias == 0).all())
+@pytest.mark.parametrize(("family", "divisor"), SHRUNK)
+def test_random_weights_are_normal_and_norms_neutral(family: str, divisor: int) -> None:
+    """In bf16, as they are timed."""
+    model = random_model(configuration(family, num_layers=1, shrink=divisor), "cpu")
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if "up_proj" in name and weight.numel() > 100_000:
+            assert float(weight.float().std()) == pytest.approx(WEIGHT_STD, rel=0.02)
+        if name.endswith("bias") or "norm" in name:
+            assert bool((weight == float("norm" in name)).all())
+    logits = model(torch.arange(40)[None])
+    assert logits.shape == (1, 40, model.shape.vocab_size) and logits.dtype == torch.bfloat16

@@ -51,29 +51,29 @@ def test_without_the_reference_experts_are_still_counted() -> None:
     options = step_latency.parse_arguments(["--no-reference", "--lengths", "16", "64"])
     options.dtype = "float32"
     small = {"num_layers": 1, "shrink": 16}
-    shape = step_latency.Shape.of(step_latency.configuration("llada-moe", **small))
-    found = step_latency.measure_references(shape, options)
+    experts = step_latency.configuration("llada-moe", **small)
+    found = step_latency.measure_references(experts, options)
     assert [reference.step_ms for reference in found.values()] == [None, None]
     assert 8 <= found[16].touched_experts <= found[64].touched_experts <= 64
-    dense = step_latency.Shape.of(step_latency.configuration("llada", **small))
+    dense = step_latency.configuration("llada", **small)
     assert step_latency.measure_references(dense, options) == {}
 
 
 def test_experts_are_those_of_all_steps() -> None:
     """The mean over the canvases that the steps begin with, each run anew."""
-    shape = step_latency.Shape.of(step_latency.configuration("llada-moe", num_layers=2, shrink=16))
-    model = step_latency.random_model(shape, "cpu", torch.float32)
-    row = step_latency.masked_row(shape, Case(16, 1))
+    config = step_latency.configuration("llada-moe", num_layers=2, shrink=16)
+    model = step_latency.random_model(config, "cpu", torch.float32)
+    row = step_latency.masked_row(model.shape, Case(16, 1))
     kept, canvases = row.clone(), [row.clone()]
     for _ in range(3):
         step_latency.denoise_step(model, row, 16, 2)
         canvases.append(row.clone())
     with step_latency.counted_experts(model) as counts, torch.inference_mode():
         for canvas in canvases:
-            model.hidden(canvas)
+            model(canvas)
     assert len(set(counts)) > 1
     assert step_latency.touched_experts(model, kept, 4) == pytest.approx(sum(counts) / 8)
-    assert int((kept == shape.mask_id).sum()) == 8  # the row itself is left alone
+    assert int((kept == model.shape.mask_id).sum()) == 8  # the row itself is left alone
 
 
 def test_several_requests_stay_below_the_largest_number_of_rows() -> None:

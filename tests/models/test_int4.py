@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks.plain_model import WEIGHT_STD, randomise
+from benchmarks.random_weights import WEIGHT_STD, randomise
 from tests.checkpoints import make_checkpoint
 from tests.models.support import (
     Recorder,

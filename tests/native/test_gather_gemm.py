@@ -80,6 +80,8 @@ for number, (num_rows, num_columns, depth) in enumerate({TOP_SHAPES}):
     weight = torch.randint(-2, 3, (num_columns, depth), generator=generator).to(dtype) / 16
     rows = torch.randint(0, 90, (num_rows,), generator=generator)
     for given, kind in ((rows, "none"), (None, "of all rows"), (rows, "by row")):
+        if given is None and number > 1:
+            continue  # 90 rows take the interpreter long
         count = 90 if given is None else num_rows
         masks = masks_of(kind, generator, count, num_columns, "cpu")
         found = gather_top(x, given, weight, **masks, config=config)

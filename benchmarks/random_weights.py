@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights drawn in place of a checkpoint's, for a plain network or an engine's model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WEIGHT_STD = 0.02
+EMBEDDING_STD = 1.0
+DRAWN_AT_ONCE = 1 << 26  # numbers
+EMBEDDINGS = ("wte", "embed_tokens", "word_embeddings")
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Draw every matrix of a model from N(0, 0.02); norms' gains become 1, biases 0.
+
+    Embeddings are drawn from N(0, 1): a row is then told by its token, as in a trained model. With
+    small ones all rows follow the mean of their values, and choose the same experts. A weight that
+    an engine quantises as it is loaded is given a matrix to quantise.
+    """
+    for name, parameter in model.named_parameters():
+        put = getattr(parameter, "take_part", None)
+        if put is not None and parameter.dim() > 1:
+            depth = parameter.num_weights // parameter[..., 0].numel()  # bytes may hold two
+            count = max(1, DRAWN_AT_ONCE // (parameter[0, ..., 0].numel() * depth))
+            for start in range(0, len(parameter), count):
+                rows = slice(start, min(start + count, len(parameter)))
+                shape = (rows.stop - rows.start, *parameter.shape[1:-1], depth)
+                drawn = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+                put(rows, drawn.normal_(std=WEIGHT_STD))
+        elif parameter.dim() > 1:
+            is_embedding = any(part in name for part in EMBEDDINGS)
+            parameter.normal_(std=EMBEDDING_STD if is_embedding else WEIGHT_STD)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
