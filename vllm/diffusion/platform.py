@@ -53,6 +53,7 @@ class DiffusionCpuPlatform(_EagerPlatform):
     _enum = PlatformEnum.CPU
     device_name = "cpu"
     device_type = "cpu"
+    ray_device_key = "GPU"  # Ray counts ranks so: `ray start --num-gpus 2`
     dispatch_key = "CPU"
     dist_backend = "gloo"
     device_control_env_var = "DLLM_CPU_VISIBLE_DEVICES"
