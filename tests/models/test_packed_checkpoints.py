@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit checkpoints of GPTQ and of compressed-tensors, by writers of their own."""
+"""4-bit checkpoints and fp8 ones with scales of blocks, by writers of their own."""
 
 from __future__ import annotations
 
@@ -97,6 +97,54 @@ def fp8_blocks(weight: Tensor, scale_name: str) -> tuple[dict[str, Tensor], Tens
     return {"weight": values, scale_name: scales}, values.float() * wide
 
 
+NF4 = (
+    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+)
+
+
+def nf4(weight: Tensor, *, is_nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Blocks of 64 neighbours; nested ones have bytes for scales, 256 with a scale of their own."""
+    blocks, table = weight.flatten().view(-1, 64), torch.tensor(NF4)
+    scales = blocks.abs().amax(dim=1)
+    numbers = ((blocks / scales[:, None])[:, :, None] - table).abs().argmin(dim=2).flatten()
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+    tensors = {
+        "weight": (numbers[::2] * 16 + numbers[1::2]).to(torch.uint8)[:, None],
+        "weight.quant_map": table,
+        "weight.absmax": scales,
+    }
+    if is_nested:
+        offset, entries = scales.mean(), torch.linspace(-1, 1, 256)
+        parts = (scales - offset).split(256)
+        nested = torch.stack([part.abs().max() for part in parts])
+        places = [
+            ((part / most)[:, None] - entries).abs().argmin(dim=1)
+            for part, most in zip(parts, nested, strict=True)
+        ]
+        scales = torch.cat(
+            [entries[at] * most for at, most in zip(places, nested, strict=True)]
+        ).add(offset)
+        state |= {"nested_blocksize": 256, "nested_offset": offset.item()}
+        tensors |= {
+            "weight.absmax": torch.cat(places).to(torch.uint8),
+            "weight.nested_absmax": nested,
+            "weight.nested_quant_map": entries,
+        }
+    written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors["weight.quant_state.bitsandbytes__nf4"] = written
+    return tensors, (table[numbers].view(-1, 64) * scales[:, None]).view_as(weight)
+
+
+def bitsandbytes(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "llm_int8_skip_modules": ["lm_head"],
+    } | changes
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     "fp8_blocks": {
@@ -122,6 +170,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "nf4": bitsandbytes(),
+    "nf4_nested": bitsandbytes(bnb_4bit_use_double_quant=True),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
     "gptq_order": {
         "quant_method": "gptq",
@@ -162,7 +212,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, format_: str) -> LLaDAReference:
     """A quantised checkpoint in `folder`, and the reference over what its weights mean."""
-    make_checkpoint(folder, seed=11, num_shards=1, n_kv_heads=2)
+    sizes = {"d_model": 64, "mlp_hidden_size": 128} if format_.startswith("nf4") else {}
+    make_checkpoint(folder, seed=11, num_shards=1, n_kv_heads=2, **sizes)
     reference = LLaDAReference.from_checkpoint(folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = CONFIGS[format_]
@@ -174,7 +225,9 @@ def write(folder: Path, format_: str) -> LLaDAReference:
         if ".blocks." not in name or kind != "weight" or path.split(".")[-1] not in SUFFIXES:
             continue
         weight = tensors.pop(name)
-        if format_ == "awq":
+        if format_.startswith("nf4"):
+            own, weights[name] = nf4(weight, is_nested=format_ == "nf4_nested")
+        elif format_ == "awq":
             own, weights[name] = awq(weight)
         elif format_ == "fp8_blocks":
             own, weights[name] = fp8_blocks(weight, "weight_scale_inv")
@@ -218,6 +271,19 @@ def test_parts_of_one_matrix_have_one_order(tmp_path: Path, load_model: Callable
         load_model(tmp_path / "gptq")
 
 
+@pytest.mark.parametrize("part", ["absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"])
+def test_nf4_without_all_of_its_tensors_is_refused(
+    part: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    write(tmp_path / "nf4", "nf4_nested")
+    (file,) = (tmp_path / "nf4").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[f"model.transformer.blocks.1.k_proj.weight.{part}"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"blocks.1.k_proj.weight: given nf4 with \['"):
+        load_model(tmp_path / "nf4")
+
+
 def test_order_without_desc_act_is_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
     write(tmp_path / "gptq", "gptq_order")
     path = tmp_path / "gptq" / "config.json"
@@ -246,3 +312,9 @@ def test_schemes_of_configurations() -> None:
 def test_other_forms_of_gptq_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         scheme_of("gptq", CONFIGS["gptq_order"] | changes)
+
+
+@pytest.mark.parametrize("changes", [{"bnb_4bit_quant_type": "fp4"}, {"load_in_4bit": False}])
+def test_other_forms_of_bitsandbytes_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelConfigError, match=r"load_in_4bit.*wanted 4 bits, nf4"):
+        scheme_of(None, bitsandbytes(**changes))

@@ -27,7 +27,7 @@ def register() -> None:
     from vllm.diffusion import envs, ops, startup_log, watchdog
     from vllm.diffusion.models import diffullama, tokenizers
     from vllm.diffusion.models.config import config_classes
-    from vllm.diffusion.quantisation import ONLINE
+    from vllm.diffusion.quantisation import BITSANDBYTES, ONLINE
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
         register_quantization_config,
@@ -64,7 +64,7 @@ def register() -> None:
     envs.register(vllm.envs.environment_variables)
     startup_log.shorten_the_configuration()
     tokenizers.register()
-    for name in ONLINE.keys() - set(QUANTIZATION_METHODS):
+    for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)
     if "vllm.entrypoints.cli.serve" in sys.modules:  # a process of upstream's command line
         from vllm.diffusion.api import cli

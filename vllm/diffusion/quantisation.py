@@ -45,8 +45,8 @@ class PackedScheme:
             or "nf4", quantiles of a normal distribution with a scale a group.
         group: numbers of a group, at most; of a checkpoint exactly, or -1 for all of a row.
         ignored: as of `Fp8Scheme`.
-        layout: "gptq", "awq" or "compressed-tensors" of a checkpoint that has such; None for a
-            plain one.
+        layout: "gptq", "awq", "compressed-tensors" or "bitsandbytes" of a checkpoint that has such;
+            None for a plain one.
         has_order: groups are no neighbours (GPTQ's desc_act).
         zero_offset: what zero points of GPTQ are stored less by.
     """
@@ -57,6 +57,11 @@ class PackedScheme:
     layout: str | None = None
     has_order: bool = False
     zero_offset: int = 1
+
+    @property
+    def is_made_here(self) -> bool:
+        """Matrices are packed as they come, from numbers that the checkpoint gives or means."""
+        return self.layout in (None, "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,13 @@ ONLINE: dict[str, Scheme] = {
 }
 
 
+BITSANDBYTES = "bitsandbytes"  # which upstream has no method for
+
+
 def stores_experts(scheme: Scheme | None) -> bool:
     """Whether the matrices of experts can be stored so."""
     if isinstance(scheme, PackedScheme):
-        return scheme.layout is None
+        return scheme.is_made_here
     return isinstance(scheme, Fp8Scheme)
 
 
@@ -115,6 +123,8 @@ def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Sch
         return _modelopt(config)
     if method == "awq":
         return _awq(config)
+    if method == BITSANDBYTES:
+        return _bitsandbytes(config)
     if method == "fp8" and config.get("weight_block_size"):
         ignored = tuple(config.get("modules_to_not_convert") or ())
         return _blocks(config["weight_block_size"], "weight_scale_inv", ignored)
@@ -174,6 +184,16 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
     group = int(config.get("group_size", config.get("q_group_size", -1)))
     ignored = tuple(config.get("modules_to_not_convert") or ())
     return PackedScheme("int4", group, ignored, layout="awq")
+
+
+def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
+    """nf4, with or without scales that are quantised themselves."""
+    kind = config.get("bnb_4bit_quant_type")
+    if not config.get("load_in_4bit") or kind != "nf4":
+        given = {"load_in_4bit": config.get("load_in_4bit"), "bnb_4bit_quant_type": kind}
+        raise _refused("load_in_4bit", given, "4 bits, nf4")
+    ignored = tuple(config.get("llm_int8_skip_modules") or ())
+    return PackedScheme("nf4", group=64, ignored=ignored, layout=BITSANDBYTES)
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:

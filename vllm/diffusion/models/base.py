@@ -25,6 +25,7 @@ from vllm.diffusion.layers.attention_backends import (
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import embed_rows, keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
+from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import MixtureMLP, unstacked
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
 from vllm.diffusion.models.weights import (
@@ -279,6 +280,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         """
         head = self.architecture.module_names.get("lm_head", "lm_head")
         destinations = self._destinations()
+        weights = widened(weights)
         if self.architecture.expert_layers:
             weights = unstacked(weights, self.config)
         if not self.config.tie_word_embeddings:

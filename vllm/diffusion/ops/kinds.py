@@ -90,7 +90,7 @@ class SchemeConfig(QuantizationConfig):
             return Fp8Method(scheme)
         if isinstance(scheme, BlockScheme):
             return BlockMethod(scheme)
-        if scheme.layout is None:
+        if scheme.is_made_here:
             return PackedMethod(scheme)
         if scheme.layout == "awq":
             return AwqMethod(scheme)

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 S = TypeVar("S")  # the scheme of a method
-_ROWS_AT_ONCE = 1024  # of a weight that is being quantised
+# Of a weight that is being quantised: some words of 32 bits each are in use then.
+NUMBERS_AT_ONCE = 1 << 22
 
 
 def wide_rows(part: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """Some rows of a matrix [N, K] after the other, [some, K] fp32 on a device: never all of it."""
-    for start in range(0, len(part), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
+    step = max(1, NUMBERS_AT_ONCE // part.shape[1])
+    for start in range(0, len(part), step):
+        rows = slice(start, start + step)
         yield rows, part[rows].to(device, torch.float32).contiguous()
 
 

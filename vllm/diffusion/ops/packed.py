@@ -77,9 +77,15 @@ def empty_packed(num_rows: int, depth: int, scheme: PackedScheme) -> Packed:
     """Room for a matrix of a scheme.
 
     Raises:
-        ServerConfigError: its depth cannot be cut into groups.
+        ServerConfigError: its depth cannot be cut into groups, or not into those of a checkpoint.
     """
-    size, is_int = (num_rows, depth // group_of(depth, scheme.group)), scheme.name == "int4"
+    group, is_int = group_of(depth, scheme.group), scheme.name == "int4"
+    if scheme.layout is not None and group != scheme.group:
+        raise ServerConfigError(
+            f"quantization: given blocks of {scheme.group} for a matrix of depth {depth} on a "
+            f"rank; wanted whole blocks, or a plain checkpoint with --quantization {scheme.name}"
+        )
+    size = (num_rows, depth // group)
     return Packed(
         torch.zeros(num_rows, depth // 2, dtype=torch.uint8),
         torch.ones(size, dtype=torch.float32),
