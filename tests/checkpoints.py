@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import string
+import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.reference import dream_model, llada_model, llada_moe_model
 from tests.reference.block_models import REFERENCES as BLOCK_REFERENCES
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # not only pytest runs this
+
+from tiny_model.family import TokenIds, load_family
 
 UNKNOWN_ID = 245
 BOS_ID = 246
@@ -220,346 +226,109 @@ BLOCK_CASES: dict[str, Case] = {
 }
 
 
-def llada_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny LLaDA with every key of the released one, then the overrides."""
-    config: dict[str, Any] = {
-        "activation_type": "silu",
-        "alibi": False,
-        "alibi_bias_max": 8.0,
-        "architectures": ["LLaDAModelLM"],
-        "attention_dropout": 0.0,
-        "attention_layer_norm": False,
-        "attention_layer_norm_with_affine": True,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "d_model": 64,
-        "embedding_dropout": 0.0,
-        "embedding_size": VOCAB_SIZE,
-        "eos_token_id": EOS_ID,
-        "flash_attention": False,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "init_cutoff_factor": None,
-        "init_device": "meta",
-        "init_fn": "mitchell",
-        "init_std": 0.02,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
-        "mask_token_id": MASK_ID,
-        "max_sequence_length": 256,
-        "mlp_hidden_size": 128,
-        "mlp_ratio": 4,
-        "model_type": "llada",
-        "multi_query_attention": None,
-        "n_heads": 4,
-        "n_kv_heads": 4,
-        "n_layers": 3,
-        "pad_token_id": EOS_ID,
-        "precision": "amp_bf16",
-        "residual_dropout": 0.0,
-        "rms_norm_eps": 1e-5,
-        "rope": True,
-        "rope_full_precision": True,
-        "rope_theta": 500000.0,
-        "scale_logits": False,
-        "torch_dtype": "float32",
-        "transformers_version": "4.46.2",
-        "use_cache": False,
-        "vocab_size": VOCAB_SIZE,
-        "weight_tying": False,
-    }
-    config.update(overrides)
-    return config
-
-
-def dream_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny Dream with the keys of the released one, then the overrides."""
-    config: dict[str, Any] = {
-        "architectures": ["DreamModel"],
-        "attention_dropout": 0.0,
-        "auto_map": {
-            "AutoConfig": "configuration_dream.DreamConfig",
-            "AutoModel": "modeling_dream.DreamModel",
-        },
-        "bos_token_id": EOS_ID,
-        "eos_token_id": EOS_ID,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": 96,
-        "mask_token_id": MASK_ID,
-        "max_position_embeddings": 256,
-        "max_window_layers": 3,
-        "model_type": "Dream",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "pad_token_id": EOS_ID,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "transformers_version": "4.46.2",
-        "use_cache": False,
-        "use_sliding_window": False,
-        "vocab_size": VOCAB_SIZE,
-    }
-    config.update(overrides)
-    return config
-
-
-def moe_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny LLaDA-MoE with the keys of the released one, then the overrides."""
-    config: dict[str, Any] = {
-        "architectures": ["LLaDAMoEModelLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "clip_qkv": None,
-        "dense_intermediate_size": 96,
-        "eos_token_id": EOS_ID,
-        "expert_intermediate_size": 32,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "mask_token_id": MASK_ID,
-        "max_position_embeddings": 256,
-        "model_type": "lladamoe",
-        "moe_layer_freq": [1, 1, 1],
-        "moe_router_enable_expert_bias": False,
-        "moe_router_score_function": "softmax",
-        "norm_topk_prob": None,
-        "num_attention_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "pad_token_id": EOS_ID,
-        "partial_rotary_factor": 1.0,
-        "qk_layernorm": True,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "rope_theta": 50000.0,
-        "router_aux_loss_coef": 0.01,
-        "shared_expert_intermediate_size": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "transformers_version": "4.53.2",
-        "use_cache": False,
-        "vocab_size": VOCAB_SIZE,
-    }
-    config.update(overrides)
-    return config
-
-
-def sdar_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny SDAR with the keys of the released one, then the overrides."""
-    config: dict[str, Any] = {
-        "architectures": ["SDARForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "auto_map": {
-            "AutoConfig": "configuration_sdar.SDARConfig",
-            "AutoModel": "modeling_sdar.SDARModel",
-            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
-        },
-        "block_size": 4,
-        "bos_token_id": EOS_ID,
-        "eos_token_id": EOS_ID,
-        "fuse_cross_entropy": True,
-        "head_dim": 24,  # as released, heads x head_dim is not hidden_size
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": 96,
-        "mask_token_id": MASK_ID,
-        "max_position_embeddings": 256,
-        "max_window_layers": 3,
-        "model_type": "sdar",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "pad_token_id": EOS_ID,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "transformers_version": "4.52.3",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": VOCAB_SIZE,
-    }
-    config.update(overrides)
-    return config
-
-
-def sdar_moe_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny SDAR with experts, keys as released, then the overrides."""
-    config = sdar_config(
-        architectures=["SDARMoeForCausalLM"],
-        auto_map={
-            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
-            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
-            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
-        },
-        model_type="sdar_moe",
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        num_experts=8,
-        num_experts_per_tok=2,
-        output_router_logits=False,
-        router_aux_loss_coef=0.001,
-    )
-    config.update(overrides)
-    return config
-
-
-def llada2_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny LLaDA2, keys as released, then the overrides."""
-    config: dict[str, Any] = {
-        "architectures": ["LLaDA2MoeModelLM"],
-        "attention_dropout": 0.0,
-        "auto_map": {
-            "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
-            "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
-            "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
-        },
-        "embedding_dropout": 0.0,
-        "first_k_dense_replace": 1,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": 96,
-        "max_position_embeddings": 256,
-        "max_window_layers": 3,
-        "model_type": "llada2_moe",
-        "moe_intermediate_size": 32,
-        "moe_router_enable_expert_bias": True,
-        "n_group": 4,
-        "norm_head": False,
-        "norm_topk_prob": True,
-        "num_attention_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "num_shared_experts": 1,
-        "output_dropout": 0.0,
-        "output_router_logits": False,
-        "pad_token_id": EOS_ID,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 600000,
-        "rotary_dim": 8,
-        "routed_scaling_factor": 2.5,
-        "router_dtype": "fp32",
-        "score_function": "sigmoid",
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "topk_group": 2,
-        "torch_dtype": "float32",
-        "transformers_version": "4.57.1",
-        "use_bias": False,
-        "use_cache": False,
-        "use_qk_norm": True,
-        "use_qkv_bias": False,
-        "use_sliding_window": False,
-        "vocab_size": VOCAB_SIZE,
-    }
-    config.update(overrides)
-    return config
-
-
-def fast_dllm_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny Fast-dLLM v2, keys as released, then the overrides."""
-    config: dict[str, Any] = {
-        "architectures": ["Fast_dLLM_QwenForCausalLM"],
-        "attention_dropout": 0.0,
-        "auto_map": {
-            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
-            "AutoModel": "modeling.Fast_dLLM_QwenModel",
-            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
-        },
-        "bd_size": 8,
-        "bos_token_id": EOS_ID,
-        "eos_token_id": EOT_ID,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": 96,
-        "layer_types": ["full_attention"] * 3,
-        "max_position_embeddings": 256,
-        "max_window_layers": 3,
-        "model_type": "Fast_dLLM_Qwen",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "transformers_version": "4.53.1",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": VOCAB_SIZE,
-    }
-    config.update(overrides)
-    return config
-
-
-def diffullama_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny DiffuLLaMA, which is Llama's, then the overrides."""
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": 96,
-        "max_position_embeddings": 256,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "transformers_version": "4.44.0",
-        "use_cache": True,
-        "vocab_size": VOCAB_SIZE,
-    }
-    config.update(overrides)
-    return config
-
-
-CONFIGS = {
-    "diffullama": diffullama_config,
-    "llada": llada_config,
-    "dream": dream_config,
-    "moe": moe_config,
-    "sdar": sdar_config,
-    "sdar_moe": sdar_moe_config,
-    "llada2": llada2_config,
-    "fast_dllm": fast_dllm_config,
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 3,
 }
+
+
+def remote_code(suffix: str, name: str, *, is_causal: bool = True) -> dict[str, str]:
+    """auto_map of a released checkpoint, whose code lies beside its weights."""
+    classes = {"AutoConfig": f"configuration{suffix}.{name}Config"}
+    classes["AutoModel"] = f"modeling{suffix}.{name}Model"
+    return classes | (
+        {"AutoModelForCausalLM": f"modeling{suffix}.{name}ForCausalLM"} if is_causal else {}
+    )
+
+
+SDAR: dict[str, Any] = {
+    **TINY,
+    "auto_map": remote_code("_sdar", "SDAR"),
+    "fuse_cross_entropy": True,
+    "head_dim": 24,  # as released, heads x head_dim is not hidden_size
+    "max_window_layers": 3,
+    "use_cache": True,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+# Whose keys a family has, as the tiny models write them, and its own and other values.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llada": (
+        "llada",
+        {"d_model": 64, "max_sequence_length": 256, "mlp_hidden_size": 128, "n_layers": 3}
+        | {"vocab_size": VOCAB_SIZE},
+    ),
+    "dream": (
+        "dream",
+        {**TINY, "auto_map": remote_code("_dream", "Dream", is_causal=False)}
+        | {"max_window_layers": 3},
+    ),
+    "moe": (
+        "llada-moe",
+        {**TINY, "dense_intermediate_size": 96, "expert_intermediate_size": 32}
+        | {"model_type": "lladamoe", "moe_layer_freq": [1, 1, 1], "norm_topk_prob": None},
+    ),
+    "sdar": ("sdar", SDAR),
+    "sdar_moe": (
+        "sdar",
+        {**SDAR, **EXPERTS, "architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"}
+        | {"auto_map": remote_code("_sdar_moe", "SDARMoe"), "norm_topk_prob": True}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "llada2": (
+        "llada2",
+        {**TINY, **EXPERTS, "head_dim": 16, "rotary_dim": 8, "max_window_layers": 3}
+        | {
+            "auto_map": {
+                **remote_code("_llada2_moe", "LLaDA2Moe"),
+                "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+            },
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+    ),
+    "fast_dllm": (
+        "fast-dllm",
+        {**TINY, "auto_map": remote_code("", "Fast_dLLM_Qwen"), "bd_size": 8}
+        | {"layer_types": ["full_attention"] * 3, "max_window_layers": 3, "use_cache": True},
+    ),
+    "diffullama": (  # Llama's
+        "dream",
+        {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        | {"attention_bias": False, "mlp_bias": False, "bos_token_id": BOS_ID}
+        | {"num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 10000.0, "use_cache": True},
+    ),
+}
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "diffullama": (
+        *("mask_token_id", "pad_token_id", "max_window_layers"),
+        *("sliding_window", "use_sliding_window"),
+    ),
+    "moe": ("intermediate_size",),
+}
+
+
+def config_of(family: str, **overrides: Any) -> dict[str, Any]:
+    """config.json of the tiny model of a family with the released one's keys, then the overrides.
+
+    The keys are those of the tiny models that are trained.
+    """
+    like, own = CONFIGS[family]
+    tokens = TokenIds(UNKNOWN_ID, bos=BOS_ID, eos=EOS_ID, mask=MASK_ID, eot=EOT_ID)
+    config = {**load_family(like).config(tokens), **own}
+    for key in LEFT_OUT.get(family, ()):
+        del config[key]
+    return config | overrides
+
+
+llada_config, dream_config, moe_config = (
+    partial(config_of, family) for family in ("llada", "dream", "moe")
+)
+sdar_config, sdar_moe_config, llada2_config, fast_dllm_config = (
+    partial(config_of, family) for family in ("sdar", "sdar_moe", "llada2", "fast_dllm")
+)
 
 
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -749,7 +518,8 @@ def make_checkpoint(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[family](**{"torch_dtype": str(dtype).removeprefix("torch."), **overrides})
+    torch_dtype = str(dtype).removeprefix("torch.")
+    config = config_of(family, **{"torch_dtype": torch_dtype, **overrides})
     write_json(folder / "config.json", config)
     bos_token_id = config.get("bos_token_id", BOS_ID)
     write_json(

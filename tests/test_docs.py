@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,6 @@ def test_the_readme_is_short_and_every_document_has_a_place_on_the_site() -> Non
 
 
 def test_pictures_of_algorithms_are_as_the_engine_decodes() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
     from draw_algorithms import FOLDER, pictures
 
     drawn = pictures()

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks import compare_hf, in_process, performance_tables
 from tests.checkpoints import make_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import compare_hf, in_process, performance_tables  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

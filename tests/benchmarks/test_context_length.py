@@ -375,7 +375,7 @@ def wait_for(is_met: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_run_ends_its_server_and_goes_on(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,

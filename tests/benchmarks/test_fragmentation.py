@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks import fragmentation
+from benchmarks.performance_tables import section
 
-from benchmarks import fragmentation  # noqa: E402
-from benchmarks.performance_tables import section  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_reserved_memory_is_set_against_what_was_used() -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks import gpu_timing, run_record
+from benchmarks.gpu_timing import Timing, attention_flops, write_record
 
-from benchmarks import gpu_timing, run_record  # noqa: E402
-from benchmarks.gpu_timing import Timing, attention_flops, write_record  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_timing_is_the_median_and_the_fastest() -> None:

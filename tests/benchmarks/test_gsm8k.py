@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub() -> Iterator[Stub]:
     server = Stub()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks import performance_tables
+from benchmarks.performance_tables import TableError, cell, section
 
-from benchmarks import performance_tables  # noqa: E402
-from benchmarks.performance_tables import TableError, cell, section  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RUN = {
     "date": "2026-01-02 03:04 UTC",

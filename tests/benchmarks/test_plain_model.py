@@ -3,30 +3,26 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from make_dummy_checkpoint import configuration
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import plain_model
+from benchmarks.plain_model import PlainModel, load_model, random_model
+from benchmarks.random_weights import WEIGHT_STD
+from benchmarks.shapes import Shape, forward_work
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
 from tests.reference.decode import SpecialIds, semi_ar
 from tests.reference.dream_model import DreamReference
 from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from make_dummy_checkpoint import configuration  # noqa: E402
-
-from benchmarks import plain_model  # noqa: E402
-from benchmarks.plain_model import PlainModel, load_model, random_model  # noqa: E402
-from benchmarks.random_weights import WEIGHT_STD  # noqa: E402
-from benchmarks.shapes import Shape, forward_work  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 REFERENCES: dict[str, Any] = {
     "llada": LLaDAReference,

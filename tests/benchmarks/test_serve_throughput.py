@@ -4,21 +4,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkpoints import EOS_ID, EOT_ID, make_checkpoint
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import serve_throughput  # noqa: E402
-from benchmarks.serve_throughput import (  # noqa: E402
+from benchmarks import serve_throughput
+from benchmarks.serve_throughput import (
     Row,
     body_of,
     measure,
@@ -26,7 +19,11 @@ from benchmarks.serve_throughput import (  # noqa: E402
     stop_ids_of,
     up_to_stop,
 )
-from benchmarks.shapes import Shape  # noqa: E402
+from benchmarks.shapes import Shape
+from tests.checkpoints import EOS_ID, EOT_ID, make_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_row_counts_tokens_and_requests_and_orders_latencies() -> None:

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks import in_process, performance_tables, step_latency
+from benchmarks.in_process import Step, StepLog, median_interval_ms
+from benchmarks.step_latency import Case, Reference, cases_of, num_steps, row_of
 
-from benchmarks import in_process, performance_tables, step_latency  # noqa: E402
-from benchmarks.in_process import Step, StepLog, median_interval_ms  # noqa: E402
-from benchmarks.step_latency import Case, Reference, cases_of, num_steps, row_of  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

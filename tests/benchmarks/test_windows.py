@@ -5,27 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from make_dummy_checkpoint import configuration
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from make_dummy_checkpoint import configuration  # noqa: E402
-
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     commit_fusion,
     performance_tables,
     prefix_cache,
     step_latency,
     windows,
 )
-from benchmarks.shapes import Shape, window_stages  # noqa: E402
+from benchmarks.shapes import Shape, window_stages
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

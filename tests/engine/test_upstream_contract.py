@@ -227,8 +227,10 @@ def test_tables_that_are_written_to() -> None:
 
     import vllm.envs
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.plugins import load_general_plugins
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
+    load_general_plugins()  # which writes to them
     for table in (_CONFIG_REGISTRY, MODELS_CONFIG_MAP, vllm.envs.environment_variables):
         assert isinstance(table, MutableMapping)
     assert "llada" in _CONFIG_REGISTRY

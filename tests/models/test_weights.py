@@ -12,8 +12,8 @@ import torch
 from tests.checkpoints import (
     BLOCK_CASES,
     CASES,
-    CONFIGS,
     FAMILY_CASES,
+    config_of,
     fuse_experts,
     llada_config,
     random_weights,
@@ -44,7 +44,7 @@ def scratch_model(
 def weights_of(name: str) -> dict[str, Tensor]:
     case = {**FAMILY_CASES, **BLOCK_CASES, **OUR_FAMILY_CASES}.get(name)
     if case is not None:
-        weights = random_weights(CONFIGS[case.family](**case.overrides), seed=40)
+        weights = random_weights(config_of(case.family, **case.overrides), seed=40)
         return fuse_experts(weights) if case.fused_experts else weights
     overrides = CASES[name].overrides if name in CASES else OUR_CASES[name]
     return random_weights(llada_config(**overrides), seed=40)

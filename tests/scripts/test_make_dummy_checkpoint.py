@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import make_dummy_checkpoint
 import pytest
+from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import make_dummy_checkpoint  # noqa: E402
-from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration  # noqa: E402
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # A divisor of the family's heads that leaves few of them.
 SHRINK = {"dream": 14, "llada-moe": 8, "llada2": 8, "fast-dllm": 14}
@@ -25,6 +22,7 @@ BILLIONS = {
     ("dream", "7b"): 7.6,
     ("llada-moe", "7b-a1b"): 7.4,
     ("llada2", "mini"): 16.3,
+    ("llada2", "flash"): 102.9,
     ("sdar", "8b"): 8.2,
     ("sdar", "4b"): 4.4,
     ("sdar-moe", "30b-a3b"): 30.5,

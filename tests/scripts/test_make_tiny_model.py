@@ -12,33 +12,31 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+import make_tiny_model
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from tiny_model import making
+from tiny_model.cache import MANIFEST_NAME, read_manifest
+from tiny_model.checkpoint import load_weights, read_config
+from tiny_model.decoding import commit_quotas, semi_autoregressive
+from tiny_model.facts import CAPITALS, all_facts
+from tiny_model.family import load_family
+from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
+from tiny_model.tokenizer import load_tokenizer
+from tiny_model.training import BatchMaker, Example, balanced_draws, train
+
+from tests.reference.llada_model import LLaDAReference
+from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import make_tiny_model  # noqa: E402
-from tiny_model import making  # noqa: E402
-from tiny_model.cache import MANIFEST_NAME, read_manifest  # noqa: E402
-from tiny_model.checkpoint import load_weights, read_config  # noqa: E402
-from tiny_model.decoding import commit_quotas, semi_autoregressive  # noqa: E402
-from tiny_model.facts import CAPITALS, all_facts  # noqa: E402
-from tiny_model.family import load_family  # noqa: E402
-from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings  # noqa: E402
-from tiny_model.tokenizer import load_tokenizer  # noqa: E402
-from tiny_model.training import BatchMaker, Example, balanced_draws, train  # noqa: E402
-
-from tests.reference.llada_model import LLaDAReference  # noqa: E402
-from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork  # noqa: E402
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(
     training=TrainingSettings(phases=(Phase(3, (12,)),), tokens_per_batch=100),
-    verifications=(DecodingSetting(canvas=32, steps=1),),
+    verifications=(DecodingSetting(canvas=8, steps=1, block_length=8),),
     required_share=0.0,
 )
 SPECIAL_TOKENS = {

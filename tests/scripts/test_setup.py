@@ -134,7 +134,7 @@ class TestTorch:
         self.add_wheel(folder / "cpu" / "torch", f"{self.VERSION}+cpu")
         handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             yield f"http://127.0.0.1:{server.server_port}"
             server.shutdown()
 

@@ -4,47 +4,44 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import make_tiny_model
 import pytest
 import torch
 from safetensors import safe_open
-
-from tests.reference.block_models import REFERENCES
-from tests.reference.decode import aligned
-from tests.reference.dream_model import DreamReference, DreamSettings
-from tests.reference.llada_moe_model import LLaDAMoEReference, LLaDAMoESettings
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import make_tiny_model  # noqa: E402
-from tiny_model.checkpoint import read_config  # noqa: E402
-from tiny_model.decoding import (  # noqa: E402
+from tiny_model.checkpoint import read_config
+from tiny_model.decoding import (
     dream,
     dream_quotas,
     hierarchy_block,
     low_confidence_dynamic,
 )
-from tiny_model.family import FAMILY_NAMES, TokenIds, load_family  # noqa: E402
-from tiny_model.settings import (  # noqa: E402
+from tiny_model.family import FAMILY_NAMES, TokenIds, load_family
+from tiny_model.settings import (
     DecodingSetting,
     Phase,
     Plan,
     TrainingSettings,
     plan_for,
 )
-from tiny_model.tokenizer import load_tokenizer  # noqa: E402
-from tiny_model.training import Example, train  # noqa: E402
+from tiny_model.tokenizer import load_tokenizer
+from tiny_model.training import Example, train
+
+from tests.reference.block_models import REFERENCES
+from tests.reference.decode import aligned
+from tests.reference.dream_model import DreamReference, DreamSettings
+from tests.reference.llada_moe_model import LLaDAMoEReference, LLaDAMoESettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm")
 # Everything but the learning: two small iterations, one forward a verification.
 QUICK = Plan(
     training=TrainingSettings(phases=(Phase(2, (12,)),), tokens_per_batch=100),
-    verifications=(DecodingSetting(canvas=32, steps=1),),
+    verifications=(DecodingSetting(canvas=8, steps=1, block_length=8),),
     required_share=0.0,
 )
 TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)

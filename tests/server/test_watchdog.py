@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -15,7 +16,8 @@ import psutil
 import pytest
 
 from tests.server.client import PUZZLE
-from tests.server.process import SERVER, ServerProcess, environment
+from tests.server.process import SERVER, START_S, ServerProcess, environment
+from tests.server.warm import POLL_S, WarmProcess
 from vllm.diffusion import watchdog
 
 if TYPE_CHECKING:
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
 END_S = 5.0
 
 OFFLINE = """
-import sys
+import sys, time
 from vllm import LLM
 
 if __name__ == "__main__":
-    llm = LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), max_model_len=64)
+    llm = LLM(model=sys.argv[1], tensor_parallel_size=2, max_model_len=64)
     print("READY", flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
@@ -69,28 +71,23 @@ def test_an_engine_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2])
 def test_an_engine_and_its_workers_end_with_an_offline_program(
-    model_dir: Path, tmp_path: Path, num_ranks: int
+    model_dir: Path, tmp_path: Path
 ) -> None:
-    script = tmp_path / "offline.py"
+    script, log = tmp_path / "offline.py", tmp_path / "log"
     script.write_text(OFFLINE)
-    with subprocess.Popen(
-        [sys.executable, str(script), str(model_dir), str(num_ranks)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "log").open("wb"),
-        text=True,
-        env=environment(),
-    ) as program:
-        try:
-            assert program.stdout is not None
-            assert any(line.startswith("READY") for line in program.stdout), "the log has why"
-            started = descendants(program.pid)
-            assert len(started) >= 1 + (num_ranks > 1) * num_ranks
-        finally:
-            program.kill()
-        assert still_alive(started) == []
+    log.touch()
+    program = WarmProcess([str(script), str(model_dir)], log, environment())
+    try:
+        deadline = time.monotonic() + START_S
+        while "READY" not in log.read_text():
+            assert program.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(POLL_S)
+        started = descendants(program.pid)
+        assert len(started) >= 3
+    finally:
+        program.send_signal(signal.SIGKILL)
+    assert still_alive(started) == []
 
 
 STUCK = """
