@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -116,3 +117,22 @@ def test_one_rank_keeps_its_own_error() -> None:
     assert Agreement().reach(None) is None
     with pytest.raises(ValueError, match="a"):
         Agreement(Ranks()).reach(error)  # others wait, and cannot hear
+
+
+@pytest.mark.parametrize(("code", "kind"), [(FAILED, RankError), (NO_MEMORY, RankMemoryError)])
+def test_nobody_waits_for_a_rank_that_has_failed(
+    boards: list[Board], code: int, kind: type[RankError]
+) -> None:
+    first, second = boards
+    never, done = mock.Mock(), mock.Mock()
+    never.is_completed.return_value, done.is_completed.return_value = False, True
+
+    def wait() -> None:
+        first.wait(done)
+        with pytest.raises(kind):
+            first.wait(never)
+        first.exchange(0)
+
+    on_both(wait, lambda: second.exchange(code))
+    done.wait.assert_called_once()
+    never.wait.assert_not_called()
