@@ -13,6 +13,7 @@ the schema, in turns.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -31,7 +32,7 @@ import torch  # noqa: E402
 
 from benchmarks import in_process  # noqa: E402
 from vllm.diffusion.guided.automaton import build  # noqa: E402
-from vllm.diffusion.guided.joint import Joint, choose_all  # noqa: E402
+from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all  # noqa: E402
 from vllm.diffusion.guided.language import Ends, Language, over_tokens  # noqa: E402
 from vllm.diffusion.guided.schema import from_schema  # noqa: E402
 from vllm.diffusion.guided.vocabulary import Vocabulary  # noqa: E402
@@ -124,15 +125,16 @@ def step_us(
             Joint(language, window, temperature, seed, 0, is_tempered=False, sets_scores=True)
             for seed in range(num_requests)
         ]
-        for joint in joints:
-            joint.beside = joints
+        gather(joints, ends)
+        parts = [
+            (j, slice(end - num_rows, end), positions) for j, end in zip(joints, ends, strict=True)
+        ]
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         started = time.perf_counter()
         first.record()
-        for joint, end in zip(joints, ends, strict=True):
-            joint.read(rows[end - num_rows : end], positions)
-        choose_all(sampled, joints, ends)
+        read_all(rows, parts)
+        choose_all(sampled, joints)
         last.record()
         host.append(1e6 * (time.perf_counter() - started))
         torch.cuda.synchronize()
@@ -159,11 +161,12 @@ def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 max_num_seqs=32,
             ) as (llm, _),
         ):
-            for requests in options.requests:
+            for requests, temperature in itertools.product(options.requests, (0.0, 1.0)):
                 for _ in range(2):  # the first time compiles kernels and captures graphs
                     for name, more in (("free", {}), ("schema", _structured())):
-                        times = _run(llm, vocab_size, requests, more)
-                        found.setdefault(f"{requests} requests", {})[name] = times
+                        times = _run(llm, vocab_size, requests, more | {"temperature": temperature})
+                        own = found.setdefault(f"{requests} requests at {temperature:g}", {})
+                        own[name] = times
     return found
 
 
@@ -173,7 +176,7 @@ def _structured() -> dict[str, Any]:
 
 def _run(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
     prompts = [in_process.random_prompt(128, vocab_size, seed) for seed in range(requests)]
-    asked = {"gen_length": 128, "block_length": 64, "steps": 64, **more}
+    asked = {"gen_length": 128, "block_length": 128, "steps": 16, **more}
     outputs = in_process.run_requests(llm, prompts, asked)
     reports = [output.kv_transfer_params["dllm"] for output in outputs]
     return statistics.median(r["denoise_ms"] / r["num_forwards"] for r in reports)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.guided.support import language_of
-from vllm.diffusion.guided.joint import Joint, choose_all
+from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
 from vllm.diffusion.guided.regex import regex
 from vllm.diffusion.guided.window import FREE, OPEN, Window
 
@@ -46,6 +46,7 @@ def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
             is_tempered=index == 1,
             sets_scores=index != 2,
             excluded=(len(TOKENS) - 2,) if index == 0 else (),
+            num_holes=2 if index == 1 else 0,
         )
         found.append(joint)
     return found
@@ -54,27 +55,34 @@ def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
 def chosen(
     made: list[Joint], device: str, seed: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the step is told, [3, columns] on the host, and what each choice is worth."""
+    """What the step is told, [3, columns] on the host, and what each choice is worth.
+
+    Two columns of another request stand behind every one of ours; the rows come in two parts.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for joint in made:
-        joint.beside = made
-    counts = [joint.num_rows for joint in made]
-    ends = np.cumsum(counts).tolist()
-    logits = 4 * torch.randn(sum(counts), len(TOKENS), generator=generator)
+    counts = [joint.num_holes + joint.num_rows for joint in made]
+    ends = (np.cumsum(counts) + 2 * np.arange(len(made))).tolist()
+    gather(made, ends)
+    logits = 4 * torch.randn(ends[-1] + 2, len(TOKENS), generator=generator)
     logits[::5, ::3] = -torch.inf
     logits = logits.to(dtype)
-    sampled = torch.full((3, sum(counts)), 0.25, dtype=torch.float64)
+    sampled = torch.full((3, len(logits)), 0.25, dtype=torch.float64)
     sampled, logits = sampled.to(device), logits.to(device)
-    for joint, count, end in zip(made, counts, ends, strict=True):
-        rows = logits[end - count : end]
-        at = np.flatnonzero(joint.window.kinds == OPEN) + joint.window.first
-        positions = torch.from_numpy(at).to(device)
-        for piece in (slice(0, 4), slice(4, None)):
-            joint.read(rows[piece], positions[piece])
-    choose_all(sampled, made, ends)
+    middle = ends[0] - counts[0] // 2
+    for part in (slice(0, middle), slice(middle, len(logits))):
+        readers = []
+        for joint, count, end in zip(made, counts, ends, strict=True):
+            begin, stop = max(end - count, part.start), min(end, part.stop)
+            if begin < stop:
+                at = np.flatnonzero(joint.window.kinds == OPEN) + joint.window.first
+                at = np.append(np.full(joint.num_holes, -1), at)[begin - end + count :]
+                rows = slice(begin - part.start, stop - part.start)
+                readers.append((joint, rows, torch.from_numpy(at[: stop - begin])))
+        read_all(logits[part], readers)
+    choose_all(sampled, made)
     sampled = sampled.cpu()
     taken = logits.cpu().double().gather(1, sampled[0].long()[:, None])[:, 0]
-    worth = [taken[end - count : end].sum() for count, end in zip(counts, ends, strict=True)]
+    worth = [taken[end - j.num_rows : end].sum() for j, end in zip(made, ends, strict=True)]
     return sampled, torch.stack(worth)
 
 

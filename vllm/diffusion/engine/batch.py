@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.decoding import Candidates
-from vllm.diffusion.guided.joint import choose_all
+from vllm.diffusion.guided.joint import choose_all, gather
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
 from vllm.diffusion.spans import Span
@@ -240,19 +240,16 @@ class StepBatch:
     def joints(self) -> tuple[Joint | None, ...]:
         """Per request, what it chooses together, if it does."""
         found = [c.joint(work) for c, work in zip(self.canvases, self.works, strict=True)]
-        together = [joint for joint in found if joint is not None]
-        for joint in together:
-            joint.beside = together
+        ends = np.cumsum([work.eligible.size for work in self.works]).tolist()
+        together = [(j, end) for j, end in zip(found, ends, strict=True) if j is not None]
+        gather([joint for joint, _ in together], [end for _, end in together])
         return tuple(found)
 
     def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
         """What was sampled, with the candidates of requests that choose several together."""
-        if not any(self.joints):
-            return sampled
-        ends = np.cumsum([work.eligible.size for work in self.works]).tolist()
-        found = [(j, end) for j, end in zip(self.joints, ends, strict=True) if j is not None]
-        joints, ends = zip(*found, strict=True)
-        choose_all(sampled, joints, ends)
+        joints = [joint for joint in self.joints if joint is not None]
+        if joints:
+            choose_all(sampled, joints)
         return sampled
 
     def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:

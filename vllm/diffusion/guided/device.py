@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint choices of all requests of a step on a GPU: rows read as logits come, a few launches."""
+"""Joint choices of all requests of a step on a GPU, in a few launches whatever their number."""
 
 from __future__ import annotations
 
@@ -14,194 +14,219 @@ from vllm.diffusion.guided.window import FREE, OPEN
 from vllm.diffusion.scoring import GUIDED, TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vllm.diffusion.guided.language import Language
 
-_MOST_COLUMNS = 4096  # of a tile
-_GIANTS = 3  # classes that are reduced in registers
+_TILE = 4096  # tokens that a program reads
 _SETS, _MEMBERS = 16, 16
-_STATES, _EDGES = 64, 16
-_FIELDS = 24
+_CLASSES, _CLASS_SEGMENTS = 16, 64
+_STATES, _EDGES = 512, 16  # that a program looks at together
+_FIELDS = 32
+_BYTES_OF_SEGMENT = 16  # three numbers and a token
+_MOST_BYTES = 32 << 20  # of what is kept of segments
 
 
 class DeviceTables:
-    """A language on a device.
+    """Languages on a device, one behind the other.
 
     Attributes:
-        class_of: [V] int32.
-        table: int32: starts of sets, members, sets and targets of edges, room.
-        offsets: where these begin.
+        table: int32.
+        offsets: by id of a language, where its parts begin: segments, starts of classes, starts of
+            sets, members, sets and targets of edges, room.
     """
 
-    def __init__(self, language: Language, device: torch.device) -> None:
-        parts = (
-            language.set_starts,
-            language.set_members,
-            language.edge_sets,
-            language.edge_targets,
-            language.room,
-        )
-        flat = [part.astype(np.int32).ravel() for part in parts]
-        self.offsets = np.cumsum([0, *map(len, flat)])[:-1].tolist()
-        found = ops.to_device(
-            [language.class_of_token.astype(np.int32), np.concatenate(flat)], device
-        )
-        self.class_of, self.table = found
+    def __init__(self, languages: Iterable[Language], device: torch.device) -> None:
+        self._kept = list(languages)
+        self.offsets: dict[int, list[int]] = {}
+        flat, end = [], 0
+        for language in self._kept:
+            parts = [part.astype(np.int32).ravel() for part in _parts(language)]
+            begins = np.cumsum([end, *map(len, parts)]).tolist()
+            self.offsets[id(language)] = begins[:-1]
+            end = _aligned(begins[-1])  # where the next one's segments begin
+            flat += [*parts, np.zeros(end - begins[-1], dtype=np.int32)]
+        (self.table,) = ops.to_device([np.concatenate(flat)], device)
 
 
-_TABLES: dict[tuple[int, str], tuple[Language, DeviceTables]] = {}
-_MOST_TABLES = 128
+def _parts(language: Language) -> tuple[ops.Array, ...]:
+    return (
+        language.segments.tokens,
+        language.segments.starts,
+        language.set_starts,
+        language.set_members,
+        language.edge_sets,
+        language.edge_targets,
+        language.room,
+    )
 
 
-def _tables(language: Language, device: torch.device) -> DeviceTables:
-    """A language's tables, made once while it is kept."""
-    key = (id(language), str(device))
-    if key not in _TABLES:
-        while len(_TABLES) >= _MOST_TABLES:
-            del _TABLES[next(iter(_TABLES))]
-        _TABLES[key] = (language, DeviceTables(language, device))
-    return _TABLES[key][1]
+class _Newest:
+    """The languages of the last step, which mostly are those of the next one."""
+
+    key: tuple[frozenset[int], str] | None = None
+    tables: DeviceTables
+
+
+def _tables(languages: Sequence[Language], device: torch.device) -> DeviceTables:
+    distinct = {id(language): language for language in languages}
+    key = (frozenset(distinct), str(device))
+    if _Newest.key != key:
+        _Newest.key, _Newest.tables = key, DeviceTables(distinct.values(), device)
+    return _Newest.tables
 
 
 class DeviceStep:
     """What the joint choices of one step have read.
 
     Args:
-        joints: of the step, `Joint`s.
-        num_columns: of the logits.
-        device: where these are.
+        joints: of the step, `Joint`s that know of each other.
+        device: where their logits are.
     """
 
-    def __init__(self, joints: Sequence[Any], num_columns: int, device: torch.device) -> None:
+    def __init__(self, joints: Sequence[Any], device: torch.device) -> None:
         self._joints, self._device = list(joints), device
-        counts = [joint.num_rows for joint in self._joints]
-        ends = np.cumsum(counts).tolist()
-        self._num_rows = ends[-1]
-        self._first = {id(j): end - n for j, n, end in zip(joints, counts, ends, strict=True)}
-        self._tables = [_tables(joint.language, device) for joint in self._joints]
-        self._num_classes = max(joint.language.num_classes for joint in self._joints)
-        self._block = min(_MOST_COLUMNS, 1 << (num_columns - 1).bit_length())
-        self._num_tiles = -(-num_columns // self._block)
-        shape = (self._num_rows, self._num_classes)
-        least = -(2**63)
-        self._keys = torch.full(shape, least, dtype=torch.int64, device=device)
-        is_drawn = any(joint.temperature > 0 for joint in self._joints)
-        self._sums = torch.zeros(shape if is_drawn else (1, 1), dtype=torch.int64, device=device)
-        tiles = (self._num_rows, self._num_tiles, 2)
-        self._parts = torch.empty(tiles, dtype=torch.float32, device=device)
-        self._read = dict.fromkeys(map(id, self._joints), 0)
+        languages = [joint.language for joint in self._joints]
+        tables = _tables(languages, device)
+        self._table = tables.table
+        self._num_rows = sum(joint.num_rows for joint in self._joints)
+        most_segments = max(len(language.segments.tokens) for language in languages)
+        self._width = languages[0].segments.tokens.shape[1]
+        # Whole multiples of 16, for which Triton compiles one kernel whatever the language.
+        self._most_segments = _aligned(most_segments)
+        self._most_classes = _aligned(max(language.num_classes for language in languages))
+        self._drawn = {"DRAWN": any(joint.temperature > 0 for joint in self._joints)}
+        numbers, self._num_values = _numbers(self._joints, tables)
+        scales = np.array([joint.scales for joint in self._joints], dtype=np.float32)
+        host = (numbers, scales, *_positions(self._joints))
+        found = ops.to_device(host, device)
+        self._numbers, self._scales, self._request_of, self._row_of, self._class_at = found[:5]
+        self._places, self._row_at = found[5:]
+        shape = (self._num_rows, self._most_classes)
+        self._weights = torch.empty(shape, dtype=torch.float32, device=device)
+        self._logprobs = torch.empty(shape, dtype=torch.float32, device=device)
+        self._tokens = torch.empty(shape, dtype=torch.int32, device=device)
 
-    def read(self, joint: Any, logits: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take in whole rows [r, V] of canvas positions [r], behind those that it has read."""
-        if not len(logits):
-            return
-        first = self._first[id(joint)] + self._read[id(joint)]
-        self._read[id(joint)] += len(logits)
-        tables = _tables(joint.language, self._device)
-        num_columns, is_drawn = logits.shape[1], joint.temperature > 0
-        scale, score_scale = joint.scales
-        grid = (len(logits), self._num_tiles)
-        low, high = joint.seed & 0xFFFFFFFF, joint.seed >> 32
-        kernel.read_kernel[grid](
-            *(logits, logits.stride(0), tables.class_of, positions, self._keys, self._parts),
-            *(num_columns, self._num_classes, self._num_tiles, first, scale, score_scale),
-            *(low, high, joint.step),
+    def read(self, logits: torch.Tensor, first_column: int) -> None:
+        """Take in whole rows [r, V], of the step's sample rows from `first_column` on.
+
+        Those that are none of ours are left out.
+        """
+        most = max(_MOST_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
+        for start in range(0, len(logits), most):
+            self._read(logits[start : start + most], first_column + start)
+
+    def _read(self, logits: torch.Tensor, first_column: int) -> None:
+        num, most = len(logits), self._most_segments
+        found = torch.empty(3, num, most, dtype=torch.float32, device=self._device)
+        tokens = torch.empty(num, most, dtype=torch.int32, device=self._device)
+        segments = max(_TILE // self._width, 1)
+        given = (self._row_at, len(self._row_at), self._places, self._numbers)
+        kernel.read_kernel[(num, -(-most // segments))](
+            *(logits, logits.stride(0), first_column, *given, self._scales, self._table),
+            *(*found, tokens, most),
             PURPOSE=TOKEN,
-            NOISY=is_drawn,
-            GIANTS=_GIANTS,
-            BLOCK=self._block,
+            SEGMENTS=segments,
+            WIDTH=self._width,
+            **self._drawn,
         )
-        if is_drawn:
-            kernel.sum_kernel[grid](
-                *(logits, logits.stride(0), tables.class_of, self._keys, self._sums),
-                *(num_columns, self._num_classes, first, scale),
-                GIANTS=_GIANTS,
-                BLOCK=self._block,
-            )
+        kernel.class_kernel[(num, self._most_classes // _CLASSES)](
+            *(first_column, *given, self._table, *found, tokens, most),
+            *(self._weights, self._logprobs, self._tokens, self._most_classes),
+            PURPOSE=TOKEN,
+            CLASSES=_CLASSES,
+            MEMBERS=_CLASS_SEGMENTS,
+            BLOCK=1024,
+            **self._drawn,
+        )
 
-    def choose(
-        self, sampled: torch.Tensor, ends: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write what is chosen into `sampled` [3 or more, columns] fp64.
-
-        Args:
-            sampled: as sampling returns it, on the device.
-            ends: of every request, its last column + 1.
 
         Returns:
             tokens [R] int64 and their log probabilities [R] float64.
         """
-        host = self._packed(ends)
-        numbers, scales, request_of, row_of, class_at, place_of = ops.to_device(host, self._device)
-        tables = torch.cat([own.table for own in self._tables])
-        num = len(host[2])
-        most_sets = max(joint.language.num_sets for joint in self._joints) + 1
+        languages = [joint.language for joint in self._joints]
+        num = len(self._row_of)
+        most_sets = _aligned(max(language.num_sets for language in languages) + 1)
         weights = torch.empty(num, most_sets, dtype=torch.float32, device=self._device)
         values = torch.empty(self._num_values, dtype=torch.float32, device=self._device)
         chosen = torch.empty(num, dtype=torch.int32, device=self._device)
-        tiles = 1 << max(self._num_tiles - 1, 1).bit_length()
-        widest = max(joint.language.edge_sets.shape[1] for joint in self._joints)
-        kernel.set_kernel[(num, -(-most_sets // _SETS))](
-            *(numbers, scales, request_of, row_of, class_at, tables, self._keys, self._sums),
-            *(self._parts, weights, self._num_classes, self._num_tiles, most_sets),
+        width = max(language.edge_sets.shape[1] for language in languages)
+        kernel.set_kernel[(num, most_sets // _SETS)](
+            *(self._numbers, self._request_of, self._row_of, self._class_at, self._table),
+            *(self._weights, weights, self._most_classes, most_sets),
             SETS=_SETS,
             MEMBERS=_MEMBERS,
-            TILES=tiles,
+            **self._drawn,
         )
         kernel.choose_kernel[(len(self._joints),)](
-            *(numbers, row_of, tables, weights, values, chosen, most_sets),
+            *(self._numbers, self._row_of, self._table, weights, values, chosen, most_sets),
             PURPOSE=GUIDED,
             STATES=_STATES,
             EDGES=_EDGES,
-            WIDEST=max(16, 1 << (widest - 1).bit_length()),
-            num_warps=8,
+            WIDEST=max(_EDGES, 1 << (width - 1).bit_length()),
+            num_warps=16,
+            **self._drawn,
         )
         tokens = torch.empty(self._num_rows, dtype=torch.int64, device=self._device)
         logprobs = torch.empty(self._num_rows, dtype=torch.float64, device=self._device)
         kernel.token_kernel[(self._num_rows,)](
-            *(numbers, scales, place_of, request_of, tables, self._keys, self._parts, chosen),
-            *(sampled, sampled.stride(0), logprobs, tokens, self._num_classes, self._num_tiles),
+            *(self._numbers, self._places, self._table, self._weights, self._logprobs),
+            *(self._tokens, chosen, sampled, sampled.stride(0), logprobs, tokens),
+            self._most_classes,
             PURPOSE=TOKEN,
             MEMBERS=64,
-            TILES=tiles,
+            num_warps=1,
+            **self._drawn,
         )
         return tokens, logprobs
 
-    def _packed(self, ends: Sequence[int]) -> tuple[ops.Array, ...]:
-        """What the kernels want to know of the requests, their positions and their rows."""
-        numbers = np.zeros((len(self._joints), _FIELDS), dtype=np.int64)
-        scales = np.empty((len(self._joints), 2), dtype=np.float32)
-        request_of, row_of, class_at, places = [], [], [], []
-        num_positions = num_values = base = row = 0
-        for index, (joint, tables, end) in enumerate(
-            zip(self._joints, self._tables, ends, strict=True)
-        ):
-            language, window = joint.language, joint.window
-            starts, members, edge_sets, edge_targets, room = (base + o for o in tables.offsets)
-            count = len(window.kinds)
-            excluded = (*joint.excluded, -1, -1)[:2]
-            numbers[index, :21] = (
-                *(starts, members, language.num_sets, joint.temperature > 0),
-                *(edge_sets, edge_targets, room, language.num_states, language.edge_sets.shape[1]),
-                *(num_positions, count, num_values, window.start, window.left),
-                *(joint.seed & 0xFFFFFFFF, joint.seed >> 32, joint.step, window.first),
-                *(joint.sets_scores, *excluded),
-            )
-            scales[index] = joint.scales
-            is_open = window.kinds == OPEN
-            own = np.where(window.kinds == FREE, -2, -1).astype(np.int32)
-            rows = np.arange(row, row + joint.num_rows)
-            own[is_open] = rows
-            request_of.append(np.full(count, index, dtype=np.int32))
-            row_of.append(own)
-            class_at.append(window.kinds)
-            columns = end - joint.num_rows + np.arange(joint.num_rows)
-            places.append(np.stack([num_positions + is_open.nonzero()[0], columns], axis=1))
-            num_positions += count
-            num_values += (count + 1) * language.num_states
-            row += joint.num_rows
-            base += tables.table.numel()
-        self._num_values = num_values
-        joined = [np.concatenate(part).astype(np.int32) for part in (request_of, row_of, class_at)]
-        return numbers, scales, *joined, np.concatenate(places).astype(np.int32)
+
+def _aligned(count: int) -> int:
+    return -(-count // 16) * 16
+
+
+def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, int]:
+    """What the kernels want to know of requests [J, 32], and how many values they keep."""
+    numbers = np.zeros((len(joints), _FIELDS), dtype=np.int64)
+    num_positions = num_values = 0
+    for own, joint in zip(numbers, joints, strict=True):
+        language, window = joint.language, joint.window
+        tokens, classes, sets, members, *edges, room = tables.offsets[id(language)]
+        count = len(window.kinds)
+        excluded = (*joint.excluded, -1, -1)[:2]
+        own[:25] = (
+            *(sets, members, language.num_sets, joint.temperature > 0),
+            *(*edges, room, language.num_states, language.edge_sets.shape[1]),
+            *(num_positions, count, num_values, window.start, window.left),
+            *(joint.seed & 0xFFFFFFFF, joint.seed >> 32, joint.step, window.first),
+            *(joint.sets_scores, *excluded),
+            *(len(language.segments.tokens), tokens, classes, language.num_classes),
+        )
+        num_positions += count
+        num_values += (count + 1) * language.num_states
+    return numbers, num_values
+
+
+def _positions(joints: Sequence[Any]) -> tuple[ops.Array, ...]:
+    """Of N positions, R rows and the step's sample rows.
+
+    Returns:
+        int32: request of every position, its row (-1 where a token stands, -2 where anything may),
+        the class of the token; [R, 3] position, column and request of every row; row of every
+        column, -1 for none.
+    """
+    kinds = np.concatenate([joint.window.kinds for joint in joints])
+    requests = np.arange(len(joints))
+    request_of = np.repeat(requests, [len(joint.window.kinds) for joint in joints])
+    is_open = kinds == OPEN
+    row_of = np.where(is_open, np.cumsum(is_open) - 1, np.where(kinds == FREE, -2, -1))
+    counts = np.array([joint.num_rows for joint in joints])
+    ends = np.array([joint.end for joint in joints])
+    columns = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+    row_at = np.full(ends[-1], -1)
+    row_at[columns] = np.arange(len(columns))
+    places = np.stack([is_open.nonzero()[0], columns, np.repeat(requests, counts)], axis=1)
+    parts = (request_of, row_of, kinds, places, row_at)
+    return tuple(np.ascontiguousarray(part, dtype=np.int32) for part in parts)

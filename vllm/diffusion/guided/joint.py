@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.guided.window import OPEN, Rows, choose, read
+from vllm.diffusion.guided.window import OPEN, Rows, choose, num_uniform, read
 from vllm.diffusion.scoring import GUIDED, TOKEN
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Joint:
         num_logprobs: most likely tokens that are told beside log probabilities, None for neither.
         num_holes: sample rows of the prompt, which come first and are filled freely.
         beside: all joint choices of the same step, itself among them.
+        end: the last of its columns among all sample rows of the step + 1.
+        num_seen: rows that have been read.
         on_device: where these are made, if not on the host.
     """
 
@@ -56,6 +58,8 @@ class Joint:
     num_logprobs: int | None = None
     num_holes: int = 0
     beside: Sequence[Joint] = ()
+    end: int = 0
+    num_seen: int = 0
     on_device: DeviceStep | None = None
     _read: list[Rows] = field(default_factory=list)
 
@@ -69,29 +73,30 @@ class Joint:
         scale = 1 / self.temperature if self.temperature > 0 else 1.0
         return scale, scale if self.is_tempered else 1.0
 
+    @property
+    def first_column(self) -> int:
+        """Of the next row that is read, among all sample rows of the step."""
+        return self.end - self.num_rows - self.num_holes + self.num_seen
+
     def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Take in whole rows of logits [R, V] of canvas `positions` [R], in ascending order."""
-        skipped = min(self.num_holes, len(logits))
-        self.num_holes -= skipped
+        skipped = min(max(self.num_holes - self.num_seen, 0), len(logits))
+        self.num_seen += len(logits)
         logits, positions = logits[skipped:], positions[skipped:]
-        if logits.is_cuda or _IS_INTERPRETED:
-            self._device_step(logits).read(self, logits, positions)
-            return
-        gumbel = None
+        uniform = None
         if self.temperature > 0:
-            columns = range(logits.shape[1])
-            u = ops.philox_uniform(self.seed, TOKEN, self.step, positions, columns)
-            gumbel = -torch.log(-torch.log(u)).numpy()
+            columns = range(num_uniform(self.language))
+            uniform = ops.philox_uniform(self.seed, TOKEN, self.step, positions, columns).numpy()
         own = logits.float().numpy()
-        found = read(self.language, own, gumbel, self.temperature, is_tempered=self.is_tempered)
+        found = read(self.language, own, uniform, self.temperature, is_tempered=self.is_tempered)
         self._read.append(found)
 
-    def _device_step(self, logits: torch.Tensor) -> DeviceStep:
+    def device_step(self, logits: torch.Tensor) -> DeviceStep:
         """Where all choices of the step are on the device of `logits`, from the first read on."""
         if self.on_device is None:
             from vllm.diffusion.guided.device import DeviceStep
 
-            step = DeviceStep(self.beside, logits.shape[1], logits.device)
+            step = DeviceStep(self.beside, logits.device)
             for joint in self.beside:
                 joint.on_device = step
             return step
@@ -111,23 +116,51 @@ class Joint:
         return tokens, logprobs
 
 
-def choose_all(sampled: torch.Tensor, joints: Sequence[Joint], ends: Sequence[int]) -> None:
+def gather(joints: Sequence[Joint], ends: Sequence[int]) -> None:
+    """Let the choices of one step know of each other.
+
+    Args:
+        joints: in the order of their rows.
+        ends: of each, the last of its columns among all sample rows + 1.
+    """
+    for joint, end in zip(joints, ends, strict=True):
+        joint.beside, joint.end = joints, end
+
+
+def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.Tensor]]) -> None:
+    """Show rows to choices of one step.
+
+    Args:
+        logits: [R, V], consecutive sample rows.
+        readers: whose rows they are, with canvas positions; in order, and others between them.
+    """
+    lead, rows, _ = readers[0]
+    if logits.is_cuda or _IS_INTERPRETED:
+        lead.device_step(logits).read(logits, lead.first_column - rows.start)
+        for joint, own, _ in readers:
+            joint.num_seen += own.stop - own.start
+        return
+    for joint, own, positions in readers:
+        joint.read(logits[own], positions)
+
+
+def choose_all(sampled: torch.Tensor, joints: Sequence[Joint]) -> None:
     """Put what is jointly chosen in place of what was sampled row by row.
 
     Args:
         sampled: as `sample` returns it; changed.
         joints: the choices of a step, all of whose rows have been read.
-        ends: of each, the last of its columns + 1.
     """
     step = joints[0].on_device
     if step is not None:
-        tokens, logprobs = step.choose(sampled, ends)
+        tokens, logprobs = step.choose(sampled)
     else:
         found = [joint.choose() for joint in joints]
         tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True))
     start = 0
-    for joint, end in zip(joints, ends, strict=True):
-        columns, rows = slice(end - joint.num_rows, end), slice(start, start + joint.num_rows)
+    for joint in joints:
+        columns = slice(joint.end - joint.num_rows, joint.end)
+        rows = slice(start, start + joint.num_rows)
         start = rows.stop
         if step is None:
             _put(sampled, columns, tokens[rows], logprobs[rows], joint)

@@ -2,20 +2,16 @@
 # mypy: ignore-errors
 """Triton kernels of joint choices; `window.py` says the same with arrays.
 
-A class's best token is one 64-bit key: its logit, over the temperature and with its noise, as an
-integer of the same order above, and below it a number that is larger for lower token ids. Sums of
-probabilities are whole multiples of 2^-38 of the best one, so they do not depend on an order.
+Rows of logits are read in the order of `Language.segments`, so every segment, and after that every
+class, is reduced within one program: nothing depends on an order, and nothing is sorted.
 """
 
 import triton
 import triton.language as tl
 
 LEAST_WEIGHT = tl.constexpr(-1e4)
-LEAST_KEY = tl.constexpr(-(2**63))
-UNITS = tl.constexpr(2.0**38)
-LOG_UNITS = tl.constexpr(26.339592861277918)
 NEVER = tl.constexpr(-1e30)  # instead of -inf, which leaves differences undefined
-FIELDS = tl.constexpr(24)  # of a request's numbers
+FIELDS = tl.constexpr(32)  # of a request's numbers
 
 
 @triton.jit
@@ -46,159 +42,203 @@ def _word(purpose, step, position, column, seed_low, seed_high):
 
 
 @triton.jit
-def _gumbel(purpose, step, position, column, seed_low, seed_high):
-    """[N] fp32: -log(-log(u)) of the numbers u, with all digits where u is next to 1."""
-    word = _word(purpose, step, position, column, seed_low, seed_high)
+def _uniform(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
+    """fp32 numbers in (0, 1) of columns, and what they lack to 1."""
+    word = _word(PURPOSE, step, position, column, seed_low, seed_high)
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    missing = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return u, ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
+    """fp32: -log(-log(u)) of the numbers u, with all digits where u is next to 1."""
+    u, missing = _uniform(step, position, column, seed_low, seed_high, PURPOSE)
     series = missing * (1 + missing * (0.5 + missing * (0.3333333333 + 0.25 * missing)))
     return -tl.log(tl.where(missing < 0.01, series, -tl.log(u)))
 
 
 @triton.jit
-def _key(value, column):
-    """[N] int64 of values [N] fp32 of columns [N]; of equal values the lowest column is largest."""
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+def _place_of(own, position):
+    """Of a position of the step: its place on the canvas, and the words of its random numbers."""
+    at = tl.load(own + 17) + position - tl.load(own + 9)
+    return tl.load(own + 16), at, tl.load(own + 14), tl.load(own + 15)
 
 
-@triton.jit
-def _value(key):
-    """The fp32 values of keys."""
-    ordered = (key >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _loaded(logits, place, is_column):
-    found = tl.load(logits + place, mask=is_column, other=float("-inf")).to(tl.float32)
-    return tl.where(found == found, found, float("-inf"))
-
-
-@triton.jit(do_not_specialize=["num_columns", "first_row", "seed_low", "seed_high", "step"])
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
 def read_kernel(
     logits,  # [r, V]
     row_stride,
-    class_of,  # [V] int32, -1 for none
-    positions,  # [r] int64
-    keys,  # [R, C] int64, at least LEAST_KEY
-    parts,  # [R, tiles, 2] fp32: maximum, and sum of exp of what is left, at the score's scale
+    first_column,  # of `row_at`, for the first row
+    row_at,  # [num_columns] int32: the row of the step, -1 for none
     num_columns,
-    num_classes,
-    num_tiles,
-    first_row,
-    scale,  # fp32: of the draw
-    score_scale,
-    seed_low,
-    seed_high,
-    step,
+    places,  # [R, 3] int32: of every row its position, its column and its request
+    numbers,  # [requests, FIELDS] int64
+    scales,  # [requests, 2] fp32: of the draw, of the score
+    tables,  # int32: the languages
+    weights,  # [r, most_segments] fp32, written: of all tokens; undrawn, of the best one
+    sums,  # the same: log of the sum of exp, at the score's scale
+    values,  # the same: what the token is scored by
+    tokens,  # [r, most_segments] int32, written: the best one, or one drawn
+    most_segments,
     PURPOSE: tl.constexpr,
-    NOISY: tl.constexpr,
-    GIANTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Best tokens of all classes, and what a softmax wants, of one tile of one row."""
-    row = tl.program_id(0)
-    tile = tl.program_id(1)
-    columns = tile * BLOCK + tl.arange(0, BLOCK)
-    is_column = columns < num_columns
-    found = _loaded(logits, row.to(tl.int64) * row_stride + columns, is_column)
-    scored = found * score_scale
-    top = tl.maximum(tl.max(scored, axis=0), NEVER)
-    total = tl.sum(tl.exp(scored - top), axis=0)
-    place = ((first_row + row) * num_tiles + tile) * 2
-    tl.store(parts + place, top)
-    tl.store(parts + place + 1, total)
-    value = found * scale
-    if NOISY:
-        position = tl.load(positions + row)
-        value += _gumbel(PURPOSE, step, position, columns, seed_low, seed_high)
-    key = _key(tl.maximum(value, NEVER), columns)
-    own = tl.load(class_of + columns, mask=is_column, other=-1)
-    to = keys + (first_row + row).to(tl.int64) * num_classes
-    for giant in tl.static_range(GIANTS):
-        tl.atomic_max(to + giant, tl.max(tl.where(own == giant, key, LEAST_KEY), axis=0))
-    tl.atomic_max(to + own, key, mask=own >= GIANTS)
+    """What some segments of one row hold."""
+    line = tl.program_id(0)
+    column = first_column + line
+    row = tl.load(row_at + column, mask=column < num_columns, other=-1)
+    if row < 0:
+        return
+    position, request = tl.load(places + 3 * row), tl.load(places + 3 * row + 2)
+    own = numbers + request * FIELDS
+    is_drawn = tl.load(own + 3) > 0
+    segments = tl.program_id(1) * SEGMENTS + tl.arange(0, SEGMENTS)
+    is_segment = segments < tl.load(own + 21)
+    lanes = tl.arange(0, WIDTH)
+    start = tl.multiple_of(tl.load(own + 22), 16)
+    columns = tl.load(
+        tables + start + segments[:, None] * WIDTH + lanes[None, :],
+        mask=is_segment[:, None],
+        other=-1,
+    )
+    is_token = columns >= 0
+    place = line.to(tl.int64) * row_stride + columns
+    found = tl.load(logits + place, mask=is_token, other=float("-inf")).to(tl.float32)
+    found = tl.where(found == found, found, float("-inf"))
+    scored = tl.maximum(found * tl.load(scales + 2 * request + 1), NEVER)
+    top = tl.max(scored, axis=1)
+    total = tl.sum(tl.where(is_token, tl.exp(scored - top[:, None]), 0.0), axis=1)
+    sum_of_all = top + tl.log(tl.maximum(total, 1e-37))
+    scaled = tl.maximum(found * tl.load(scales + 2 * request), NEVER)
+    weight = tl.max(scaled, axis=1)
+    taken = tl.argmax(scaled, axis=1)
+    if DRAWN:
+        step, at, seed_low, seed_high = _place_of(own, position)
+        u, _ = _uniform(step, at, segments, seed_low, seed_high, PURPOSE)
+        shares = tl.where(is_token, tl.exp(scaled - weight[:, None]), 0.0)
+        total = tl.sum(shares, axis=1)
+        is_below = (tl.cumsum(shares, axis=1) <= (u * total)[:, None]) & is_token
+        last = tl.maximum(tl.sum(is_token.to(tl.int32), axis=1) - 1, 0)
+        drawn = tl.minimum(tl.sum(is_below.to(tl.int32), axis=1), last)
+        taken = tl.where(is_drawn, drawn, taken)
+        weight = tl.where(is_drawn, weight + tl.log(tl.maximum(total, 1e-37)), weight)
+    is_taken = lanes[None, :] == taken[:, None]
+    to = line.to(tl.int64) * most_segments + segments
+    tl.store(weights + to, weight, mask=is_segment)
+    tl.store(sums + to, sum_of_all, mask=is_segment)
+    tl.store(values + to, tl.sum(tl.where(is_taken, scored, 0.0), axis=1), mask=is_segment)
+    tl.store(tokens + to, tl.sum(tl.where(is_taken, columns, 0), axis=1), mask=is_segment)
 
 
-@triton.jit(do_not_specialize=["num_columns", "first_row"])
-def sum_kernel(
-    logits,  # as `read_kernel`
-    row_stride,
-    class_of,
-    keys,
-    sums,  # [R, C] int64
+@triton.jit
+def _sum_of(start, count, BLOCK: tl.constexpr):
+    """Maximum, and log of the sum of exp, of `count` numbers from `start` on."""
+    top = tl.full([BLOCK], NEVER, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, count, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        found = tl.load(start + index, mask=index < count, other=2 * NEVER)
+        newest = tl.maximum(top, found)
+        total = total * tl.exp(top - newest) + tl.exp(found - newest)
+        top = newest
+    best = tl.max(top, axis=0)
+    return best, best + tl.log(tl.sum(total * tl.exp(top - best), axis=0))
+
+
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
+def class_kernel(
+    first_column,  # as `read_kernel`, whose results follow
+    row_at,
     num_columns,
-    num_classes,
-    first_row,
-    scale,
-    GIANTS: tl.constexpr,
+    places,
+    numbers,
+    tables,
+    weights,
+    sums,
+    values,
+    tokens,
+    most_segments,
+    class_weights,  # [R, most_classes] fp32, written: in nats, below those of the row
+    class_logprobs,  # the same: of the class's token
+    class_tokens,  # [R, most_classes] int32, written
+    most_classes,
+    PURPOSE: tl.constexpr,
+    DRAWN: tl.constexpr,
+    CLASSES: tl.constexpr,
+    MEMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums over the tokens of every class of exp(logit - the best key)."""
-    row = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = columns < num_columns
-    found = _loaded(logits, row.to(tl.int64) * row_stride + columns, is_column)
-    own = tl.load(class_of + columns, mask=is_column, other=-1)
-    start = (first_row + row).to(tl.int64) * num_classes
-    best = _value(tl.load(keys + start + own, mask=own >= 0, other=0))
-    share = tl.where(own >= 0, tl.exp(tl.maximum(found * scale, NEVER) - best), 0.0)
-    units = (share.to(tl.float64) * UNITS).to(tl.int64)
-    for giant in tl.static_range(GIANTS):
-        of_giant = tl.where(own == giant, units, tl.zeros_like(units))
-        tl.atomic_add(sums + start + giant, tl.sum(of_giant, axis=0))
-    tl.atomic_add(sums + start + own, units, mask=own >= GIANTS)
-
-
-@triton.jit
-def _softmax_terms(parts, row, num_tiles, TILES: tl.constexpr):
-    """Maximum and log of the sum of exp of a row, at the score's scale."""
-    tiles = tl.arange(0, TILES)
-    place = (row * num_tiles + tiles) * 2
-    tops = tl.load(parts + place, mask=tiles < num_tiles, other=NEVER)
-    totals = tl.load(parts + place + 1, mask=tiles < num_tiles, other=0.0)
-    top = tl.max(tops, axis=0)
-    return top, top + tl.log(tl.sum(totals * tl.exp(tops - top), axis=0))
-
-
-@triton.jit
-def _weights(keys, sums, place, mask, is_drawn):
-    """[N] fp32 of classes: of all their tokens where one is drawn, else of the best one."""
-    best = _value(tl.load(keys + place, mask=mask, other=LEAST_KEY))
-    units = tl.load(sums + place, mask=mask & is_drawn, other=1)
-    more = tl.log(tl.maximum(units, 1).to(tl.float32)) - LOG_UNITS
-    return tl.where(is_drawn, best + more, best)
+    """What some classes of one row hold, of their segments."""
+    line = tl.program_id(0)
+    column = first_column + line
+    row = tl.load(row_at + column, mask=column < num_columns, other=-1)
+    if row < 0:
+        return
+    position, request = tl.load(places + 3 * row), tl.load(places + 3 * row + 2)
+    own = numbers + request * FIELDS
+    is_drawn = tl.load(own + 3) > 0
+    num_segments = tl.load(own + 21)
+    offset = line.to(tl.int64) * most_segments
+    best_of_row, weight_of_row = _sum_of(weights + offset, num_segments, BLOCK)
+    base = tl.where(is_drawn, weight_of_row, best_of_row)
+    _, score_of_row = _sum_of(sums + offset, num_segments, BLOCK)
+    classes = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
+    is_class = classes < tl.load(own + 24)
+    starts = tables + tl.load(own + 23)
+    first = tl.load(starts + classes, mask=is_class, other=0)
+    count = tl.load(starts + classes + 1, mask=is_class, other=0) - first
+    step, at, seed_low, seed_high = _place_of(own, position)
+    best = tl.full([CLASSES], 2 * NEVER, tl.float32)
+    taken = first
+    top = tl.full([CLASSES], NEVER, tl.float32)
+    total = tl.zeros([CLASSES], tl.float32)
+    for begin in range(0, tl.max(count, axis=0), MEMBERS):
+        index = begin + tl.arange(0, MEMBERS)
+        mask = index[None, :] < count[:, None]
+        segments = first[:, None] + index[None, :]
+        found = tl.load(weights + offset + segments, mask=mask, other=2 * NEVER)
+        key = found
+        if DRAWN:
+            noise = _gumbel(step, at, num_segments + segments, seed_low, seed_high, PURPOSE)
+            key = tl.where(is_drawn & mask, found + noise, found)
+            newest = tl.maximum(top, tl.max(found, axis=1))
+            shares = tl.sum(tl.where(mask, tl.exp(found - newest[:, None]), 0.0), axis=1)
+            total = total * tl.exp(top - newest) + shares
+            top = newest
+        largest = tl.max(key, axis=1)
+        is_better = largest > best
+        taken = tl.where(is_better, first + begin + tl.argmax(key, axis=1), taken)
+        best = tl.where(is_better, largest, best)
+    weight = tl.where(is_drawn, top + tl.log(tl.maximum(total, 1e-37)), best)
+    to = row.to(tl.int64) * most_classes + classes
+    tl.store(class_weights + to, tl.maximum(weight - base, LEAST_WEIGHT), mask=is_class)
+    value = tl.load(values + offset + taken, mask=is_class)
+    tl.store(class_logprobs + to, value - score_of_row, mask=is_class)
+    tl.store(class_tokens + to, tl.load(tokens + offset + taken, mask=is_class), mask=is_class)
 
 
 @triton.jit
 def set_kernel(
-    numbers,  # [requests, FIELDS] int64
-    scales,  # [requests, 2] fp32: of the draw, of the score
+    numbers,
     request_of,  # [N] int32, of every position
     row_of,  # [N] int32: its row; -1 where a token stands, -2 where anything may
     class_at,  # [N] int32: of the token that stands there
-    tables,  # int32: the languages
-    keys,
-    sums,
-    parts,
+    tables,
+    class_weights,
     weights,  # [N, most_sets] fp32, written
-    num_classes,
-    num_tiles,
+    most_classes,
     most_sets,
+    DRAWN: tl.constexpr,
     SETS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     """What each set weighs at a position."""
     position = tl.program_id(0)
-    request = tl.load(request_of + position)
-    own = numbers + request * FIELDS
+    own = numbers + tl.load(request_of + position) * FIELDS
     starts, members = tl.load(own), tl.load(own + 1)
     num_sets = tl.load(own + 2)
-    is_drawn = tl.load(own + 3) > 0
     row, standing = tl.load(row_of + position), tl.load(class_at + position)
     sets = tl.program_id(1) * SETS + tl.arange(0, SETS)
     is_set = sets < num_sets
@@ -212,17 +252,17 @@ def set_kernel(
         mask = index[None, :] < count[:, None]
         member = tl.load(tables + members + first[:, None] + index[None, :], mask=mask, other=-1)
         there = tl.maximum(there, tl.max((member == standing).to(tl.int32), axis=1))
-        place = tl.maximum(row, 0).to(tl.int64) * num_classes + member
-        found = _weights(keys, sums, place, mask & (row >= 0), is_drawn)
-        found = tl.where(mask & (row >= 0), found, NEVER)
+        place = tl.maximum(row, 0).to(tl.int64) * most_classes + member
+        found = tl.load(class_weights + place, mask=mask & (row >= 0), other=NEVER)
         newest = tl.maximum(top, tl.max(found, axis=1))
-        shares = tl.where(found > NEVER, tl.exp(found - newest[:, None]), 0.0)
-        total = total * tl.exp(top - newest) + tl.sum(shares, axis=1)
+        if DRAWN:
+            shares = tl.where(found > NEVER, tl.exp(found - newest[:, None]), 0.0)
+            total = total * tl.exp(top - newest) + tl.sum(shares, axis=1)
         top = newest
-    best, _ = _softmax_terms(parts, tl.maximum(row, 0), num_tiles, TILES)
-    base = best * tl.load(scales + 2 * request) / tl.load(scales + 2 * request + 1)
-    whole = tl.where(is_drawn & (total > 0), top + tl.log(tl.maximum(total, 1e-37)), top)
-    found = tl.maximum(whole - base, LEAST_WEIGHT)
+    found = top
+    if DRAWN:
+        is_drawn = (tl.load(own + 3) > 0) & (total > 0)
+        found = tl.where(is_drawn, top + tl.log(tl.maximum(total, 1e-37)), top)
     known = tl.where(there > 0, 0.0, NEVER)
     found = tl.where(row >= 0, found, tl.where(row == -1, known, 0.0))
     tl.store(
@@ -242,6 +282,7 @@ def choose_kernel(
     chosen,  # [N] int32, written: the set that each position takes
     most_sets,
     PURPOSE: tl.constexpr,
+    DRAWN: tl.constexpr,
     STATES: tl.constexpr,
     EDGES: tl.constexpr,
     WIDEST: tl.constexpr,
@@ -282,10 +323,13 @@ def choose_kernel(
                 worth = tl.load(weight + taken, mask=mask, other=NEVER)
                 worth += tl.load(values + here + num_states + target, mask=mask, other=NEVER)
                 newest = tl.maximum(top, tl.max(worth, axis=1))
-                shares = tl.where(mask, tl.exp(worth - newest[:, None]), 0.0)
-                total = total * tl.exp(top - newest) + tl.sum(shares, axis=1)
+                if DRAWN:
+                    shares = tl.where(mask, tl.exp(worth - newest[:, None]), 0.0)
+                    total = total * tl.exp(top - newest) + tl.sum(shares, axis=1)
                 top = newest
-            found = tl.where(is_summed, top + tl.log(tl.maximum(total, 1e-37)), top)
+            found = top
+            if DRAWN:
+                found = tl.where(is_summed, top + tl.log(tl.maximum(total, 1e-37)), top)
             needed = tl.load(tables + room + states, mask=is_state, other=0)
             is_late = (index == count + left) & (needed > 0)
             found = tl.maximum(tl.where(is_late, NEVER, found), NEVER)
@@ -308,9 +352,8 @@ def choose_kernel(
         place = tl.argmax(worth, axis=0)
         if is_drawn & (tl.load(row_of + first + index) != -2):
             shares = tl.where(mask, tl.exp(worth - top), 0.0)
-            word = _word(PURPOSE, step, position + index, edges * 0, seed_low, seed_high)
-            drawn = (tl.max(word.to(tl.float32), axis=0) + 0.5) * 2.3283064365386963e-10
-            drawn = drawn * tl.sum(shares, axis=0)
+            u, _ = _uniform(step, position + index, edges * 0, seed_low, seed_high, PURPOSE)
+            drawn = tl.max(u, axis=0) * tl.sum(shares, axis=0)
             below = (tl.cumsum(shares, axis=0) <= drawn) & mask
             place = tl.minimum(tl.sum(below.to(tl.int32), axis=0), place * 0 + width - 1).to(
                 tl.int32
@@ -320,58 +363,59 @@ def choose_kernel(
         state = tl.sum(tl.where(is_place, target, 0), axis=0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def token_kernel(
     numbers,
-    scales,
-    place_of,  # [R, 2] int32: of every row, its position and its column in `sampled`
-    request_of,
+    places,
     tables,
-    keys,
-    parts,
+    class_weights,
+    class_logprobs,
+    class_tokens,
     chosen,
     sampled,  # [3 or more, columns] fp64, written
     stride,
     logprobs,  # [R] fp64, written
     tokens,  # [R] int64, written
-    num_classes,
-    num_tiles,
+    most_classes,
     PURPOSE: tl.constexpr,
+    DRAWN: tl.constexpr,
     MEMBERS: tl.constexpr,
-    TILES: tl.constexpr,
 ):
-    """The best token of a row's set, and its score."""
+    """The token of a row's set, and its score; of equal ones the lowest."""
     row = tl.program_id(0)
-    position, column = tl.load(place_of + 2 * row), tl.load(place_of + 2 * row + 1)
-    request = tl.load(request_of + position)
-    own = numbers + request * FIELDS
+    position, column = tl.load(places + 3 * row), tl.load(places + 3 * row + 1)
+    own = numbers + tl.load(places + 3 * row + 2) * FIELDS
     starts, members = tl.load(own), tl.load(own + 1)
     taken = tl.load(chosen + position)
     first = tl.load(tables + starts + taken)
     count = tl.load(tables + starts + taken + 1) - first
-    best = tl.full([MEMBERS], LEAST_KEY, tl.int64)
+    step, at, seed_low, seed_high = _place_of(own, position)
+    best = tl.full([MEMBERS], 2 * NEVER, tl.float32)
+    token = tl.full([MEMBERS], 0x7FFFFFFF, tl.int32)
+    logprob = tl.full([MEMBERS], NEVER, tl.float32)
     for start in range(0, count, MEMBERS):
         index = start + tl.arange(0, MEMBERS)
-        member = tl.load(tables + members + first + index, mask=index < count, other=0)
-        place = row.to(tl.int64) * num_classes + member
-        found = tl.load(keys + place, mask=index < count, other=LEAST_KEY)
-        best = tl.maximum(best, found)
-    key = tl.max(best, axis=0)
-    token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-    scale, score_scale = tl.load(scales + 2 * request), tl.load(scales + 2 * request + 1)
-    value = _value(key).to(tl.float64)
-    if tl.load(own + 3) > 0:
-        step = tl.load(own + 16)
-        at = tl.load(own + 17) + position - tl.load(own + 9)
-        columns = tl.arange(0, 16) * 0 + token
-        noise = _gumbel(PURPOSE, step, at, columns, tl.load(own + 14), tl.load(own + 15))
-        value = value - tl.max(noise, axis=0)
-    _, total = _softmax_terms(parts, row, num_tiles, TILES)
-    logprob = value / scale * score_scale - total
-    tl.store(tokens + row, token)
-    tl.store(logprobs + row, logprob)
-    tl.store(sampled + column, token.to(tl.float64))
-    tl.store(sampled + 2 * stride + column, token.to(tl.float64))
-    is_excluded = (token == tl.load(own + 19)) | (token == tl.load(own + 20))
-    score = tl.where(is_excluded, 0.0, tl.exp(logprob))
-    tl.store(sampled + stride + column, score, mask=tl.load(own + 18) > 0)
+        mask = index < count
+        member = tl.load(tables + members + first + index, mask=mask, other=0)
+        place = row.to(tl.int64) * most_classes + member
+        key = tl.load(class_weights + place, mask=mask, other=2 * NEVER)
+        if DRAWN:
+            noise_at = 2 * tl.load(own + 21) + member
+            noise = _gumbel(step, at, noise_at, seed_low, seed_high, PURPOSE)
+            key = tl.where(mask & (tl.load(own + 3) > 0), key + noise, key)
+        new = tl.load(class_tokens + place, mask=mask, other=0x7FFFFFFF)
+        is_better = (key > best) | ((key == best) & (new < token))
+        best = tl.where(is_better, key, best)
+        token = tl.where(is_better, new, token)
+        own_logprob = tl.load(class_logprobs + place, mask=mask, other=NEVER)
+        logprob = tl.where(is_better, own_logprob, logprob)
+    is_best = best == tl.max(best, axis=0)
+    lowest = tl.min(tl.where(is_best, token, 0x7FFFFFFF), axis=0)
+    score = tl.max(tl.where(is_best & (token == lowest), logprob, NEVER), axis=0).to(tl.float64)
+    tl.store(tokens + row, lowest)
+    tl.store(logprobs + row, score)
+    tl.store(sampled + column, lowest.to(tl.float64))
+    tl.store(sampled + 2 * stride + column, lowest.to(tl.float64))
+    is_excluded = (lowest == tl.load(own + 19)) | (lowest == tl.load(own + 20))
+    probability = tl.where(is_excluded, 0.0, tl.exp(score))
+    tl.store(sampled + stride + column, probability, mask=tl.load(own + 18) > 0)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_STATES = 4_000  # that tokens lead to
 MOST_CELLS = 64_000_000  # states times classes
 DEAD = -1  # the class of tokens that lead nowhere
+_LEAST_WIDTH, _MOST_WIDTH = 8, 128  # of a segment, in tokens
 _NEVER = 2**30  # tokens to acceptance, where it cannot be reached
 
 
@@ -42,6 +43,18 @@ class Ends(NamedTuple):
 
     eos: int
     others: tuple[int, ...] = ()
+
+
+class Segments(NamedTuple):
+    """All tokens, class by class, cut into about a thousand rows and one more for every class.
+
+    Attributes:
+        tokens: [G, W] int32: of one class each, ascending; -1 behind the last one.
+        starts: [C + 2] int32: where each class's begin, and those of tokens that lead nowhere.
+    """
+
+    tokens: Array
+    starts: Array
 
 
 @dataclass(frozen=True)
@@ -82,13 +95,17 @@ class Language:
         return int(self.room[0])
 
     @cached_property
-    def by_class(self) -> tuple[Array, Array]:
-        """Tokens ordered by class, ascending in each, and where the classes begin."""
-        order = np.argsort(self.class_of_token, kind="stable")
-        ordered = self.class_of_token[order]
-        alive = int(np.searchsorted(ordered, 0))
-        starts = np.searchsorted(ordered[alive:], np.arange(self.num_classes))
-        return order[alive:], starts
+    def segments(self) -> Segments:
+        """How rows of logits are read."""
+        own = np.where(self.class_of_token < 0, self.num_classes, self.class_of_token)
+        order = np.argsort(own, kind="stable")
+        sizes = np.bincount(own, minlength=self.num_classes + 1)
+        width = min(max(1 << (len(own) // 1024).bit_length(), _LEAST_WIDTH), _MOST_WIDTH)
+        starts = np.cumsum([0, *(-(-sizes // width))])
+        behind = np.arange(len(own)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        tokens = np.full((starts[-1], width), -1, dtype=np.int32)
+        tokens[np.repeat(starts[:-1], sizes) + behind // width, behind % width] = order
+        return Segments(tokens, starts.astype(np.int32))
 
     @cached_property
     def next_state(self) -> Array:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OPEN = -2  # of `Window.kinds`: there are logits
 FREE = -3  # anything may stand there, later
+_NEVER = -1e30  # instead of -inf, which leaves differences undefined
 LEAST_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
 
 
@@ -45,9 +46,10 @@ class Rows(NamedTuple):
     """What the logits of R rows say of C classes.
 
     Attributes:
-        weights: [R, C] float64: of all tokens of the class, in nats; at temperature 0 of its best.
-        keys: [R, C] float64: what the best token is chosen by, among classes too.
-        tokens: [R, C] int64: the best token of the class.
+        weights: [R, C] float64: of all tokens of the class, in nats below those of the row; at
+            temperature 0 of its best, below the row's.
+        keys: [R, C] float64: what is largest for the class that is taken, among any.
+        tokens: [R, C] int64: the best token of the class, or one drawn of it.
         logprobs: [R, C] float64: its log probability, as it is scored.
     """
 
@@ -57,44 +59,70 @@ class Rows(NamedTuple):
     logprobs: Array
 
 
+def num_uniform(language: Language) -> int:
+    """How many uniform numbers a row wants for a draw."""
+    return 2 * len(language.segments.tokens) + language.num_classes
+
+
 def read(
     language: Language,
     logits: Array,
-    gumbel: Array | None,
+    uniform: Array | None,
     temperature: float,
     *,
     is_tempered: bool,
 ) -> Rows:
     """What rows of logits say of the classes of a language.
 
+    A token is drawn in three steps: within its segment, the segment among those of its class, and
+    the class among those of a set.
+
     Args:
         language: of which the classes are.
         logits: [R, V] floats.
-        gumbel: [R, V] noise, where temperature is above 0.
+        uniform: [R, `num_uniform`] numbers in (0, 1), where temperature is above 0.
         temperature: of the draw.
         is_tempered: log probabilities are taken at the temperature, too.
     """
-    order, starts = language.by_class
-    sizes = np.diff(np.append(starts, len(order)))
+    segments, num_classes = language.segments, language.num_classes
     logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-    kept = logits[:, order]
-    scaled = kept / temperature if temperature > 0 else kept
-    keys = scaled if gumbel is None else scaled + gumbel[:, order]
-    best = np.maximum.reduceat(keys, starts, axis=1)
-    columns = np.where(keys == np.repeat(best, sizes, axis=1), np.arange(len(order)), len(order))
-    columns = np.minimum.reduceat(columns, starts, axis=1)
-    weights = best
-    if gumbel is not None:
-        top = np.maximum(np.maximum.reduceat(scaled, starts, axis=1), LEAST_WEIGHT)
-        shares = np.exp(scaled - np.repeat(top, sizes, axis=1))
-        sums = np.add.reduceat(shares, starts, axis=1)
-        weights = top + np.log(np.maximum(sums, 1e-300))
-    base = logits.max(axis=1, keepdims=True) / (temperature if temperature > 0 else 1)
-    scored = scaled if is_tempered else kept
-    all_scored = logits / temperature if is_tempered and temperature > 0 else logits
-    total = np.logaddexp.reduce(all_scored, axis=1, keepdims=True)
-    logprobs = np.take_along_axis(scored, columns, axis=1) - total
-    return Rows(np.maximum(weights - base, LEAST_WEIGHT), best, order[columns], logprobs)
+    logits = np.maximum(logits, _NEVER)
+    missing = np.full((len(logits), 1), _NEVER)
+    scaled = np.maximum(logits / temperature, _NEVER) if temperature > 0 else logits
+    own = np.append(scaled, missing, axis=1)[:, segments.tokens]
+    if uniform is None:
+        weights, taken = own.max(axis=2), own.argmax(axis=2)
+        keys, noise = weights, np.zeros((1, num_classes))
+        join = np.maximum
+    else:
+        within, *others = np.split(uniform, [own.shape[1], 2 * own.shape[1]], axis=1)
+        of_segment, noise = (-np.log(-np.log(u)) for u in others)
+        weights, taken = _drawn(own, segments.tokens >= 0, within)
+        keys = weights + of_segment
+        join = np.logaddexp
+    base = join.reduce(weights, axis=1, keepdims=True)
+    starts, end = segments.starts[:-2], segments.starts[-2]
+    best = np.maximum.reduceat(keys[:, :end], starts, axis=1)
+    sizes = np.diff(segments.starts[:-1])
+    places = np.where(keys[:, :end] == np.repeat(best, sizes, axis=1), np.arange(end), end)
+    places = np.minimum.reduceat(places, starts, axis=1)
+    taken = np.take_along_axis(taken, places, axis=1)
+    tokens = segments.tokens[places, taken].astype(np.int64)
+    scored = scaled if is_tempered else logits
+    logprobs = np.take_along_axis(scored, tokens, axis=1)
+    logprobs -= np.logaddexp.reduce(scored, axis=1, keepdims=True)
+    weights = join.reduceat(weights[:, :end], starts, axis=1) - base
+    weights = np.maximum(weights, LEAST_WEIGHT)
+    return Rows(weights, weights + noise, tokens, logprobs)
+
+
+def _drawn(own: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
+    """Of segments [R, G, W]: the log of their sums of exp [R, G], and where a token is drawn."""
+    top = own.max(axis=2)
+    shares = np.where(is_token, np.exp(own - top[..., None]), 0.0).cumsum(axis=2)
+    total = shares[..., -1]
+    taken = (shares <= (uniform * total)[..., None]).sum(axis=2)
+    return top + np.log(total), np.minimum(taken, is_token.sum(axis=1) - 1)
 
 
 def choose(language: Language, window: Window, rows: Rows, draws: Array | None) -> Array:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.diffusion import ops
+    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.scoring import Scoring
 
@@ -30,12 +31,6 @@ class LogitsModel(Protocol):
     def final_norm(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...
-
-
-class JointReader(Protocol):
-    """What takes in rows of logits, part by part."""
-
-    def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class RowGroup:
     positions: torch.Tensor
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     token_ids: ops.Array | None = None
-    joint: JointReader | None = None
+    joint: Joint | None = None
 
     @property
     def num_top(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.guided.joint import read_all
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.logprobs import Logprobs, distribution_of
 from vllm.diffusion.sampling.plain import sample_plain
@@ -93,7 +94,7 @@ def sample_group(
         logits, first_column = ops.gather_columns(logits, model.vocab_size), 0
         logits = group.adjust(logits, group.positions)
         if group.joint is not None:
-            group.joint.read(logits, group.positions)
+            read_all(logits, [(group.joint, slice(0, len(logits)), group.positions)])
     key = launch_key(group, logits, noise)
     if key is not None:
         return sample_fused(logits, [group], key, first_column, model.vocab_size)
@@ -152,10 +153,14 @@ def _read_jointly(logits: torch.Tensor, run: list[RowGroup], model: LogitsModel)
     readers = [(g, g.joint) for g in run if g.joint is not None and g.adjust is None]
     if not readers:
         return
-    whole = ops.gather_columns(logits, model.vocab_size)
     first = run[0].rows.start
-    for group, joint in readers:
-        joint.read(whole[group.rows.start - first : group.rows.stop - first], group.positions)
+    read_all(
+        ops.gather_columns(logits, model.vocab_size),
+        [
+            (joint, slice(group.rows.start - first, group.rows.stop - first), group.positions)
+            for group, joint in readers
+        ],
+    )
 
 
 def _sample_alone(
