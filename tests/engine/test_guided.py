@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.checkpoints import random_prompt
+from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.harness import Ask, refusal_error, running, sampling_params
 from vllm.diffusion.memory import Plan
 
@@ -147,9 +147,54 @@ def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
     assert answer.num_forwards <= 32 - 18
 
 
+def test_an_answer_stands_between_prompt_and_suffix(engine: Engine) -> None:
+    """Under every rule and cache, free and in a language; what follows is read."""
+    pattern, found = "[a-z]{3,8}( [a-z]+)*", []
+    for rule in RULES:
+        (ask,) = asks([rule], 0.7, regex=pattern)
+        room = {"max_tokens": 21, "gen_length": 32}
+        found.append(Ask(ask.prompt, {**ask.extra, **room, "suffix_ids": random_prompt(7)}))
+    for ask, answer in zip(found, engine.ask(*found), strict=True):
+        assert len(answer.token_ids) <= 21
+        assert re.fullmatch(pattern, answer.text), (ask, answer)
+    free = {**SHORT, "max_tokens": 20, "steps": 16}
+    texts = {
+        tuple(engine.ask(Ask(random_prompt(9), {**free, **own}))[0].token_ids)
+        for own in ({}, {"suffix_ids": random_prompt(7)}, {"suffix_ids": random_prompt(7, 1)})
+    }
+    assert len(texts) == 3
+
+
+def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
+    """And so is the canvas; each ends by itself."""
+    head, middle = random_prompt(5), random_prompt(4, 1)
+    prompt = [*head, *[MASK_ID] * 4, *middle, *[MASK_ID] * 9, *middle]
+    pattern = "[a-z]{2,9}!?"
+    extra = {"structured_outputs": {"regex": pattern}, "allow_infill": True, "temperature": 1.0}
+    rules = ("semi_ar", "threshold", "several blocks", "dream", "guidance")
+    found = [Ask(prompt, {**asks([rule], 1.0)[0].extra, **extra, "seed": 5}) for rule in rules]
+    for answer in engine.ask(*found):
+        filled = answer.report["infilled"]
+        for gap in (range(5, 9), range(13, 22)):
+            ids = [filled[place] for place in gap]
+            text = engine.llm.get_tokenizer().decode([i for i in ids if i != EOS_ID])
+            assert re.fullmatch(pattern, text), (answer, text)
+        assert re.fullmatch(pattern, answer.text)
+    short = Ask(
+        [*head, MASK_ID, *middle], {**SHORT, **extra, "structured_outputs": {"regex": "日"}}
+    )
+    with pytest.raises(refusal_error(), match=r"structured_outputs\.regex"):
+        engine.ask(short)
+    short.extra["structured_outputs"] = {"json": SCHEMA}
+    with pytest.raises(refusal_error(), match=r"prompt: given 1; the shortest answer of .* has"):
+        engine.ask(short)
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        ({"suffix_ids": [MASK_ID]}, "suffix_ids: .* without the mask token"),
+        ({"suffix_ids": [5] * 200}, "suffix_ids: .* exceed max_model_len"),
         ({"gen_length": 8}, r"gen_length: given 8; the shortest answer of .* has \d+ tokens"),
         (
             {"gen_length": 32, "max_tokens": 5},

@@ -46,7 +46,6 @@ def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
             is_tempered=index == 1,
             sets_scores=index != 2,
             excluded=(len(TOKENS) - 2,) if index == 0 else (),
-            num_holes=2 if index == 1 else 0,
         )
         found.append(joint)
     return found
@@ -60,7 +59,7 @@ def chosen(
     Two columns of another request stand behind every one of ours; the rows come in two parts.
     """
     generator = torch.Generator().manual_seed(seed)
-    counts = [joint.num_holes + joint.num_rows for joint in made]
+    counts = [joint.num_rows for joint in made]
     ends = (np.cumsum(counts) + 2 * np.arange(len(made))).tolist()
     gather(made, ends)
     logits = 4 * torch.randn(ends[-1] + 2, len(TOKENS), generator=generator)
@@ -75,9 +74,8 @@ def chosen(
             begin, stop = max(end - count, part.start), min(end, part.stop)
             if begin < stop:
                 at = np.flatnonzero(joint.window.kinds == OPEN) + joint.window.first
-                at = np.append(np.full(joint.num_holes, -1), at)[begin - end + count :]
-                rows = slice(begin - part.start, stop - part.start)
-                readers.append((joint, rows, torch.from_numpy(at[: stop - begin])))
+                at = torch.from_numpy(at[begin - end + count :][: stop - begin])
+                readers.append((joint, slice(begin - part.start, stop - part.start), at))
         read_all(logits[part], readers)
     choose_all(sampled, made)
     sampled = sampled.cpu()

@@ -98,6 +98,15 @@ SCHEMAS: dict[str, Any] = {
         "properties": {"p": {"$ref": "#/$defs/p"}, "q": {"allOf": [{"$ref": "#/$defs/p"}]}},
         "required": ["p", "q"],
     },
+    "an encoded reference": {"$defs": {"a%b": {"type": "boolean"}}, "$ref": "#/$defs/a%25b"},
+    "listed, of a format": {"enum": ["2020-01-01", "2020-01-02", "x"], "format": "date"},
+    "members that only `required` names": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["b"],
+        "additionalProperties": {"type": "boolean"},
+    },
+    "int32": {"type": "integer", "format": "int32", "minimum": 2**31 - 40},
     "anything": {"type": "object", "properties": {"v": {}}, "required": ["v"]},
     "any object": {"type": "object"},
     **{f"format {name}": {"type": "string", "format": name} for name in FORMATS},
@@ -168,6 +177,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "allOf": ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, "allOf"),
     "anyOf beside": ({"anyOf": [{"type": "integer"}], "minimum": 1}, "minimum"),
     "type": ({"type": "text"}, "type"),
+    "no type": ({"type": []}, "type"),
+    "type of a type": ({"type": [{}]}, "type"),
+    "required": ({"type": "object", "required": [1]}, "required"),
+    "additionalProperties": ({"properties": {}, "additionalProperties": 5}, "additionalProperties"),
+    "pattern that is none": ({"type": "string", "pattern": 5}, "pattern"),
+    "format that is none": ({"type": "string", "format": ["date"]}, "format"),
+    "format of a number": ({"type": "number", "format": "int32"}, "format"),
+    "count": ({"type": "array", "minItems": "abc"}, "minItems"),
+    "infinite count": ({"type": "array", "minItems": float("inf")}, "minItems"),
+    "no bound": ({"type": "integer", "minimum": None}, "minimum"),
+    "infinite bound": ({"type": "number", "maximum": float("inf")}, "maximum"),
+    "long bound": ({"type": "integer", "maximum": 10**400}, "at most 27 digits"),
+    "listed beside a reference": ({"enum": [1], "items": {"$ref": "#"}}, "$ref"),
+    "listed beside anyOf": ({"const": 1, "anyOf": [{}]}, "anyOf"),
+    "listed beside no pattern": ({"enum": ["a"], "pattern": "("}, "enum"),
+    "inner $id": ({"items": {"$id": "http://x/y", "type": "null"}}, "$id"),
     "inside": ({"properties": {"a/b": {"type": "array", "contains": 1}}}, "/properties/a~1b"),
 }
 
@@ -279,6 +304,8 @@ def test_languages_are_compiled_once_and_refusals_too() -> None:
         {"regex": 1},
         {"json": "{"},
         {"jsn": {}},
+        {"json": {"const": float("nan")}},
+        {"choice": ["\ud800"]},
     ],
 )
 def test_structured_outputs_are_one_thing_that_is_known(given: Any) -> None:
@@ -294,7 +321,14 @@ def test_response_formats() -> None:
     assert (spec.kind, json.loads(spec.value)) == ("json", schema)
     assert spec_of_format({"type": "text"}) is None
     assert spec_of_format(None) is None
-    for wrong in ({"type": "xml"}, {"type": "json_schema"}, "json", {"type": "structural_tag"}):
+    for wrong in (
+        {"type": "xml"},
+        {"type": "json_schema"},
+        "json",
+        {"type": "structural_tag"},
+        {"type": "json_object", "schema": schema},  # as others write it; not to be ignored
+        {"type": "json_schema", "json_schema": {"schema": schema, "allow": "anything"}},
+    ):
         with pytest.raises(InvalidParameterError, match="response_format"):
             spec_of_format(wrong)
     with pytest.raises(InvalidParameterError, match="either it or structured_outputs"):

@@ -81,6 +81,32 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Cli
     assert int(found[1]) > 8
 
 
+def test_several_answers_log_probabilities_and_stop_strings(client: Client) -> None:
+    shared = {"gen_length": 96, "response_format": FORMAT, "temperature": 1.0, "seed": 1}
+    body = body_for(CHAT, **shared, n=2, logprobs=True, top_logprobs=1)
+    choices = client.http.post(CHAT, json=body).json()["choices"]
+    assert len(choices) == 2
+    for choice in choices:
+        City.model_validate_json(choice["message"]["content"])
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert "".join(tokens).startswith(choice["message"]["content"])
+    cut = client.http.post(CHAT, json=body_for(CHAT, **shared, stop='"size"')).json()["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    assert re.fullmatch(r'\{"name": ".*", ', cut["message"]["content"])
+
+
+def test_a_completion_stands_between_prompt_and_suffix(client: Client) -> None:
+    body = {"prompt": "The capital of France is", "suffix": " and a city", "max_tokens": 6}
+    free = client.http.post(COMPLETIONS, json=body).json()
+    assert free["usage"]["completion_tokens"] <= 6
+    choice = {**body, "structured_outputs": {"choice": ["Paris", "Rome"]}}
+    answer = client.http.post(COMPLETIONS, json=choice).json()
+    assert answer["choices"][0]["text"] in ("Paris", "Rome")
+    wrong = refusal(client.http.post(COMPLETIONS, json={**body, "suffix_ids": [5]}))
+    assert wrong["param"] == "suffix"
+    assert refusal(client.http.post(CHAT, json=body_for(CHAT, suffix="x")))["param"] == "suffix"
+
+
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",

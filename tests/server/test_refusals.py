@@ -127,7 +127,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"use_beam_search": True},
     {"length_penalty": 2.0},
     {"best_of": 2},
-    {"suffix": "end"},
     {"prompt_logprobs": 1},
     {"allowed_token_ids": [1]},
     {"bad_words": ["France"]},

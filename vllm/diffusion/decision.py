@@ -13,6 +13,7 @@ Nothing here imports torch or upstream.
 from __future__ import annotations
 
 import dataclasses
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +29,7 @@ from vllm.diffusion.guided.guides import (
     spec_of,
     unpacked,
 )
-from vllm.diffusion.lengths import DEFAULT_BLOCK, decide_lengths
+from vllm.diffusion.lengths import DEFAULT_BLOCK, decide_lengths, with_suffix
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
 from vllm.diffusion.scoring import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
 from vllm.diffusion.values import in_words
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.algorithms import Algorithm
     from vllm.diffusion.guided.guides import Guide
+    from vllm.diffusion.lengths import Lengths
     from vllm.diffusion.params import SpecialIds
     from vllm.diffusion.scoring import ScoreRequest
     from vllm.diffusion.values import Field
@@ -240,6 +242,9 @@ def decide(
                 upstream_max_tokens=upstream_max_tokens,
             )
         )
+    suffix = tuple(request.get("suffix_ids", ()))
+    if suffix:
+        lengths = _with_suffix(lengths, suffix, algorithm, model, len(prompt_token_ids))
     cache = _cache(request, algorithm, model)
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
     if cache not in GUIDED_CACHES:
@@ -247,10 +252,13 @@ def decide(
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
     values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
     stops = not values["ignore_eos"]
-    values["early_stop"] = values["early_stop"] and stops and model.ids.eos is not None
+    # It ends the whole canvas at a time, with the text that follows.
+    values["early_stop"] = (
+        values["early_stop"] and stops and model.ids.eos is not None and not suffix
+    )
     values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
     values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
-    values["mask_id"] = model.ids.mask
+    values["mask_id"], values["suffix_ids"] = model.ids.mask, suffix
     params = DiffusionParams(
         algorithm=algorithm.name,
         cache=cache,
@@ -273,6 +281,7 @@ def decide(
     )
     if spec is not None and guide is not None:
         params = _guided(params, spec, guide)
+        _check_gaps(guide, spec, prompt_token_ids, model.ids.mask)
     if score is not None:
         if spec is not None:
             raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
@@ -352,6 +361,40 @@ def _guided(params: DiffusionParams, spec: Spec, guide: Guide) -> DiffusionParam
     return dataclasses.replace(
         params, guide=guide, top_p=None, top_k=None, ignored=(*params.ignored, *filters)
     )
+
+
+def _check_gaps(guide: Guide, spec: Spec, prompt: Sequence[int], mask_id: int) -> None:
+    """Refuse a gap of the prompt that no answer of a language fits into."""
+    for is_gap, tokens in groupby(prompt, lambda token: token == mask_id):
+        if is_gap:
+            check_room(guide, spec, len(list(tokens)), "prompt")
+
+
+def _with_suffix(
+    lengths: Lengths,
+    suffix: tuple[int, ...],
+    algorithm: Algorithm,
+    model: ServedModel,
+    prompt_length: int,
+) -> Lengths:
+    """The lengths with what follows the answer; it must be seen, fit, and hold no gaps."""
+    family, ids = model.family, model.ids
+    if family.is_block_causal:
+        wanted = f"wanted none: a model of family {family.name} does not see what follows"
+        raise InvalidParameterError("suffix_ids", list(suffix), wanted)
+    if max(suffix) >= model.vocab_size or ids.mask in suffix or ids.eos is None:
+        wanted = f"wanted token ids from 0 to {model.vocab_size - 1} without the mask token"
+        wanted = "the checkpoint has no end-of-sequence token" if ids.eos is None else wanted
+        raise InvalidParameterError("suffix_ids", list(suffix), wanted)
+    longer = with_suffix(lengths, algorithm, len(suffix))
+    if prompt_length + longer.canvas > model.max_model_len:
+        raise InvalidParameterError(
+            "suffix_ids",
+            list(suffix),
+            f"a prompt of {prompt_length} tokens and a canvas of {longer.canvas} with them exceed "
+            f"max_model_len {model.max_model_len}",
+        )
+    return longer
 
 
 def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:

@@ -161,6 +161,12 @@ FIELDS: tuple[Field, ...] = (
         "ignore_eos", bool, "no token ends the answer; the whole canvas is returned", default=False
     ),
     Field("allow_infill", bool, "fill mask tokens of the prompt too", default=False),
+    Field(
+        "suffix_ids",
+        tuple,
+        "token ids that follow; the answer is what stands between the prompt and them",
+        default_text="none",
+    ),
     Field("min_tokens", int, "not supported; only 0 is accepted", default=0, minimum=0),
     Field("seed", int, "seed of the request's random numbers", default_text="drawn at random"),
     Field(

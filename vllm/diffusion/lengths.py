@@ -81,6 +81,23 @@ def decide_lengths(
     return Lengths(canvas, max_tokens, block_length, steps)
 
 
+def with_suffix(lengths: Lengths, algorithm: Algorithm, suffix_length: int) -> Lengths:
+    """The same with a canvas that holds text behind the longest answer, too.
+
+    Blocks are as long as without, and each has as many steps.
+    """
+    canvas, block = lengths.max_tokens + suffix_length, lengths.block_length
+    if algorithm.blocks == "none":
+        return replace(lengths, canvas=canvas, block_length=canvas)
+    if algorithm.ends_short:
+        return replace(lengths, canvas=canvas)
+    num_blocks = -(-canvas // block)
+    steps = lengths.steps
+    if algorithm.pace == "steps" and steps is not None:
+        steps = steps // (lengths.canvas // block) * num_blocks
+    return replace(lengths, canvas=num_blocks * block, steps=steps)
+
+
 def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: int) -> int:
     """Forwards that a finished request did without: those that could not change its answer.
 

@@ -91,7 +91,8 @@ class DiffusionParams(AlgorithmParams):
     None where upstream's request has it, and `timeout_s` where no time ends the request. `score` is
     set where the request is only read; its canvas is empty then. `num_answers` is how many requests
     of these parameters, but for their seeds, the same prompt comes with. `guide` is the language
-    that the answer must be in, if it must.
+    that the answer must be in, if it must. `suffix_ids` stand on the canvas, right behind the
+    longest answer.
     """
 
     algorithm: str
@@ -126,6 +127,7 @@ class DiffusionParams(AlgorithmParams):
     score: ScoreRequest | None = None
     num_answers: int = 1
     guide: Guide | None = None
+    suffix_ids: tuple[int, ...] = ()
 
     @property
     def num_logprobs(self) -> int | None:

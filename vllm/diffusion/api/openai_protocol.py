@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.tokenizers import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +53,6 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False, None),
     "length_penalty": (1.0, None),
     "best_of": (None, 1),
-    "suffix": (None, ""),
     "prompt_embeds": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -130,6 +130,9 @@ def prepare(request: Any, model_config: Any) -> None:
     extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
     if "seed" in extra:  # upstream knows it, and that answer i uses seed + i
         request.seed = extra.pop("seed") % 2**SEED_BITS
+    if isinstance(request, CompletionRequest) and request.suffix:
+        extra["suffix_ids"] = _suffix_ids(request.suffix, extra, model_config)
+        request.suffix = None  # upstream refuses it
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     spec = asked_spec(_plain(request.response_format), _plain(request.structured_outputs))
@@ -142,6 +145,14 @@ def prepare(request: Any, model_config: Any) -> None:
     request.response_format = request.structured_outputs = None  # upstream has its own grammars
     request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
     _allow_several_greedy_answers(request, model_config)
+
+
+def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[int]:
+    """Tokens of the text that follows an answer."""
+    if "suffix_ids" in extra:
+        raise InvalidParameterError("suffix", text, "wanted either it or suffix_ids")
+    tokenizer = cached_tokenizer_from_config(model_config)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _plain(given: Any) -> Any:

@@ -221,7 +221,7 @@ class StepBatch:
         rows: slice,
         unconditional: slice | None,
         positions: torch.Tensor,
-        joint: Joint | None,
+        joints: list[Joint],
     ) -> RowGroup:
         return RowGroup(
             params=canvas.params,
@@ -233,21 +233,24 @@ class StepBatch:
             positions=positions,
             adjust=canvas.adjust_logits,
             token_ids=canvas.token_ids(on_canvas),
-            joint=joint,
+            joints=tuple((joint, joint.rows_among(on_canvas)) for joint in joints),
         )
 
     @cached_property
-    def joints(self) -> tuple[Joint | None, ...]:
-        """Per request, what it chooses together, if it does."""
-        found = [c.joint(work) for c, work in zip(self.canvases, self.works, strict=True)]
-        ends = np.cumsum([work.eligible.size for work in self.works]).tolist()
-        together = [(j, end) for j, end in zip(found, ends, strict=True) if j is not None]
-        gather([joint for joint, _ in together], [end for _, end in together])
+    def joints(self) -> tuple[list[Joint], ...]:
+        """Per request, what it chooses together."""
+        found = [c.joints(work) for c, work in zip(self.canvases, self.works, strict=True)]
+        ends, start = [], 0
+        for canvas, work, own in zip(self.canvases, self.works, found, strict=True):
+            stops = [canvas.prompt_length + joint.window.stop for joint in own]
+            ends += [start + int(end) for end in np.searchsorted(work.eligible, stops)]
+            start += work.eligible.size
+        gather([joint for own in found for joint in own], ends)
         return tuple(found)
 
     def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
         """What was sampled, with the candidates of requests that choose several together."""
-        joints = [joint for joint in self.joints if joint is not None]
+        joints = [joint for own in self.joints for joint in own]
         if joints:
             choose_all(sampled, joints)
         return sampled

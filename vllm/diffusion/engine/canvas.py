@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
+    from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Visibility
 
@@ -63,7 +64,7 @@ class Canvas:
         self.cache = cache
         self.room = ALL_ROWS
         self.prompt_length = len(new.prompt_token_ids)
-        self.tokens = self._masked_row(new.prompt_token_ids)
+        self.tokens = self._masked_row(new.prompt_token_ids, self.params)
         self.length = self.tokens.size
         self.positions = np.arange(self.tokens.size)
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
@@ -92,10 +93,15 @@ class Canvas:
         self.num_forwards = 0
         self.is_complete = False
 
-    def _masked_row(self, prompt: list[int]) -> Array:
-        length = num_positions(self.visibility, len(prompt), self.params.gen_length)
-        row = np.full(length, self.params.mask_id, dtype=np.int64)
+    def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
+        """Prompt and canvas; text that follows stands right behind the longest answer."""
+        length = num_positions(self.visibility, len(prompt), params.gen_length)
+        row = np.full(length, params.mask_id, dtype=np.int64)
         row[: len(prompt)] = prompt
+        if params.suffix_ids:
+            start = len(prompt) + params.max_tokens
+            row[start:] = params.eos_id
+            row[start : start + len(params.suffix_ids)] = params.suffix_ids
         return row
 
     @property
@@ -111,16 +117,15 @@ class Canvas:
 
     def _begin_guided(self) -> Guided:
         """Write the tokens that every answer begins with."""
-        guided = Guided(self.params, self.prompt_length)
-        prefix = guided.prefix(self._canvas.size)
-        self._canvas[: len(prefix)] = prefix
+        guided = Guided(self.params, self.tokens, self.prompt_length)
+        guided.begin(self.tokens)
         return guided
 
-    def joint(self, work: Work) -> Joint | None:
-        """What the next forward chooses together, if its candidates bind each other."""
+    def joints(self, work: Work) -> list[Joint]:
+        """What the next forward chooses together, where its candidates bind each other."""
         if self._guided is None:
-            return None
-        return self._guided.joint(self.tokens, work, self.rule.scoring, self.num_forwards)
+            return []
+        return self._guided.joints(self.tokens, work, self.rule.scoring, self.num_forwards)
 
     def _logits_hook(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
         rule, selector = self.rule, self._selector
@@ -280,7 +285,8 @@ class Canvas:
         self._forward = self._uncut = self._wish = self._seen = None
         self._is_for_rule = True
         start = self._num_final
-        self._num_final = max(start, min(num_settled - self.prompt_length, self._canvas.size))
+        if self._first_hole == self.length:  # the answer does not end before its prompt is whole
+            self._num_final = max(start, min(num_settled - self.prompt_length, self._canvas.size))
         self._newest = self._canvas[start : self._num_final].tolist()
         self.is_complete = self.params.answer_end(self._newest, start) is not None
 

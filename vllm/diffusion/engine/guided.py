@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,35 @@ def _language(packed: bytes) -> Language:
     return Language.unpacked(packed)
 
 
+@dataclass
+class _Stretch:
+    """Positions that hold one string of the language: the canvas, or a gap of the prompt.
+
+    Attributes:
+        rows: of the sequence.
+        limit: how many of them the string may take.
+        state: behind the first `num_passed` ones, which never change any more.
+    """
+
+    rows: range
+    limit: int
+    state: int = 0
+    num_passed: int = 0
+
+    def within(self, positions: Array) -> Array:
+        """Which of `positions` are of the stretch."""
+        return (positions >= self.rows.start) & (positions < self.rows.stop)
+
+
+def gaps(tokens: Array, mask_id: int) -> list[range]:
+    """Where mask tokens stand side by side."""
+    masked = (tokens == mask_id).nonzero()[0]
+    runs = np.split(masked, (np.diff(masked) > 1).nonzero()[0] + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs if run.size]
+
+
 class Guided(Selector):
-    """Candidates of such a request come from one string of the language.
+    """Candidates of such a request come from one string of the language for every stretch.
 
     What a rule commits of it stays completable, whichever part it is. Only a rule that replaces
     committed tokens may mix two strings: where that is not completable, it takes over all of the
@@ -38,33 +66,43 @@ class Guided(Selector):
 
     Args:
         params: of the request, with a guide.
+        tokens: its sequence at the beginning.
         prompt_length: tokens before the canvas.
     """
 
-    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+    def __init__(self, params: DiffusionParams, tokens: Array, prompt_length: int) -> None:
         if params.guide is None:
             raise ValueError("guide: wanted one, got None")
         self._params, self._prompt_length = params, prompt_length
         self._language = _language(params.guide.language)
-        self._limit = min(params.max_tokens, params.gen_length)
-        self._state, self._num_passed = 0, 0  # the state behind so many tokens of the canvas
+        holes = gaps(tokens[:prompt_length], params.mask_id)
+        limit = min(params.max_tokens, params.gen_length)
+        size = limit if params.suffix_ids else params.gen_length
+        canvas = _Stretch(range(prompt_length, prompt_length + size), limit)
+        self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
 
-    def prefix(self, num_positions: int) -> tuple[int, ...]:
-        """Tokens of the beginning of every answer, as far as there is room for what follows."""
-        found, state = 0, 0
+    def begin(self, tokens: Array) -> None:
+        """Write what every answer begins with, as far as there is room for what follows."""
         prefix = self._params.guide.prefix if self._params.guide is not None else ()
-        for token in prefix[:num_positions]:
-            state = self._language.advance(state, token)
-            if self._language.room[state] > self._limit - found - 1:
-                break
-            found += 1
-        return prefix[:found]
+        for stretch in self._stretches:
+            state = 0
+            for index, token in enumerate(prefix[: len(stretch.rows)]):
+                state = self._language.advance(state, token)
+                if self._language.room[state] > stretch.limit - index - 1:
+                    break
+                tokens[stretch.rows.start + index] = token
 
-    def joint(self, tokens: Array, work: Work, scoring: Scoring, step: int) -> Joint | None:
-        """What a forward chooses together; None where none of it is of the canvas."""
-        eligible = work.eligible[work.eligible >= self._prompt_length] - self._prompt_length
-        if not eligible.size:
-            return None
+    def joints(self, tokens: Array, work: Work, scoring: Scoring, step: int) -> list[Joint]:
+        """What a forward chooses together, in the order of positions."""
+        found = []
+        for stretch in self._stretches:
+            eligible = work.eligible[stretch.within(work.eligible)]
+            if eligible.size:
+                window = self._window(stretch, tokens, eligible)
+                found.append(self._joint(window, scoring, step))
+        return found
+
+    def _joint(self, window: Window, scoring: Scoring, step: int) -> Joint:
         params = self._params
         is_scored = scoring.score == "confidence" and (
             scoring.is_categorical or params.remasking != "random"
@@ -74,7 +112,7 @@ class Guided(Selector):
             excluded = (params.eos_id, params.eot_id)
         return Joint(
             language=self._language,
-            window=self._window(tokens, eligible),
+            window=window,
             temperature=params.temperature,
             seed=params.seed or 0,
             step=step,
@@ -82,7 +120,6 @@ class Guided(Selector):
             sets_scores=is_scored,
             excluded=tuple(token for token in excluded if token is not None),
             num_logprobs=params.num_logprobs,
-            num_holes=work.eligible.size - eligible.size,
         )
 
     def select(
@@ -92,37 +129,46 @@ class Guided(Selector):
         choose: Callable[[Candidates], Commit],
     ) -> Commit:
         commit = choose(candidates)
-        of_canvas = candidates.positions >= self._prompt_length
-        positions, proposed = candidates.positions[of_canvas], candidates.tokens[of_canvas]
-        standing = tokens[positions] != self._params.mask_id
+        standing = tokens[candidates.positions] != self._params.mask_id
         if not standing.any():
             return commit
         mixed = tokens.copy()
         mixed[commit.positions] = commit.tokens
-        eligible = positions - self._prompt_length
-        window = self._window(mixed, eligible, are_open=False)
-        if can_be_completed(self._language, window):
+        taken = np.isin(candidates.positions, commit.positions)
+        is_mended = False
+        for stretch in self._stretches:
+            own = stretch.within(candidates.positions)
+            if not (own & standing).any():
+                continue
+            window = self._window(stretch, mixed, candidates.positions[own], are_open=False)
+            if not can_be_completed(self._language, window):
+                taken |= own & standing
+                is_mended = True
+        if not is_mended:
             return commit
-        taken = standing | np.isin(positions, commit.positions)
-        return Commit(positions[taken], proposed[taken])
+        return Commit(candidates.positions[taken], candidates.tokens[taken])
 
-    def _window(self, tokens: Array, eligible: Array, *, are_open: bool = True) -> Window:
+    def _window(
+        self, stretch: _Stretch, tokens: Array, eligible: Array, *, are_open: bool = True
+    ) -> Window:
         """From the first position that may change to the last one that is filled or may be."""
-        canvas = tokens[self._prompt_length :]
-        filled = canvas != self._params.mask_id
+        start = stretch.rows.start
+        own, eligible = tokens[start : stretch.rows.stop], eligible - start
+        filled = own != self._params.mask_id
         holes = (~filled).nonzero()[0]
         first = int(min(eligible[0], holes[0] if holes.size else eligible[0]))
         end = int(max(eligible[-1], filled.nonzero()[0][-1] if filled.any() else 0)) + 1
-        self._pass(canvas, first)
-        own = canvas[first:end]
+        self._pass(stretch, own, first)
+        own = own[first:end]
         kinds = np.full(end - first, FREE, dtype=np.int32)
         kinds[filled[first:end]] = self._language.class_of_token[own[filled[first:end]]]
         if are_open:
             kinds[eligible - first] = OPEN
-        return Window(first, self._state, kinds, self._limit - end)
+        on_canvas = start - self._prompt_length + first
+        return Window(on_canvas, stretch.state, kinds, stretch.limit - end)
 
-    def _pass(self, canvas: Array, first: int) -> None:
+    def _pass(self, stretch: _Stretch, own: Array, first: int) -> None:
         """Go on to the state before position `first`, up to which nothing changes any more."""
-        for token in canvas[self._num_passed : first].tolist():
-            self._state = self._language.advance(self._state, token)
-        self._num_passed = max(self._num_passed, first)
+        for token in own[stretch.num_passed : first].tolist():
+            stretch.state = self._language.advance(stretch.state, token)
+        stretch.num_passed = max(stretch.num_passed, first)

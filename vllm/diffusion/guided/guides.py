@@ -32,6 +32,7 @@ MOST_KEPT = 256  # languages in a process
 MOST_CHARACTERS = 200_000  # of what is asked for, as JSON
 
 _KINDS = ("json", "regex", "choice", "json_object")
+_OF_JSON_SCHEMA = {"name", "description", "schema", "json_schema", "strict"}
 _WRITERS = (*_KINDS, "tools")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar": (None,),
@@ -99,9 +100,13 @@ def spec_of_format(given: Any) -> Spec | None:
     kind = given.get("type") if isinstance(given, dict) else None
     if given is None or given == {"type": "text"}:
         return None
+    wrapped = given.get("json_schema") if isinstance(given, dict) else None
+    others = given.keys() - {"type", "json_schema"} if isinstance(given, dict) else set()
+    others |= wrapped.keys() - _OF_JSON_SCHEMA if isinstance(wrapped, dict) else set()
+    if others:
+        raise InvalidParameterError(f"{RESPONSE_FORMAT}.{min(others)}", given, "no such field")
     if kind == "json_object":
         return _spec("json_object", True, RESPONSE_FORMAT)
-    wrapped = given.get("json_schema") if isinstance(given, dict) else None
     if kind == "json_schema" and isinstance(wrapped, dict):
         schema = wrapped.get("schema", wrapped.get("json_schema"))
         if schema is not None:
@@ -143,7 +148,12 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
     }
     if not is_right[kind]:
         raise InvalidParameterError(field, value, f"wanted {wanted.get(kind, 'true')}")
-    spelled = json.dumps(value, ensure_ascii=False)
+    try:
+        spelled = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        spelled.encode()
+    except (TypeError, ValueError, RecursionError):
+        wanted = "wanted what JSON can say: finite numbers, no lone surrogates, not too deep"
+        raise InvalidParameterError(field, ascii(value)[:100], wanted) from None
     if len(spelled) > MOST_CHARACTERS:
         raise InvalidParameterError(
             field, value, f"it has {len(spelled)} characters; wanted at most {MOST_CHARACTERS}"

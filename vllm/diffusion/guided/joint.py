@@ -40,7 +40,6 @@ class Joint:
             sampling has it.
         excluded: at most two token ids whose probability counts as zero.
         num_logprobs: most likely tokens that are told beside log probabilities, None for neither.
-        num_holes: sample rows of the prompt, which come first and are filled freely.
         beside: all joint choices of the same step, itself among them.
         end: the last of its columns among all sample rows of the step + 1.
         num_seen: rows that have been read.
@@ -56,7 +55,6 @@ class Joint:
     sets_scores: bool
     excluded: tuple[int, ...] = ()
     num_logprobs: int | None = None
-    num_holes: int = 0
     beside: Sequence[Joint] = ()
     end: int = 0
     num_seen: int = 0
@@ -76,13 +74,15 @@ class Joint:
     @property
     def first_column(self) -> int:
         """Of the next row that is read, among all sample rows of the step."""
-        return self.end - self.num_rows - self.num_holes + self.num_seen
+        return self.end - self.num_rows + self.num_seen
+
+    def rows_among(self, positions: Array) -> slice:
+        """Its rows among those of canvas positions, which ascend."""
+        start, stop = np.searchsorted(positions, [self.window.first, self.window.stop])
+        return slice(int(start), int(stop))
 
     def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Take in whole rows of logits [R, V] of canvas `positions` [R], in ascending order."""
-        skipped = min(max(self.num_holes - self.num_seen, 0), len(logits))
-        self.num_seen += len(logits)
-        logits, positions = logits[skipped:], positions[skipped:]
         uniform = None
         if self.temperature > 0:
             columns = range(num_uniform(self.language))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.syntax import Node
 
 MOST_LISTED = 1000  # multiples that are written out; also the largest factor
+MOST_WHOLE_DIGITS = 27  # of bounds of whole numbers: `Decimal` has one more
 MOST_BOUND_DIGITS = 12  # so that three more behind the point are still told apart by a double
 OPEN_DIGITS = 15  # before the point, where a bound is missing on that side
 
@@ -31,6 +32,8 @@ def integers(least: int | None, most: int | None, factor: int | None) -> Node:
         return _multiples(least, most, factor)
     if least is None and most is None:
         return INTEGER
+    if any(len(str(abs(bound or 0))) > MOST_WHOLE_DIGITS for bound in (least, most)):
+        raise UnsupportedBoundsError(f"wanted bounds of at most {MOST_WHOLE_DIGITS} digits")
     return _between(least, most, 0)
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from decimal import Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from vllm.diffusion.guided.numerals import UnsupportedBoundsError, integers, numbers
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
@@ -118,6 +120,7 @@ _LABEL = "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}\.[a-z]{{2,10}}"
 _MAILBOX = r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*"
 _PATH = r"(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9._~=&-]*)?(#[A-Za-z0-9._~-]*)?"
+WHOLE_FORMATS = {"int32": 31, "int64": 63}  # of integers: bits beside the sign
 FORMATS: dict[str, str] = {
     "date": _DATE,
     "time": _CLOCK + _ZONE,
@@ -168,6 +171,9 @@ class _Compiler:
         for keyword in schema:
             if keyword not in (_ANNOTATIONS | _OF_TYPES | {"type", *_WHOLE}):
                 raise SchemaError(place, keyword, "not supported")
+        if place and "$id" in schema:
+            raise SchemaError(place, "$id", "supported at the root only")
+        _check_format(schema, place)
         whole = [keyword for keyword in _WHOLE if keyword in schema]
         if whole:
             return self._whole(schema, whole[0], place)
@@ -209,7 +215,7 @@ class _Compiler:
                 place, "$ref", f"given {pointer!r}; wanted one into the schema: #/..."
             )
         for part in pointer[1:].split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
             try:
                 found = found[int(name)] if isinstance(found, list) else found[name]
             except (KeyError, IndexError, ValueError, TypeError):
@@ -277,12 +283,14 @@ class _Compiler:
         members, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(members, dict):
             raise SchemaError(place, "properties", "wanted an object")
-        if not isinstance(required, list):
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise SchemaError(place, "required", "wanted a list of names")
-        members = {**members, **{name: True for name in required if name not in members}}
         least = _count(schema, "minProperties", place, 0)
         most = _count(schema, "maxProperties", place)
         additional = schema.get("additionalProperties", True)
+        if not isinstance(additional, (bool, dict)):
+            raise SchemaError(place, "additionalProperties", "wanted a schema")
+        members = {**members, **{name: additional for name in required if name not in members}}
         is_open = not members and additional is not False
         count = None if is_open else len(members)
         if least > len(set(required)):
@@ -320,12 +328,12 @@ class _Compiler:
 def _types(schema: dict[str, Any], place: str) -> list[str]:
     """Types that a schema asks for; where it names none, those that its keywords are about."""
     given = schema.get("type")
-    if given is None:
+    if "type" not in schema:
         about = [kind for kind, keywords in _TYPES.items() if keywords & schema.keys()]
         return about or list(_TYPES)
-    types = given if isinstance(given, list) else [given]
+    types = given if isinstance(given, list) and given else [given]
     for kind in types:
-        if kind not in _TYPES:
+        if not isinstance(kind, str) or kind not in _TYPES:
             raise SchemaError(place, "type", f"given {kind!r}; wanted some of {', '.join(_TYPES)}")
     return [kind for kind in types if not (kind == "integer" and "number" in types)]
 
@@ -374,21 +382,28 @@ def _string(schema: dict[str, Any], place: str) -> Node:
         both = [*given, *lengths]
         raise SchemaError(place, both[0], f"not supported beside {', '.join(both[1:])}")
     if "format" in schema:
-        name = schema["format"]
-        if name not in FORMATS:
-            raise SchemaError(
-                place, "format", f"given {name!r}; wanted one of {', '.join(FORMATS)}"
-            )
-        return _quoted(_format(name))
+        return _quoted(_format(schema["format"]))
     if "pattern" in schema:
+        if not isinstance(schema["pattern"], str):
+            raise SchemaError(place, "pattern", f"given {schema['pattern']!r}; wanted a string")
         try:
-            return _quoted(regex(str(schema["pattern"]), in_json, searches=True))
+            return _quoted(regex(schema["pattern"], in_json, searches=True))
         except UnsupportedPatternError as error:
             raise SchemaError(place, "pattern", str(error)) from None
     least, most = _count(schema, "minLength", place, 0), _count(schema, "maxLength", place)
     if most is not None and least > most:
         return Either()
     return _quoted(Repeat(_character(), least, most))
+
+
+def _check_format(schema: dict[str, Any], place: str) -> None:
+    """Refuse formats that are not known; those of whole numbers are bounds."""
+    name = schema.get("format", "date")
+    if not isinstance(name, str) or name not in (FORMATS.keys() | WHOLE_FORMATS.keys()):
+        wanted = ", ".join([*FORMATS, *WHOLE_FORMATS])
+        raise SchemaError(place, "format", f"given {name!r}; wanted one of {wanted}")
+    if name in WHOLE_FORMATS and schema.get("type") != "integer":
+        raise SchemaError(place, "format", f"{name} is supported of type integer only")
 
 
 @cache
@@ -400,7 +415,7 @@ def _number(schema: dict[str, Any], place: str, *, is_whole: bool) -> Node:
     bounds = {}
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         value = schema.get(keyword)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        if keyword in schema and not _is_finite(value):
             raise SchemaError(place, keyword, f"given {value!r}; wanted a number")
         bounds[keyword] = None if value is None else Decimal(str(value))
     low, above = _tighter(bounds["minimum"], bounds["exclusiveMinimum"], 1)
@@ -414,7 +429,11 @@ def _number(schema: dict[str, Any], place: str, *, is_whole: bool) -> Node:
     try:
         if is_whole or factor is not None:
             least = None if low is None else _above(low, above)
-            most = None if high is None else -_above(-high, below)
+            most = None if high is None else -_above(high.copy_negate(), below)
+            bits = WHOLE_FORMATS.get(schema.get("format", ""))
+            if bits is not None:
+                least = max(-(2**bits), -(2**bits) if least is None else least)
+                most = min(2**bits - 1, 2**bits - 1 if most is None else most)
             return integers(least, most, None if factor is None else int(factor))
         return numbers(low, high, above=above, below=below)
     except UnsupportedBoundsError as error:
@@ -442,12 +461,27 @@ def _listed(schema: Mapping[str, Any], keyword: str, place: str) -> Node:
     if not values:
         raise SchemaError(place, keyword, "wanted a list of values")
     others = {k: v for k, v in schema.items() if k not in _ANNOTATIONS and k != keyword}
+    beside = sorted(others.keys() & {"anyOf", "oneOf", "allOf"})
+    if beside or '"$ref"' in json.dumps(others):
+        named = ", ".join(beside) or "what holds a $ref"
+        raise SchemaError(place, keyword, f"not supported beside {named}")
     if others:
-        from jsonschema import Draft202012Validator
-
-        check = Draft202012Validator(others)
-        values = [value for value in values if check.is_valid(value)]
+        values = _valid(values, others, keyword, place)
     return either([json.dumps(value, ensure_ascii=False) for value in values])
+
+
+def _valid(values: list[Any], schema: dict[str, Any], keyword: str, place: str) -> list[Any]:
+    """Those of `values` that a schema without references allows."""
+    from jsonschema import Draft202012Validator, exceptions
+
+    checker = Draft202012Validator.FORMAT_CHECKER
+    check = Draft202012Validator(schema, format_checker=checker)
+    try:
+        check.check_schema(schema, format_checker=checker)
+        return [value for value in values if check.is_valid(value)]
+    except (exceptions.SchemaError, ValueError, re.error) as error:
+        why = getattr(error, "message", str(error))
+        raise SchemaError(place, keyword, f"beside it: {why}") from None
 
 
 def _constants(schema: Mapping[str, Any]) -> list[Any]:
@@ -477,8 +511,14 @@ def _tells_apart(
     )
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number; booleans are none."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole or (isinstance(value, float) and math.isfinite(value))
+
+
 def _count(schema: dict[str, Any], keyword: str, place: str, default: Any = None) -> Any:
     value = schema.get(keyword, default)
-    if value is not None and (isinstance(value, bool) or value != int(value) or value < 0):
+    if keyword in schema and not (_is_finite(value) and value == int(value) >= 0):
         raise SchemaError(place, keyword, f"given {value!r}; wanted a whole number, 0 or more")
     return None if value is None else int(value)

@@ -41,6 +41,11 @@ class Window(NamedTuple):
     kinds: Array
     left: int
 
+    @property
+    def stop(self) -> int:
+        """Behind the last one, on the canvas."""
+        return self.first + len(self.kinds)
+
 
 class Rows(NamedTuple):
     """What the logits of R rows say of C classes.

@@ -47,8 +47,8 @@ class RowGroup:
         positions: [R] int64, positions relative to the canvas.
         adjust: replaces logits [R, V] of canvas positions [R] by what the request makes of them.
         token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
-        joint: reads whole rows of logits [R, V] of canvas positions [R] for a choice that binds
-            several of them; it is made when all parts of the step have been read.
+        joints: choices that bind several rows, and which of the rows; they read whole rows of
+            logits, and are made when all parts of the step have been read.
     """
 
     params: DiffusionParams
@@ -60,7 +60,7 @@ class RowGroup:
     positions: torch.Tensor
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     token_ids: ops.Array | None = None
-    joint: Joint | None = None
+    joints: tuple[tuple[Joint, slice], ...] = ()
 
     @property
     def num_top(self) -> int:
@@ -117,4 +117,11 @@ class RowGroup:
     def piece(self, rows: slice) -> RowGroup:
         """What is asked of some of its rows, counted from its first one."""
         token_ids = None if self.token_ids is None else self.token_ids[rows]
-        return replace(self, positions=self.positions[rows], token_ids=token_ids)
+        joints = []
+        for joint, own in self.joints:
+            start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
+            if start < stop:
+                joints.append((joint, slice(start - rows.start, stop - rows.start)))
+        return replace(
+            self, positions=self.positions[rows], token_ids=token_ids, joints=tuple(joints)
+        )

@@ -93,8 +93,7 @@ def sample_group(
     if group.adjust is not None:  # works on whole rows, so ranks exchange their columns
         logits, first_column = ops.gather_columns(logits, model.vocab_size), 0
         logits = group.adjust(logits, group.positions)
-        if group.joint is not None:
-            read_all(logits, [(group.joint, slice(0, len(logits)), group.positions)])
+        _read_jointly(logits, [group], group.rows.start)
     key = launch_key(group, logits, noise)
     if key is not None:
         return sample_fused(logits, [group], key, first_column, model.vocab_size)
@@ -137,7 +136,9 @@ def _sample_run(
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
         own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
-    _read_jointly(own, run, model)
+    readers = [group for group in run if group.joints and group.adjust is None]
+    if readers:
+        _read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
     if key is not None:
         return _packed(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
     # The others make copies of their logits: of a few rows at a time.
@@ -148,19 +149,22 @@ def _sample_run(
     )
 
 
-def _read_jointly(logits: torch.Tensor, run: list[RowGroup], model: LogitsModel) -> None:
-    """Show rows to the joint choices of their requests, but to those that want them adjusted."""
-    readers = [(g, g.joint) for g in run if g.joint is not None and g.adjust is None]
-    if not readers:
-        return
-    first = run[0].rows.start
-    read_all(
-        ops.gather_columns(logits, model.vocab_size),
-        [
-            (joint, slice(group.rows.start - first, group.rows.stop - first), group.positions)
-            for group, joint in readers
-        ],
-    )
+def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -> None:
+    """Show whole rows of logits to the joint choices of requests.
+
+    Args:
+        logits: [R, V].
+        groups: whose rows they are; those of others may stand between them.
+        first: the hidden states' row that is the first of them.
+    """
+    found = []
+    for group in groups:
+        start = group.rows.start - first
+        for joint, rows in group.joints:
+            at = slice(start + rows.start, start + rows.stop)
+            found.append((joint, at, group.positions[rows]))
+    if found:
+        read_all(logits, found)
 
 
 def _sample_alone(
