@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
+from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.harness import Ask, refusal_error, running, sampling_params
 from vllm.diffusion.memory import Plan
 
@@ -177,7 +177,7 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
         filled = answer.report["infilled"]
         for gap in (range(5, 9), range(13, 22)):
             ids = [filled[place] for place in gap]
-            text = engine.llm.get_tokenizer().decode([i for i in ids if i != EOS_ID])
+            text = engine.llm.get_tokenizer().decode([i for i in ids if i not in (EOS_ID, EOT_ID)])
             assert re.fullmatch(pattern, text), (answer, text)
         assert re.fullmatch(pattern, answer.text)
     short = Ask(

@@ -115,7 +115,7 @@ def test_what_the_model_excludes_may_be_all_that_fits() -> None:
 
 def test_draws_have_the_conditional_distribution() -> None:
     """By frequencies, against all strings with their probabilities; the order of 1 / sqrt(n)."""
-    pattern, length, temperature, num = "(a|bc)*1?", 3, 0.8, 1000
+    pattern, length, temperature, num = "(a|bc)*1?", 3, 0.8, 400
     language = language_of(regex(pattern))
     logits = 1.5 * torch.randn(length, len(TOKENS), generator=torch.Generator().manual_seed(2))
     worth = torch.log_softmax(logits / temperature, dim=-1)
