@@ -152,8 +152,8 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
         spelled = json.dumps(value, ensure_ascii=False, allow_nan=False)
         spelled.encode()
     except (TypeError, ValueError, RecursionError):
-        wanted = "wanted what JSON can say: finite numbers, no lone surrogates, not too deep"
-        raise InvalidParameterError(field, ascii(value)[:100], wanted) from None
+        why = "wanted what JSON can say: finite numbers, no lone surrogates, not too deep"
+        raise InvalidParameterError(field, ascii(value)[:100], why) from None
     if len(spelled) > MOST_CHARACTERS:
         raise InvalidParameterError(
             field, value, f"it has {len(spelled)} characters; wanted at most {MOST_CHARACTERS}"

@@ -331,7 +331,7 @@ def _types(schema: dict[str, Any], place: str) -> list[str]:
     if "type" not in schema:
         about = [kind for kind, keywords in _TYPES.items() if keywords & schema.keys()]
         return about or list(_TYPES)
-    types = given if isinstance(given, list) and given else [given]
+    types: list[Any] = given if isinstance(given, list) and given else [given]
     for kind in types:
         if not isinstance(kind, str) or kind not in _TYPES:
             raise SchemaError(place, "type", f"given {kind!r}; wanted some of {', '.join(_TYPES)}")

@@ -11,7 +11,7 @@ position takes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -95,16 +95,15 @@ def read(
     missing = np.full((len(logits), 1), _NEVER)
     scaled = np.maximum(logits / temperature, _NEVER) if temperature > 0 else logits
     own = np.append(scaled, missing, axis=1)[:, segments.tokens]
+    join: Any = np.maximum if uniform is None else np.logaddexp
     if uniform is None:
         weights, taken = own.max(axis=2), own.argmax(axis=2)
         keys, noise = weights, np.zeros((1, num_classes))
-        join = np.maximum
     else:
         within, *others = np.split(uniform, [own.shape[1], 2 * own.shape[1]], axis=1)
         of_segment, noise = (-np.log(-np.log(u)) for u in others)
         weights, taken = _drawn(own, segments.tokens >= 0, within)
         keys = weights + of_segment
-        join = np.logaddexp
     base = join.reduce(weights, axis=1, keepdims=True)
     starts, end = segments.starts[:-2], segments.starts[-2]
     best = np.maximum.reduceat(keys[:, :end], starts, axis=1)
