@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.guided.language import Language
 
-_TILE = 4096  # tokens that a program reads
+_TILE = 2048  # tokens that a program reads
 _SETS, _MEMBERS = 16, 16
 _CLASSES, _CLASS_SEGMENTS = 16, 64
 _STATES, _EDGES = 512, 16  # that a program looks at together
