@@ -90,6 +90,7 @@ class Canvas:
         self._uncut: Forward | None = None  # the next one if nothing cuts it, once it is known
         self._wish: Wish | None = None  # what that is
         self._is_for_rule = True  # the forward under way
+        self._is_over = False  # the rule has nothing left to fill
         self.num_forwards = 0
         self.is_complete = False
 
@@ -254,6 +255,7 @@ class Canvas:
     def _prepare(self) -> Work:
         work = self.rule.prepare(self.tokens)
         if work is None:
+            self._is_over = True
             return Work(_NO_POSITIONS, (0, self.length))
         if work.fill is not None:
             self._look()
@@ -285,7 +287,8 @@ class Canvas:
         self._forward = self._uncut = self._wish = self._seen = None
         self._is_for_rule = True
         start = self._num_final
-        if self._first_hole == self.length:  # the answer does not end before its prompt is whole
+        # The answer does not end before its prompt is whole, unless the rule leaves it as it is.
+        if self._first_hole == self.length or self._is_over:
             self._num_final = max(start, min(num_settled - self.prompt_length, self._canvas.size))
         self._newest = self._canvas[start : self._num_final].tolist()
         self.is_complete = self.params.answer_end(self._newest, start) is not None
