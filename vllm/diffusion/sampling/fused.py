@@ -124,7 +124,7 @@ def sample_in_head(
     end = 0
     for group in groups:
         is_plain = group.unconditional_rows is None and not group.has_extras
-        is_plain &= group.joint is None
+        is_plain &= not group.joints
         follows, end = group.rows.start == end, group.rows.stop
         is_noisy = group.params.temperature > 0
         if not is_plain or not follows or is_noisy or launch_key(group, normed, noise) != key:
