@@ -18,6 +18,7 @@ DREAM = {"gen_length": 16, "steps": 8}
 CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...], int]] = [
     ("llada", "fp8", BLOCKS, ("none", "dual"), 0),
     ("llada", "int4", BLOCKS, ("none",), 112),
+    ("llada", "int4 with an fp8 head", BLOCKS, ("none",), 112),
     ("dream", "nf4", DREAM, ("none",), 112),
     ("moe", "fp8", BLOCKS, ("none",), 128),
     ("moe", "int4", BLOCKS, ("dual",), 0),
@@ -41,7 +42,9 @@ def test_answers_depend_neither_on_neighbours_nor_on_chunks(
         for cache in caches
         for seed, length in enumerate((20, 5, 33))
     ]
-    with running(folder, quantization=quantization) as engine:
+    kind, _, head = quantization.partition(" ")
+    settings = {"additional_config": {"dllm": {"fp8_head": bool(head)}}}
+    with running(folder, quantization=kind, **settings) as engine:
         together = [answer.token_ids for answer in engine.ask(*asks)]
         assert [engine.ask(ask)[0].token_ids for ask in asks] == together
         assert all(len(tokens) == asked["gen_length"] for tokens in together)

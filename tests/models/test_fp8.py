@@ -225,6 +225,42 @@ def test_weights_become_fp8_as_they_are_loaded(
         torch.testing.assert_close(found[1], given, rtol=1e-3, atol=1e-3)
 
 
+HEAD = {"additional_config": {"dllm": {"fp8_head": True}}}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_the_head_becomes_fp8_where_that_is_asked_for(
+    kind: str, folder: Path, load_model: Callable[..., Any]
+) -> None:
+    without = load_model(folder, quantization=kind)
+    model = load_model(folder, quantization=kind, **HEAD)
+    assert isinstance(without.head, ops.PlainProjection)
+    assert isinstance(model.head, ops.Fp8Projection) and model.head_matrix is None
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    x = torch.randn(7, model.hidden_size, generator=torch.Generator().manual_seed(2))
+    stored = model.lm_head.weight.double() * model.lm_head.weight_scale.double()[:, None]
+    wanted = (rounded(x) @ stored.t())[:, : model.num_columns] + model.lm_head.bias.double()
+    torch.testing.assert_close(model.compute_logits(x).double(), wanted, rtol=1e-4, atol=1e-4)
+    ids = some_ids(40)
+    given, like = logits(model, ids), logits(without, ids)
+    assert 0 < ((given - like).norm() / like.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({}, {}, "wanted --quantization fp8, int4 or nf4 beside it"),
+        ({"weight_tying": True}, {"quantization": "fp8"}, "wanted false: the head is the embedd"),
+    ],
+)
+def test_an_fp8_head_that_cannot_be_is_refused(
+    changes: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path / "llada", seed=1, **changes)
+    with pytest.raises(ValueError, match=message):
+        engine_config(path, **settings, **HEAD)
+
+
 @pytest.mark.parametrize("family", ["moe", "llada2", "sdar_moe"])
 def test_experts_become_fp8_as_they_are_loaded(
     family: str, tmp_path: Path, load_model: Callable[..., Any]

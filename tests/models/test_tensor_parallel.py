@@ -33,7 +33,14 @@ CASES += [
 ]
 # Ranks quantise their own columns: not what one rank has, but as near to plain weights.
 QUANTISED = ["gqa fp8", "gqa int4", "dream nf4", "moe fp8", "llada2 fp8", "moe int4", "llada2 nf4"]
+QUANTISED += ["odd_vocab fp8 head"]
 IDS = torch.arange(3, 250, 13)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Of the engine, for one of `QUANTISED`."""
+    _, kind, *head = name.split()
+    return {"quantization": kind, "additional_config": {"dllm": {"fp8_head": bool(head)}}}
 
 
 def run_rank(rank: int, folder: Path, paths: dict[str, str]) -> None:
@@ -41,10 +48,8 @@ def run_rank(rank: int, folder: Path, paths: dict[str, str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name, path in paths.items():
-        quantization = name.split()[1] if name in QUANTISED else None
-        config = engine_config(
-            Path(path), tensor_parallel_size=NUM_RANKS, quantization=quantization
-        )
+        settings = settings_of(name) if name in QUANTISED else {}
+        config = engine_config(Path(path), tensor_parallel_size=NUM_RANKS, **settings)
         join_world(config, folder / "init", rank, NUM_RANKS)
         model = load(config)
         visibility = model.family.visibility.with_blocks_of(model.config.block_length)
@@ -93,9 +98,9 @@ def test_two_ranks_quantise_as_well_as_one(
     case_path: Callable[[str], Path],
     load_model: Callable[..., Any],
 ) -> None:
-    case, quantization = name.split()
+    case = name.split()[0]
     plain = logits(case_model(case), IDS)
-    one = logits(load_model(case_path(case), quantization=quantization), IDS)
+    one = logits(load_model(case_path(case), **settings_of(name)), IDS)
     for part in (1, 2):  # the whole forward, and in chunks
         two = torch.cat([rank[name][part] for rank in ranks], dim=1)
         assert 0 < (two - plain).norm() < 1.5 * (one - plain).norm()

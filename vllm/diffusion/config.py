@@ -285,9 +285,10 @@ def sequence_parallel(vllm_config: VllmConfig) -> SequenceParallel:
     return SequenceParallel.of(server_settings(vllm_config.additional_config))
 
 
+_FLAGS = {"page": True, "fp8_head": False}  # and what they are where nothing is said
 _OF_THE_ENGINE = frozenset(
     {
-        "page",
+        *_FLAGS,
         *(field.name for field in fields(Sharing)),
         *(f"{_PREFIX}{field.name}" for field in fields(SequenceParallel)),
     }
@@ -307,16 +308,26 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
     """
     Sharing.of(settings)
     SequenceParallel.of(settings)
-    if not isinstance(settings.get("page", True), bool):
-        given = settings["page"]
-        raise ServerConfigError(f"dllm settings: page: given {given!r}; wanted true or false")
+    for name, usual in _FLAGS.items():
+        given = settings.get(name, usual)
+        if not isinstance(given, bool):
+            raise ServerConfigError(f"dllm settings: {name}: given {given!r}; wanted true or false")
     rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
     return server_defaults(rest, family)
 
 
 def serves_page(vllm_config: VllmConfig) -> bool:
     """Whether the server has its web pages (`page` of the settings)."""
-    return bool(server_settings(vllm_config.additional_config).get("page", True))
+    return _flag(vllm_config, "page")
+
+
+def has_fp8_head(vllm_config: VllmConfig) -> bool:
+    """Whether the output head is to be quantised too (`fp8_head` of the settings)."""
+    return _flag(vllm_config, "fp8_head")
+
+
+def _flag(vllm_config: VllmConfig, name: str) -> bool:
+    return bool(server_settings(vllm_config.additional_config).get(name, _FLAGS[name]))
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:

@@ -47,10 +47,10 @@ def register() -> None:
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
             from vllm.diffusion import ops
             from vllm.diffusion.api import validator
-            from vllm.diffusion.config import configure
+            from vllm.diffusion.config import configure, has_fp8_head
 
             configure(vllm_config)
-            ops.adopt_scheme(vllm_config)
+            ops.adopt_scheme(vllm_config, has_fp8_head=has_fp8_head(vllm_config))
             validator.install()
 
     class LlamaModelConfig(VerifyAndUpdateConfig):

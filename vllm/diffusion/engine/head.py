@@ -34,4 +34,4 @@ class PooledHead:
         """Logits [R, columns of this rank] of normed hidden states [R, D]."""
         shape = (hidden_states.shape[0], self._model.num_columns)
         logits = self._buffers.take("logits", shape, hidden_states.dtype)
-        return self._model.compute_logits(hidden_states, out=logits)
+        return self._model.compute_logits(hidden_states, out=logits, scratch=self._buffers)

@@ -123,6 +123,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
     gate_up = qkv._replace(columns=2 * widest)
     kinds = ops.kinds_of(vllm_config.quant_config)
+    head = ops.kind_of_head(vllm_config.quant_config)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
     table_bytes = FP32_BYTES if architecture.rotates_in_fp32 else model.dtype.itemsize
     return ModelShape(
@@ -140,6 +141,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
+        head=head.workspace(ops.Use.PROJECT, qkv).row_bytes,
     )
 
 

@@ -13,7 +13,7 @@ this rank, e bytes of an element of the model dtype, G head groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 FP32_BYTES = 4
@@ -77,6 +77,7 @@ class ModelShape:
         can_group_heads: they can be sliced, and no norm spans all heads.
         collects_keys: kept keys and values of a sequence are copied out of their pages to be read.
         num_ranks: tensor-parallel ranks, whose products are summed.
+        head: bytes a row of the logits' product, by name, besides the logits.
     """
 
     num_layers: int
@@ -93,6 +94,7 @@ class ModelShape:
     can_group_heads: bool = True
     collects_keys: bool = False
     num_ranks: int = 1
+    head: Terms = field(default_factory=dict)
 
     @property
     def most_gated_rows(self) -> int | None:
@@ -272,6 +274,7 @@ class Footprint:
         """
         shape = self.shape
         logits = {"normed": shape.row_bytes, "logits": shape.num_columns * shape.element_bytes}
+        logits |= shape.head
         if is_streamed(layout):
             given = {"given rows": layout.shards * shape.row_bytes} if layout.shards > 1 else {}
             return (given | {"read rows": shape.row_bytes} | logits,)

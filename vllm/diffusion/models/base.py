@@ -254,12 +254,15 @@ class DiffusionModel(nn.Module, SupportsQuant):
             return None
         return self.head.matrix(slice(0, self.num_columns))
 
-    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden_states: Tensor, out: Tensor | None = None, scratch: Buffers | None = None
+    ) -> Tensor:
         """Logits of this rank's columns.
 
         Args:
             hidden_states: [R, D], normed.
             out: [R, columns of this rank], contiguous; None allocates.
+            scratch: memory for the while; None allocates.
 
         Returns:
             [R, columns of this rank], the model dtype; column j is token `vocab_start` + j.
@@ -267,7 +270,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         """
         if out is None:
             out = hidden_states.new_empty(len(hidden_states), self.num_columns)
-        columns, scratch = slice(0, self.num_columns), FreshBuffers(hidden_states.device)
+        columns, scratch = slice(0, self.num_columns), scratch or FreshBuffers(out.device)
         self.head.project(hidden_states, out, scratch, columns)
         scale = self.architecture.logits_scale
         return out if scale == 1.0 else out.mul_(scale)

@@ -33,6 +33,7 @@ from vllm.diffusion.ops.kinds import (
     SchemeConfig,
     adopt_scheme,
     kind_of,
+    kind_of_head,
     kinds_of,
     projection_of,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "gather_columns",
     "join_ranks",
     "kind_of",
+    "kind_of_head",
     "kinds_of",
     "most_likely",
     "most_likely_in_head",

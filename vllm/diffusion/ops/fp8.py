@@ -11,7 +11,7 @@ Off the GPU the same numbers are multiplied in fp32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -101,6 +101,25 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
                 data=fixed, loader=loader, take_part=put_largest, is_per_column=False
             )
             layer.register_parameter("input_scale", scale)
+
+
+class Fp8HeadMethod(Fp8Method):
+    """The same of an output head, of which a rank has some rows and padding."""
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """Upstream's way to ask for parameters."""
+        shard = layer.shard_indices
+
+        def load(parameter: StreamedParameter, tensor: Tensor) -> None:
+            rows = tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
+            parameter.take_part(slice(0, len(rows)), rows)
+
+        super().create_weights(layer, *sizes, **attributes | {"weight_loader": load})
+        if layer.weight.is_cuda and shard.num_org_elements % _ALIGNMENT:
+            raise ServerConfigError(
+                f"dllm settings: fp8_head: given true with {shard.num_org_elements} logits of a "
+                f"rank; wanted false, or a multiple of {_ALIGNMENT}"
+            )
 
 
 class Fp8Projection(Projection):

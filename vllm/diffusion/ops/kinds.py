@@ -10,7 +10,7 @@ import torch
 
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops.blocks import BlockMethod
-from vllm.diffusion.ops.fp8 import Fp8Method, Fp8Projection
+from vllm.diffusion.ops.fp8 import Fp8HeadMethod, Fp8Method, Fp8Projection
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
 from vllm.diffusion.ops.packed_checkpoints import (
     AwqMethod,
@@ -22,7 +22,10 @@ from vllm.diffusion.ops.projection import PlainProjection, Projection, Quantised
 from vllm.diffusion.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -49,9 +52,10 @@ _FP8_CAPABILITY = (9, 0)
 class SchemeConfig(QuantizationConfig):
     """A scheme as upstream's layers ask for it: all linear layers follow it but those ignored."""
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme, *, has_fp8_head: bool = False) -> None:
         super().__init__()
         self.scheme = scheme
+        self.has_fp8_head = has_fp8_head
         self._name_of: Callable[[str], str] = str
 
     def get_name(self) -> str:
@@ -80,9 +84,10 @@ class SchemeConfig(QuantizationConfig):
         self._name_of = name_of
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """What a linear layer follows; None for an embedding or a head, which stay as they are."""
+        """What a layer follows; None for an embedding, and a head where that is not asked for."""
         if not isinstance(layer, LinearBase):
-            return None
+            is_fp8 = self.has_fp8_head and isinstance(layer, ParallelLMHead)
+            return Fp8HeadMethod(Fp8Scheme(is_online=True)) if is_fp8 else None
         if self.ignores(prefix):
             return UnquantizedLinearMethod()
         scheme = self.scheme
@@ -126,29 +131,45 @@ def _is_meant(entry: str, path: str) -> bool:
     return re.search(rf"(^|\.){pattern}$", path) is not None
 
 
-def adopt_scheme(vllm_config: VllmConfig) -> None:
+def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
     """Let our methods run a quantisation that is one of ours, before upstream's are asked.
 
+    Args:
+        vllm_config: of the engine.
+        has_fp8_head: the output head is to be quantised too.
+
     Raises:
-        ServerConfigError: the device, or the dtype, cannot run it.
+        ServerConfigError: the device, the dtype or the model cannot run it.
     """
     model = vllm_config.model_config
     scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
+    if has_fp8_head:
+        _check_head(scheme, is_tied=model.hf_config.tie_word_embeddings)
     if scheme is None:
         return
-    is_fp8 = isinstance(scheme, Fp8Scheme | BlockScheme)
+    is_fp8 = has_fp8_head or isinstance(scheme, Fp8Scheme | BlockScheme)
     if is_fp8 and vllm_config.device_config.device_type == "cuda":
         capability = current_platform.get_device_capability()
         if capability is None or (capability.major, capability.minor) < _FP8_CAPABILITY:
             raise ServerConfigError(
-                f"quantization: given {scheme.name}; wanted int4 or nf4, or a GPU of compute "
-                "capability 9.0 or later"
+                f"quantization: given {scheme.name}{' with fp8_head' if has_fp8_head else ''}; "
+                "wanted int4 or nf4 alone, or a GPU of compute capability 9.0 or later"
             )
         if model.dtype != torch.bfloat16:
             raise ServerConfigError(
                 f"dtype: given {model.dtype} with quantization {scheme.name}; wanted bfloat16"
             )
-    vllm_config.quant_config = SchemeConfig(scheme)
+    vllm_config.quant_config = SchemeConfig(scheme, has_fp8_head=has_fp8_head)
+
+
+def _check_head(scheme: Scheme | None, *, is_tied: bool) -> None:
+    wanted = None
+    if scheme is None:
+        wanted = "--quantization fp8, int4 or nf4 beside it"
+    elif is_tied:
+        wanted = "false: the head is the embedding's matrix (tie_word_embeddings)"
+    if wanted is not None:
+        raise ServerConfigError(f"dllm settings: fp8_head: given true; wanted {wanted}")
 
 
 def projection_of(layer: ParallelLayer) -> Projection:
@@ -160,6 +181,12 @@ def kind_of(layer: ParallelLayer) -> type[Projection]:
     """How a layer stores its weight, known before that is loaded."""
     methods = type(layer.quant_method).__mro__
     return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
+
+
+def kind_of_head(quantisation: object | None) -> type[Projection]:
+    """How the output head is stored, by the same."""
+    is_fp8 = isinstance(quantisation, SchemeConfig) and quantisation.has_fp8_head
+    return Fp8Projection if is_fp8 else PlainProjection
 
 
 def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
