@@ -432,6 +432,12 @@ def test_scales_of_another_shape_are_refused(
 
 # ---- configurations ----
 
+
+def test_methods_of_upstreams_are_refused_where_their_kernels_are_missing(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"given experts_int8, which .* wanted fp8, int4 or nf4"):
+        engine_config(folder, quantization="experts_int8")
+
+
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 ROWS = {"dynamic": True}
 
@@ -449,6 +455,8 @@ def test_schemes_of_configurations() -> None:
     assert scheme_of(None, compressed(input_activations=fixed)) == Fp8Scheme(has_input_scale=True)
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     assert scheme_of("modelopt", modelopt) == Fp8Scheme(has_input_scale=True, ignored=("lm_head",))
+    autofp8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    assert scheme_of("fp8", autofp8) == Fp8Scheme(has_input_scale=True, ignored=("lm_head",))
     assert scheme_of("tests_int8", {"quant_method": "tests_int8"}) is None  # upstream's affair
 
 

@@ -23,6 +23,7 @@ class _EagerPlatform(Platform):
     """No kernels of upstream's, no compiler."""
 
     simple_compile_backend = "eager"
+    has_compiled_kernels = False
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -125,10 +125,20 @@ def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Sch
         return _awq(config)
     if method == BITSANDBYTES:
         return _bitsandbytes(config)
-    if method == "fp8" and config.get("weight_block_size"):
-        ignored = tuple(config.get("modules_to_not_convert") or ())
-        return _blocks(config["weight_block_size"], "weight_scale_inv", ignored)
+    if method == "fp8":
+        return _fp8(config)
     return _gptq(config) if method == "gptq" else None
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    """Of DeepSeek's checkpoints with scales of blocks, of AutoFP8's with one a tensor."""
+    ignored = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
+    if config.get("weight_block_size"):
+        return _blocks(config["weight_block_size"], "weight_scale_inv", ignored)
+    rows = config.get("activation_scheme")
+    if rows not in ("static", "dynamic"):
+        raise _refused("activation_scheme", rows, "static or dynamic")
+    return Fp8Scheme(has_input_scale=rows == "static", ignored=ignored)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:

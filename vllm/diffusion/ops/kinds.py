@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ from vllm.diffusion.ops.packed_checkpoints import (
 from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
 from vllm.diffusion.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import QuantizationMethods
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -146,6 +147,7 @@ def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
     if has_fp8_head:
         _check_head(scheme, is_tied=model.hf_config.tie_word_embeddings)
     if scheme is None:
+        _check_upstreams(model.quantization)
         return
     is_fp8 = has_fp8_head or isinstance(scheme, Fp8Scheme | BlockScheme)
     if is_fp8 and vllm_config.device_config.device_type == "cuda":
@@ -160,6 +162,17 @@ def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
                 f"dtype: given {model.dtype} with quantization {scheme.name}; wanted bfloat16"
             )
     vllm_config.quant_config = SchemeConfig(scheme, has_fp8_head=has_fp8_head)
+
+
+def _check_upstreams(name: str | None) -> None:
+    """Refuse a method of upstream's where its kernels are missing; registered ones may run."""
+    is_there = getattr(current_platform, "has_compiled_kernels", True)
+    is_there = is_there or name == "torchao"  # whose kernels are another package's
+    if name in get_args(QuantizationMethods) and not is_there:
+        raise ServerConfigError(
+            f"quantization: given {name}, which needs kernels of vLLM's that are not here; wanted "
+            "fp8, int4 or nf4 with a plain checkpoint, or none"
+        )
 
 
 def _check_head(scheme: Scheme | None, *, is_tied: bool) -> None:
