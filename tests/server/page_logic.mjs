@@ -7,6 +7,7 @@ import { test } from "node:test";
 const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
 const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, shown } = await import(`${modules}trace.js`);
 const { curlOf, eachEvent, linkOf, stateIn } = await import(`${modules}request.js`);
+const { languageOf, matches, writtenOf } = await import(`${modules}guided.js`);
 const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
 const { svgOf } = await import(`${modules}svg.js`);
@@ -118,4 +119,39 @@ test("metrics are read as Prometheus writes them", () => {
   assert.equal(samples[0].labels.a, "b");
   assert.equal(sumOf(samples, "x_total"), 5);
   assert.deepEqual(bucketsOf(samples, "t"), [[0.1, 3], [Infinity, 3]]);
+});
+
+test("an answer is checked against what it was asked to match", () => {
+  const schema = {
+    type: "object",
+    properties: {
+      city: { type: "string", maxLength: 3 }, n: { type: "integer", minimum: 1, multipleOf: 2 },
+      more: { type: "array", items: { $ref: "#/$defs/kind" }, maxItems: 2 },
+      any: { anyOf: [{ type: "null" }, { enum: [[1], "x"] }] },
+    },
+    required: ["city"], additionalProperties: false, $defs: { kind: { const: "k" } },
+  };
+  const good = [{ city: "Rom" }, { city: "é€😀", n: 4, more: ["k", "k"] }, { city: "", any: null },
+    { city: "", any: [1] }];
+  const bad = [{}, [], "Rom", { city: "Rome" }, { city: 1 }, { city: "", n: 3 }, { city: "", n: 0 },
+    { city: "", n: 2.5 }, { city: "", more: ["k", "k", "k"] }, { city: "", more: ["j"] },
+    { city: "", any: 1 }, { city: "", other: 1 }];
+  for (const value of good) assert.ok(matches({ json: schema }, JSON.stringify(value)), value);
+  for (const value of bad) assert.ok(!matches({ json: schema }, JSON.stringify(value)), value);
+  assert.equal(matches({ json: schema }, '{"city": "Rom"'), false);
+  assert.equal(matches({ json_object: true }, "{}"), true);
+  assert.equal(matches({ json_object: true }, "[]"), false);
+  assert.equal(matches({ regex: "a(?P<b>b)?|c" }, "ab"), true);
+  assert.equal(matches({ regex: "a|c" }, "ac"), false);
+  assert.equal(matches({ regex: "(" }, "("), null);
+  assert.equal(matches({ choice: ["yes", "no"] }, "no"), true);
+  assert.equal(matches({ choice: ["yes", "no"] }, "n"), false);
+});
+
+test("what an answer must match is written and read", () => {
+  for (const language of [{ choice: ["a", "b c"] }, { regex: "a+" }, { json: { enum: [1] } }, { json_object: true }]) {
+    assert.deepEqual(languageOf(...writtenOf(language)), language);
+  }
+  assert.throws(() => languageOf("json", "{"), /JSON schema: /);
+  assert.throws(() => languageOf("regex", " "), /wanted a regular expression/);
 });

@@ -248,6 +248,27 @@ def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
 
 
 @needs_chromium
+def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
+    page.run(
+        "{ const s = document.querySelector('select[name=answer]');"
+        "s.value = 'choice'; s.dispatchEvent(new Event('change')); }"
+    )
+    assert page.run("document.querySelector('textarea[name=language]').value").startswith("Paris")
+    ask(page, QUESTION)
+    assert page.run("document.querySelector('.answer p').textContent") == "Paris"
+    assert page.run("document.querySelector('.verdict').textContent") == "matches: one of"
+    page.run(
+        "{ const s = document.querySelector('textarea[name=language]');"
+        "s.value = ''; s.dispatchEvent(new Event('input')); }"
+    )
+    page.run("document.getElementById('question').focus()")
+    page.type(QUESTION)
+    page.key("Enter")
+    page.wait_for(f"!{part('error')}.hidden")
+    assert page.run(f"{part('error')}.textContent") == "one of: wanted one choice a line"
+
+
+@needs_chromium
 def test_the_status_page(page: Browser, server: ServerProcess) -> None:
     page.open(f"{server.url}/status")
     page.wait_for("document.getElementById('state').textContent === 'ready'")

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The controls of one request, made from the server's own table of algorithms and parameters.
 
+import { KINDS, languageOf, writtenOf } from "./guided.js";
+
 const LABELS = {
   gen_length: "length", steps: "steps", block_length: "block", temperature: "temperature",
   cache: "cache", cfg_scale: "guidance", remasking: "remasking", seed: "seed",
@@ -14,11 +16,23 @@ export class Controls {
     this.changed = changed;
     this.given = {}; // by name; kept while another algorithm is chosen that does not use it
     this.algorithm = options.algorithm;
+    this.kind = ""; // of what an answer must match; "" for anything
+    this.text = "";
     this.draw();
   }
 
   get fields() {
     return this.options.algorithms[this.algorithm].fields;
+  }
+
+  // What is wrong with what an answer shall match; "" for nothing.
+  get problem() {
+    try {
+      if (this.kind) languageOf(this.kind, this.text);
+    } catch (error) {
+      return error.message;
+    }
+    return "";
   }
 
   // What the request says: the algorithm, and every value that is set.
@@ -28,11 +42,13 @@ export class Controls {
       const value = this.given[field.name] ?? field.default;
       if (value !== undefined) found[field.name] = value;
     }
+    if (this.kind && !this.problem) found.structured_outputs = languageOf(this.kind, this.text);
     return found;
   }
 
-  set({ algorithm, ...given }) {
+  set({ algorithm, structured_outputs: language, ...given }) {
     if (algorithm in this.options.algorithms) this.algorithm = algorithm;
+    [this.kind, this.text] = language ? writtenOf(language) : ["", ""];
     this.given = given;
     this.draw();
   }
@@ -44,20 +60,48 @@ export class Controls {
     this.box.replaceChildren(
       this.control(pick, this.algorithm),
       ...this.fields.map((field) => this.control(field, this.given[field.name])),
+      this.kindControl(),
+      ...(KINDS[this.kind]?.hint ? [this.textControl()] : []),
     );
   }
 
+  // What an answer must match.
+  kindControl() {
+    const select = document.createElement("select");
+    select.name = "answer";
+    select.add(new Option("anything", ""));
+    for (const [kind, { name }] of Object.entries(KINDS)) select.add(new Option(name, kind));
+    select.value = this.kind;
+    select.addEventListener("change", () => {
+      this.kind = select.value;
+      this.text = KINDS[this.kind]?.example ?? "";
+      this.draw();
+      this.box.querySelector("[name=answer]").focus();
+      this.changed();
+    });
+    return labelled("answer", "What the answer must match, whatever the model would rather say.", select);
+  }
+
+  textControl() {
+    const { hint } = KINDS[this.kind];
+    const box = document.createElement("textarea");
+    Object.assign(box, { name: "language", value: this.text, spellcheck: false });
+    box.rows = Math.min(10, this.text.split("\n").length);
+    box.addEventListener("input", () => {
+      this.text = box.value;
+      box.setCustomValidity(this.problem);
+      this.changed();
+    });
+    const label = labelled(hint, hint, box);
+    label.classList.add("wide");
+    return label;
+  }
+
   control(field, value) {
-    const label = document.createElement("label");
-    label.className = "control";
-    label.title = sentence(field.doc);
-    const name = document.createElement("span");
-    name.textContent = LABELS[field.name] ?? field.name.replaceAll("_", " ");
     const input = field.choices ? selectOf(field, value) : inputOf(field, value);
     input.name = field.name;
     input.addEventListener("change", () => this.take(field, input));
-    label.append(name, input);
-    return label;
+    return labelled(LABELS[field.name] ?? field.name.replaceAll("_", " "), sentence(field.doc), input);
   }
 
   take(field, input) {
@@ -72,6 +116,13 @@ export class Controls {
     }
     this.changed();
   }
+}
+
+function labelled(name, title, input) {
+  const label = document.createElement("label");
+  Object.assign(label, { className: "control", title });
+  label.append(Object.assign(document.createElement("span"), { textContent: name }), input);
+  return label;
 }
 
 function selectOf(field, value) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // JSON of the server's; asks for a key as long as the server wants one.
 
-import { headers, reasonOf, rememberKey } from "./request.js";
+import { apiKey, headers, reasonOf, rememberKey } from "./request.js";
 
 export async function jsonOf(path) {
   for (;;) {
@@ -12,12 +12,26 @@ export async function jsonOf(path) {
   }
 }
 
+const FORM = `<form method="dialog">
+  <h2 id="key-title"></h2>
+  <label for="key-input">Key</label>
+  <input id="key-input" type="password" autocomplete="off" required>
+  <p>It stays in this tab and is sent with every request.</p>
+  <button class="main">Continue</button>
+</form>`;
+
 function askForKey() {
-  const dialog = document.getElementById("key");
+  const dialog = document.createElement("dialog");
+  dialog.setAttribute("aria-labelledby", "key-title");
+  dialog.innerHTML = FORM;
+  dialog.querySelector("h2").textContent =
+    apiKey() ? "The server does not know this key" : "This server wants an API key";
+  document.body.append(dialog);
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
       rememberKey(dialog.querySelector("input").value.trim());
+      dialog.remove();
       resolve();
     }, { once: true });
   });

@@ -73,6 +73,7 @@ class Page {
       const text = await pane.run(question, isPlain, (found) => (answers[k].textContent = found));
       answers[k].classList.remove("open");
       if (text === null) answers[k].textContent = pane.part("error").textContent;
+      this.judge(answers[k], pane.verdict(text));
     }));
     this.setRunning(false);
   }
@@ -106,6 +107,15 @@ class Page {
     find("log").append(turn);
     turn.scrollIntoView({ block: "end" });
     return answers;
+  }
+
+  // Says beside an answer whether it is what it had to be.
+  judge(answer, verdict) {
+    if (verdict === null) return;
+    const [isMatch, text] = verdict;
+    const mark = Object.assign(document.createElement("span"), { className: "verdict", textContent: text });
+    mark.dataset.match = isMatch;
+    answer.after(mark);
   }
 
   clear() {

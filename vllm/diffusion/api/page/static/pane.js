@@ -3,6 +3,7 @@
 
 import { BoardView, inks } from "./board.js";
 import { Controls } from "./controls.js";
+import { KINDS, matches } from "./guided.js";
 import { ask, bodyOf, curlOf, apiKey } from "./request.js";
 import { svgOf } from "./svg.js";
 import { MASKED, PROPOSED, Trace } from "./trace.js";
@@ -38,8 +39,9 @@ export class Pane {
 
   summarise() {
     const { algorithm, gen_length, steps } = this.controls.settings();
+    const kind = KINDS[this.controls.kind]?.name;
     this.part("summary").textContent =
-      [algorithm, `${gen_length} tokens`, steps && `${steps} steps`].filter(Boolean).join(" · ");
+      [algorithm, `${gen_length} tokens`, steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
   // Ask, and draw every step. Returns the answer's text, or null where there is none.
@@ -50,6 +52,7 @@ export class Pane {
     this.begin(settings, bodyOf(messages, settings, isPlain));
     let text = null;
     try {
+      if (this.controls.problem) throw new Error(this.controls.problem);
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
@@ -106,6 +109,15 @@ export class Pane {
     this.count();
     this.drawTimeline();
     this.announce(this.describe());
+  }
+
+  // What a browser finds of an answer that was asked to match something: [matches, in words].
+  verdict(text) {
+    const language = this.used.structured_outputs;
+    const isMatch = language && text !== null ? matches(language, text) : null;
+    if (isMatch === null) return null;
+    const { name } = KINDS[Object.keys(language)[0]];
+    return [isMatch, `${isMatch ? "matches" : "does not match"}: ${name}`];
   }
 
   stop() {
