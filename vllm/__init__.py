@@ -48,6 +48,7 @@ def _allow_our_plugins() -> None:
 
 
 from vllm.diffusion import early as _early  # noqa: E402
+from vllm.diffusion import late as _late  # noqa: E402
 
 _early.keep_title()
 _allow_our_plugins()
@@ -60,5 +61,5 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _early.begin()
 
 _init = _os.path.join(_upstream, "__init__.py")
-with open(_init) as _file:
+with _late.without_the_compiler(), open(_init) as _file:
     exec(compile(_file.read(), _init, "exec"))

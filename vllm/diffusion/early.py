@@ -15,6 +15,8 @@ import importlib
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +28,7 @@ NEEDED = (
     *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
     *("vllm.diffusion.engine.scheduler", "vllm.diffusion.engine.worker"),
 )
+_ROUTES = "vllm.diffusion.api.endpoint"  # what the server needs once its engine is ready
 _PROGRAM = "vllm.entrypoints.api_server"
 # What imports may have read already: where it has changed, a process is started anew.
 _READ_EARLY = ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")
@@ -38,6 +41,7 @@ class _Waiting(NamedTuple):
 
 
 _waiting: list[_Waiting] = []  # one, until it is taken
+_started_at: list[float] = []  # time.time() of every engine's start in this process
 
 
 class EngineProcess(SpawnProcess):
@@ -45,6 +49,9 @@ class EngineProcess(SpawnProcess):
 
     def start(self) -> None:
         waiting = _take()
+        _started_at.append(time.time())
+        # Beside the engine's start, for which the server waits.
+        threading.Thread(target=importlib.import_module, args=(_ROUTES,), daemon=True).start()
         if waiting is None:
             super().start()
             return
@@ -92,6 +99,11 @@ def adopt() -> None:
         from vllm.v1.engine import utils
 
         utils.get_mp_context = EngineContext
+
+
+def engine_started_at() -> float | None:
+    """time.time() when the first engine was told what to run; None where upstream starts it."""
+    return _started_at[0] if _started_at else None
 
 
 def _take() -> _Waiting | None:

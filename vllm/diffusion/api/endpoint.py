@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -184,7 +185,7 @@ class DiffusionEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        self._app = app
+        self._app, self._engine_ready_at = app, time.time()
         app.include_router(router)
         if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
@@ -230,6 +231,7 @@ class DiffusionEndpoint:
             validator.longest_request(),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
             has_page=has_page,
+            engine_ready_at=self._engine_ready_at,
         )
         state.diffusion_generate = GenerateHandler(
             engine_client,

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from vllm.diffusion import early
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -18,9 +22,15 @@ _EVERYWHERE = frozenset({None, "0.0.0.0", "::"})
 
 
 def log_welcome(
-    args: Namespace, family: str, longest: int, *, has_template: bool, has_page: bool
+    args: Namespace,
+    family: str,
+    longest: int,
+    *,
+    has_template: bool,
+    has_page: bool,
+    engine_ready_at: float,
 ) -> None:
-    """Three lines, the last one a command that works.
+    """Four lines, the last one a command that works.
 
     Args:
         args: of the server.
@@ -28,12 +38,24 @@ def log_welcome(
         longest: prompt and canvas of the longest request, in tokens.
         has_template: whether there is a chat template.
         has_page: whether the server has its pages.
+        engine_ready_at: time.time() when the server went on after its engine's start.
     """
+    logger.info("started in %s", durations(engine_ready_at))
     url, name = address(args), (args.served_model_name or [args.model])[0]
     logger.info("serving %s (%s): prompt and canvas up to %d tokens", name, family, longest)
     if has_page:
         logger.info("open %s/ to ask and watch, %s/status for what the server does", url, url)
     logger.info("or: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))
+
+
+def durations(engine_ready_at: float) -> str:
+    """Where the seconds of a start went."""
+    begun, now, engine_at = psutil.Process().create_time(), time.time(), early.engine_started_at()
+    parts = [(engine_ready_at - begun, "until the engine was ready")]
+    if engine_at is not None:
+        parts = [(engine_at - begun, "of imports"), (engine_ready_at - engine_at, "of the engine")]
+    told = [f"{seconds:.1f} s {what}" for seconds, what in parts]
+    return f"{now - begun:.1f} s: {', '.join(told)}, {now - engine_ready_at:.1f} s of the routes"
 
 
 def address(args: Namespace) -> str:
