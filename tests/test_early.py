@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion import early
+from vllm.diffusion import early, late
 
 SERVER = ["python", "-m", "vllm.entrypoints.api_server"]
 
@@ -107,3 +108,26 @@ def test_it_runs_what_it_hears(
     assert capsys.readouterr().out == "what it shall run\n"
     to_write.close()
     early._wait(to_read)  # the server has ended: so does this
+
+
+def test_the_compiler_is_imported_late_and_has_upstreams_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import env_override
+
+    told: list[bool] = []
+    monkeypatch.setattr(
+        env_override, "_patch_inductor_fallback_allow_list", lambda: told.append(True)
+    )
+    monkeypatch.setattr(late, "LOWERING", "this")  # a module that nobody has imported
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with late.without_the_compiler(), pytest.raises(ImportError, match="imported later"):
+        importlib.import_module("this")
+    assert not told
+    finders = list(sys.meta_path)
+    importlib.import_module("this")
+    assert told == [True]
+    assert len(sys.meta_path) == len(finders) - 1
+    with late.without_the_compiler():  # it is there: nothing changes
+        importlib.import_module("this")
+    assert len(sys.meta_path) == len(finders) - 1

@@ -383,3 +383,15 @@ def test_an_engines_process_comes_from_one_context() -> None:
     assert "context = get_mp_context()" in source
     assert "context.Process(" in source
     assert "get_mp_context" in vars(utils)
+
+
+def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started that imports everything for it."""
+    from vllm.model_executor.models import ModelRegistry, registry
+
+    from vllm.diffusion.plugin import register
+
+    register()
+    monkeypatch.setattr(registry, "_run_in_subprocess", None)
+    found = ModelRegistry.models["LLaDAModelLM"].inspect_model_cls()
+    assert (found.architecture, found.is_text_generation_model) == ("LLaDAModelLM", True)

@@ -34,7 +34,17 @@ def register() -> None:
     )
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    class Inspected(_LazyRegisteredModel):
+        """A class that is looked at in this process: its import uses no GPU.
+
+        Upstream would start another process for it once on every machine, which imports it all.
+        """
+
+        def inspect_model_cls(self) -> _ModelInfo:
+            return _ModelInfo.from_model_cls(self.load_model_cls())
 
     class DiffusionModelConfig(VerifyAndUpdateConfig):
         """Upstream's hook for one architecture; it runs while the engine is configured."""
@@ -76,7 +86,7 @@ def register() -> None:
         AutoConfig.register(model_type, config_class, exist_ok=True)
     for family in FAMILIES:
         for architecture in family.architectures:
-            ModelRegistry.register_model(architecture, family.model_class)
+            ModelRegistry.models[architecture] = Inspected(*family.model_class.split(":"))
             MODELS_CONFIG_MAP[architecture] = DiffusionModelConfig
     MODELS_CONFIG_MAP.setdefault("LlamaForCausalLM", LlamaModelConfig)
 
