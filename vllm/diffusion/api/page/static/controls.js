@@ -85,8 +85,8 @@ export class Controls {
   textControl() {
     const { hint } = KINDS[this.kind];
     const box = document.createElement("textarea");
-    Object.assign(box, { name: "language", value: this.text, spellcheck: false });
-    box.rows = Math.min(10, this.text.split("\n").length);
+    Object.assign(box, { name: "language", value: this.text, spellcheck: false, wrap: "off" });
+    box.rows = Math.min(6, this.text.split("\n").length);
     box.addEventListener("input", () => {
       this.text = box.value;
       box.setCustomValidity(this.problem);

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an answer must match: how that is written, asked for, and checked again here.
 
-const CITY = {
-  type: "object",
-  properties: { city: { type: "string", maxLength: 24 }, is_capital: { type: "boolean" } },
-  required: ["city", "is_capital"],
-};
+const CITY = `{"type": "object",
+ "properties": {"city": {"enum": ["Paris", "London", "Rome"]},
+                "is_capital": {"type": "boolean"}},
+ "required": ["city", "is_capital"]}`;
 
 // By the name of the request's field; `example` is what its box begins with.
 export const KINDS = {
   choice: { name: "one of", hint: "One choice a line", example: "Paris\nLondon\nBerlin" },
   regex: { name: "regex", hint: "A regular expression", example: "The [a-z]+ is [A-Z][a-z]+\\." },
-  json: { name: "JSON schema", hint: "A JSON schema", example: JSON.stringify(CITY, null, 2) },
+  json: { name: "JSON schema", hint: "A JSON schema", example: CITY },
   json_object: { name: "JSON object" },
 };
 
@@ -32,7 +31,7 @@ export function languageOf(kind, text) {
 export function writtenOf(language) {
   const [kind, value] = Object.entries(language)[0];
   if (kind === "choice") return [kind, value.join("\n")];
-  return [kind, kind === "json" ? JSON.stringify(value, null, 2) : String(value)];
+  return [kind, kind === "json" ? JSON.stringify(value, null, 1) : String(value)];
 }
 
 // Whether an answer matches; null where a browser cannot say.
