@@ -28,7 +28,8 @@ NEEDED = (
     *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
     *("vllm.diffusion.engine.scheduler", "vllm.diffusion.engine.worker"),
 )
-_ROUTES = "vllm.diffusion.api.endpoint"  # what the server needs once its engine is ready
+# What the server needs once its engine is ready.
+_ROUTES = ("vllm.diffusion.api.endpoint", "vllm.entrypoints.anthropic.serving")
 _PROGRAM = "vllm.entrypoints.api_server"
 # What imports may have read already: where it has changed, a process is started anew.
 _READ_EARLY = ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")
@@ -51,7 +52,7 @@ class EngineProcess(SpawnProcess):
         waiting = _take()
         _started_at.append(time.time())
         # Beside the engine's start, for which the server waits.
-        threading.Thread(target=importlib.import_module, args=(_ROUTES,), daemon=True).start()
+        threading.Thread(target=_import, args=(_ROUTES,), daemon=True).start()
         if waiting is None:
             super().start()
             return
@@ -127,10 +128,14 @@ def _read_early() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in _READ_EARLY}
 
 
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
 def _wait(connection: Connection) -> None:
     """In the engine's process: import, hear what to run, and run it."""
-    for name in NEEDED:
-        importlib.import_module(name)
+    _import(NEEDED)
     try:
         environment, name, target, args, kwargs = connection.recv()
     except (EOFError, KeyboardInterrupt):  # the server has ended before
