@@ -26,15 +26,16 @@ LOWERING = "torch._inductor.lowering"
 class _Later(MetaPathFinder):
     """Refuses the table at first; afterwards finds it once, and tells upstream of it."""
 
-    is_refused = True
+    def __init__(self, table: str) -> None:
+        self._table, self.is_refused = table, True
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != LOWERING:
+        if name != self._table:
             return None
         if self.is_refused:
-            raise ImportError(f"{LOWERING} is imported later", name=name)
+            raise ImportError(f"{name} is imported later", name=name)
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -52,7 +53,7 @@ class _Later(MetaPathFinder):
 @contextmanager
 def without_the_compiler() -> Iterator[None]:
     """While upstream's package is imported; nothing changes where the table is there already."""
-    later = _Later()
+    later = _Later(LOWERING)
     if LOWERING not in sys.modules:
         sys.meta_path.insert(0, later)
     try:
