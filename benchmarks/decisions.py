@@ -187,17 +187,24 @@ async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
 
 
 async def decision(server: Server, rows: int, num_questions: int) -> dict[str, Any]:
-    """A call whose sequence has so many rows: a byte of the state is a token."""
-    questions = {
-        f"q{i}": {"type": "choice", "criteria": {"a": None, "b": None}}
-        for i in range(num_questions)
-    }
-    length = 0
-    for _ in range(2):
-        body = {"model": "m", "state": "x" * length, "questions": questions}
-        answer = await server.post("/v1/systemone", body)
-        length += rows - answer["usage"]["input_tokens"]
-    return body
+    """A call whose sequence has so many rows: a byte of the state is a token.
+
+    Where they do not hold so many questions, it has fewer.
+
+    Raises:
+        RuntimeError: not even one fits.
+    """
+    for count in range(num_questions, 0, -1):
+        question = {"type": "choice", "criteria": {"a": None, "b": None}}
+        questions = {f"q{i}": question for i in range(count)}
+        body = {"model": "m", "state": "x", "questions": questions}
+        for _ in range(2):
+            answer = await server.post("/v1/systemone", body)
+            missing = rows - answer["usage"]["input_tokens"]
+            if missing == 0:
+                return body
+            body["state"] = "x" * max(len(body["state"]) + missing, 1)
+    raise RuntimeError(f"no question fits into {rows} rows")
 
 
 def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]]:

@@ -551,6 +551,16 @@ def _delimiter_ids(
     return ids
 
 
+def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
+    """What a request that is only read asks of its prompt.
+
+    Raises:
+        InvalidParameterError: naming the prompt, or the key of `score`.
+    """
+    _check_prompt(prompt, model, allow_infill=True)
+    return score_request(score, len(prompt), model.vocab_size)
+
+
 def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:
     if not prompt:
         raise InvalidParameterError("prompt", [], "wanted at least one token")

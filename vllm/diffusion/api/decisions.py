@@ -135,6 +135,7 @@ class BlockStrategy(NextTokenStrategy):
         self._validator: Validator = validator
         self._reader = Reader(context.engine_client, validator)
         self._known: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
+        self._pieces: dict[str, list[int]] = {}  # tokens of what stands before an answer
 
     def limits(self) -> DecisionLimits:
         return DecisionLimits(max_questions=MOST_QUESTIONS, max_options=len(LABELS))
@@ -265,7 +266,9 @@ class MaskStrategy(BlockStrategy):
         slots = []
         for piece, question in zip(pieces, questions, strict=True):
             if len(questions) > 1:
-                tokens += self._tokenizer().encode(piece, add_special_tokens=False)
+                if piece not in self._pieces:
+                    self._pieces[piece] = self._tokenizer().encode(piece, add_special_tokens=False)
+                tokens += self._pieces[piece]
             slots.append(Slot(len(tokens), self._label_ids(piece, question)))
             tokens.append(self._validator.mask_id)
         return [Sheet([*tokens, *self._validator.turn_end], slots)]

@@ -16,7 +16,7 @@ import msgspec
 from vllm.diffusion.api.choices import Cancelling, answers, last
 from vllm.diffusion.api.report import told
 from vllm.diffusion.decision import attach
-from vllm.diffusion.scoring import BESIDE_A_SCORE, SCORE, SCORED_AS, ScoreRequest, TokenScores
+from vllm.diffusion.scoring import BESIDE_A_SCORE, ScoreRequest, TokenScores
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -58,8 +58,7 @@ class Reading(NamedTuple):
     cfg_scale: float = 0.0
     context_length: int = 0
 
-    @property
-    def score(self) -> ScoreRequest:
+    def score(self, group: Group) -> ScoreRequest:
         """The same as the engine is told."""
         return ScoreRequest(
             tuple(self.positions),
@@ -67,6 +66,7 @@ class Reading(NamedTuple):
             self.num_top,
             self.cfg_scale,
             self.context_length,
+            *group,
         )
 
     @property
@@ -134,7 +134,7 @@ class Reader:
             reading = readings[index]
             sampling = SamplingParams(**_SAMPLING)
             async with room:
-                score = replace(reading.score, **(group or _ALONE)._asdict())
+                score = reading.score(group or _ALONE)
                 attach(sampling, replace(decided[reading.kind], score=score))
                 outputs = answers(
                     self._engine,
@@ -164,6 +164,5 @@ class Reader:
                 score = {
                     name: value for name, value in reading._asdict().items() if name != "prompt"
                 }
-                asked = {SCORE: score, **SCORED_AS, **terms}
-                decided[reading.kind] = self._validator.decide(asked, reading.prompt)
+                decided[reading.kind] = self._validator.decide_reading(score, reading.prompt, terms)
         return decided

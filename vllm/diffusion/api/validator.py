@@ -16,9 +16,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.config import family_of, served_model
-from vllm.diffusion.decision import asked_by, attach, decide, is_decided
+from vllm.diffusion.decision import asked_by, attach, check_score, decide, is_decided
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.scoring import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import Planner
     from vllm.diffusion.params import DiffusionParams, ServedModel
     from vllm.v1.engine import EngineCoreRequest
+
+MOST_KNOWN = 4096  # decisions on requests that are only read
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 
@@ -56,6 +59,7 @@ class Validator:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._planner: Planner | None = None
+        self._readings: dict[Any, DiffusionParams] = {}  # decisions on requests that are only read
 
     @cached_property
     def _model(self) -> ServedModel:
@@ -107,6 +111,7 @@ class Validator:
     def learn_budget(self, budget_bytes: int) -> None:
         """From here on, refuse what does not fit into so much activation memory."""
         self._planner = make_planner(self._vllm_config, budget_bytes)
+        self._readings.clear()
 
     async def compile(self, spec: Spec | None) -> None:
         """Compile what a request asks for, if nobody has, while others are served.
@@ -153,6 +158,31 @@ class Validator:
             return decided
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
+
+    def decide_reading(
+        self, score: Mapping[str, Any], prompt: Sequence[int], terms: Mapping[str, Any]
+    ) -> DiffusionParams:
+        """The same of a request that is only read.
+
+        Those of one length differ in what is read of them: all else is decided once.
+
+        Args:
+            score: as `scoring.score_request` takes it; the decision's may be another one's.
+            prompt: the sequence.
+            terms: what else it may ask for.
+        """
+        key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
+        if key not in self._readings:
+            decided = self.decide({SCORE: score, **SCORED_AS, **terms}, prompt)
+            if len(self._readings) >= MOST_KNOWN:
+                self._readings.clear()
+            self._readings[key] = decided
+            return decided
+        try:
+            check_score(score, self._model, prompt)
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        return self._readings[key]
 
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """The same of what a `SamplingParams` asks for."""

@@ -11,6 +11,7 @@ only a large one needs, and no stream of small ones can keep a large one out.
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.errors import ActivationBudgetError
@@ -69,6 +70,7 @@ class WaitingLine:
                 does not overtake it.
         """
         passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
+        is_long = cache(is_long)  # each of these is asked about again for everybody who waits
         for item in list(self._waiting):
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return

@@ -8,7 +8,6 @@ through as they are.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.lengths import forwards_saved
@@ -97,9 +96,9 @@ def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
         told |= _report(item)
         told |= {"infilled": result.infilled} if result.infilled else {}
     if result.canvas is not None:
-        told["canvas"] = asdict(result.canvas)
+        told["canvas"] = vars(result.canvas)
     if result.scores is not None:
-        told["scores"] = asdict(result.scores)
+        told["scores"] = vars(result.scores)
     return {"dllm": told} if told else None
 
 

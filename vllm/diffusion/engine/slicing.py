@@ -80,8 +80,8 @@ class Slicing:
         if done.worked is not None:
             self.pace.learn(done.worked)
             self._owed_s += done.worked.num_slices * self.slice_s - done.worked.taken_s
-        if not self._is_shared:  # nobody has waited: there is no more to be made up for
-            self._owed_s = max(self._owed_s, -self.slice_s)
+        if not self._is_shared:  # they have had at least the slices that a newcomer waits for
+            self._owed_s = max(self._owed_s, -self.longest_pause_s)
 
     # ---- who is long ----
 

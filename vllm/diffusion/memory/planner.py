@@ -263,6 +263,7 @@ class Planner:
         }
         self._row_bytes: dict[tuple[Layout, bool], _RowBytes] = {}
         self._known: dict[tuple[StepShape, int, float], Plan] = {}
+        self._placed: dict[tuple[Demand, int], Demand] = {}
         self.num_found = 0  # plans that were not known
 
     @property
@@ -365,6 +366,13 @@ class Planner:
             ActivationBudgetError: with the bytes it would take, those there are, and the longest
                 request of its kind that fits.
         """
+        if (new, kept_bytes) not in self._placed:
+            if len(self._placed) >= MAX_KNOWN_PLANS:
+                self._placed.clear()
+            self._placed[new, kept_bytes] = self._place(new, kept_bytes)
+        return self._placed[new, kept_bytes]
+
+    def _place(self, new: Demand, kept_bytes: int) -> Demand:
         available = self.budget_bytes - kept_bytes
         for num_chunks in (FEW_CHUNKS, new.length):
             for placed in self._placements(new):
@@ -434,10 +442,9 @@ class Planner:
             shared = self._step_of(sharing)
             rows = min(shared.rows, self.row_budget)
             yield shared._replace(rows=rows, sample_rows=min(shared.sample_rows, rows))
-        for demand in demands:
-            alone = self._step_of([demand])
-            if alone.rows > self.row_budget or len(demands) == 1:
-                yield alone
+        for demand in dict.fromkeys(demands):
+            if len(demands) == 1 or demand.largest_rows(self.row_budget) > self.row_budget:
+                yield self._step_of([demand])
 
     def _step_of(self, demands: Sequence[Demand]) -> StepShape:
         """A step in which all of them take part."""
