@@ -442,6 +442,14 @@ def test_steps_share_the_row_budget_by_the_rows_that_they_have_most_of_the_time(
     assert not planner.admits([*running, demand(12)], demand(60, keeps_cache=True, window=8))
 
 
+def test_a_second_step_of_those_that_have_one_forward_waits_behind_the_first() -> None:
+    planner, read = Planner(TINY, GIB, row_budget=100), demand(40, once=True)
+    assert planner.admits([read] * 4, read)  # 200 rows
+    assert not planner.admits([read] * 5, read)
+    assert planner.admits([demand(40)] * 2, read)  # 80 rows in every step, and 40 in one of two
+    assert not planner.admits([demand(40)] * 2, demand(41, once=True))
+
+
 def smallest_budget(demands: list[Demand], row_budget: int) -> int:
     """The pool with which the last of these requests joins the others."""
     low, high = 1, GIB
@@ -477,7 +485,8 @@ def demands(draw: st.DrawFn) -> Demand:
     num_sequences = draw(st.integers(1, 2))
     window = draw(st.none() | st.integers(1, length)) if num_sequences == 1 else None
     sampled = draw(st.integers(1, length))
-    return Demand(length, sampled, num_sequences, window is not None, window)
+    once = window is None and draw(st.booleans())
+    return Demand(length, sampled, num_sequences, window is not None, window, once=once)
 
 
 @settings(deadline=None)

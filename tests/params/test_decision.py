@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, AlgorithmParams
 from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.scoring import SCORE, SCORED_AS
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
@@ -108,6 +109,27 @@ def test_a_forged_decision_does_not_pass_a_front_end(monkeypatch: pytest.MonkeyP
     for prompt in ("raw", {"type": "token", "prompt_token_ids": PROMPT}):
         with pytest.raises(validator.RequestRefused, match=f"^{DECISION}: "):
             validator._process_inputs(front_end, "r", prompt, sampling)
+
+
+def test_what_is_read_is_checked_though_one_of_its_length_was_decided() -> None:
+    from vllm.diffusion.api.validator import RequestRefused, Validator
+
+    front = Validator(None)  # type: ignore[arg-type]
+    vars(front)["_model"] = MODEL
+    score = {"positions": [1], "token_ids": [[3]], "cfg_scale": 0.0}
+    terms = {"timeout_s": 2.0}
+    first = front.decide_reading(score, PROMPT, terms)
+    assert first == decide({SCORE: score, **SCORED_AS, **terms}, MODEL, PROMPT)
+    assert front.decide_reading({**score, "positions": [0]}, PROMPT, terms) is first
+    assert front.decide_reading(score, PROMPT, {}).timeout_s is None
+    assert front.decide_reading({**score, "cfg_scale": 1.0}, PROMPT, terms).cfg_scale == 1.0
+    for wrong, prompt, field in (
+        ({**score, "positions": [len(PROMPT)]}, PROMPT, "score.positions"),
+        ({**score, "token_ids": [[MODEL.vocab_size]]}, PROMPT, "score.token_ids"),
+        (score, [MODEL.vocab_size, *PROMPT[1:]], "prompt"),
+    ):
+        with pytest.raises(RequestRefused, match=f"^{field}: given"):
+            front.decide_reading(wrong, prompt, terms)
 
 
 def test_parameters_of_algorithms_have_a_type_a_user_and_a_default() -> None:

@@ -61,6 +61,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=params.cache != "none",
         window=_window(params, length),
+        once=params.score is not None,
     )
 
 

@@ -170,6 +170,7 @@ class Demand:
         reads_prompt: it reads the prompt's of another one, which counts what both keep.
         unit: its forwards may be computed in parts that are multiples of so many positions, and
             its pages are not counted here; None where neither is so.
+        once: it has one forward.
     """
 
     length: int
@@ -182,6 +183,7 @@ class Demand:
     host_layers: int = 0
     spare: int = 0
     reads_prompt: bool = False
+    once: bool = False
 
     @property
     def first_rows(self) -> int:
@@ -199,6 +201,15 @@ class Demand:
     def steady_rows(self) -> int:
         """Rows that it has in most steps, at most."""
         return (self.window or self.length) * self.num_sequences
+
+    @property
+    def shared_rows(self) -> int:
+        """Rows of every shared step that it takes, at most.
+
+        Half of them where it has one forward: for while it takes part in a step, another one may
+        wait for the step behind, so that a device need not wait for whoever comes next.
+        """
+        return -(-self.steady_rows // 2) if self.once else self.steady_rows
 
     @property
     def sample_rows(self) -> int:
@@ -333,7 +344,7 @@ class Planner:
         """
         together = [*running, new]
         sharing = [demand for demand in together if demand not in long]
-        if len(sharing) > 1 and sum(d.steady_rows for d in sharing) > self.row_budget:
+        if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
             return False
         keeping = [d.cached_positions for d in together if d.cached_positions]
         if len(keeping) > 1 and sum(keeping) > self.cached_positions:
