@@ -8,6 +8,7 @@ with everything else, and priority, timeouts and aborts act on them as on any re
 from __future__ import annotations
 
 import asyncio
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
 
-_SAMPLING: dict[str, Any] = {  # what upstream's front end does with the output
-    "temperature": 0.0,
-    "max_tokens": 1,
-    "detokenize": False,
-    "output_kind": RequestOutputKind.FINAL_ONLY,
-    "skip_clone": True,  # every reading has its own; a deep copy takes longer than all else here
-}
+_SAMPLING = SamplingParams(  # what upstream's front end does with the output
+    temperature=0.0,
+    max_tokens=1,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+    skip_clone=True,  # every reading has its own; a deep copy takes longer than all else here
+)
 
 TERMS = tuple(sorted(BESIDE_A_SCORE))  # of an HTTP request, that each of its readings has, too
 MOST_AT_ONCE = 256  # readings of one HTTP request that are in the engine at a time
@@ -132,7 +133,7 @@ class Reader:
 
         async def one(index: int) -> Read:
             reading = readings[index]
-            sampling = SamplingParams(**_SAMPLING)
+            sampling = copy(_SAMPLING)
             async with room:
                 score = reading.score(group or _ALONE)
                 attach(sampling, replace(decided[reading.kind], score=score))
