@@ -3,68 +3,66 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
+import select
 import subprocess
 import sys
-import threading
-import traceback
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 ROOT = Path(__file__).resolve().parents[1]
-_ENVIRONMENT = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-_OURS = ("gather_gemm", "tests", "triton", "vllm.diffusion")  # kernels, and what imports them
 _TIMEOUT_S = 300
+
+# Triton decides at import, so a process of its own runs the programs: each in a fork of it, as most
+# of them take less time than the imports. It ends with its standard input.
+_SERVER = """
+import json, os, sys, traceback
+from vllm.diffusion import ops
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        told = b""
+        try:
+            exec(json.loads(line), {"__name__": "interpreted"})
+        except BaseException:
+            told = traceback.format_exc().encode()
+        os.write(theirs, told[-60000:])
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as told:
+        found = told.read().decode(errors="replace")
+    status = os.waitpid(child, 0)[1]
+    print(json.dumps(found or (f"status {status}" if status else "")), file=answers, flush=True)
+"""
 
 
 def run_interpreted(program: str) -> None:
-    """Run Python in a process of its own, since Triton decides at import.
-
-    A fork knows all other modules, which take longer to import than most programs to run.
-    """
-    if threading.active_count() > 1 or torch.cuda.is_initialized():
-        _run_afresh(program)
-        return
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_run_here, args=(program, theirs))
-    child.start()
-    theirs.close()
-    told = ours.recv() if ours.poll(_TIMEOUT_S) else "it took too long"
-    child.kill()
-    child.join()
+    """Run Python where Triton's kernels are interpreted."""
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(program) + "\n")
+    server.stdin.flush()
+    is_told, _, _ = select.select([server.stdout], [], [], _TIMEOUT_S)
+    if not is_told:
+        server.kill()
+    answer = server.stdout.readline()
+    assert answer, "the process that runs programs has ended"
+    told = json.loads(answer)
     assert not told, told
 
 
-def _run_here(program: str, to: Connection) -> None:
-    """Import anew what knows of Triton, run, and tell what went wrong."""
-    told = ""
-    os.environ.update(_ENVIRONMENT)
-    for name in list(sys.modules):
-        is_ours = any(name == own or name.startswith(f"{own}.") for own in _OURS)
-        if is_ours and not name.startswith("triton._C"):  # native modules are loaded once
-            del sys.modules[name]
-    try:
-        exec(program, {"__name__": "interpreted"})
-    except BaseException:
-        told = traceback.format_exc()
-    to.send(told)
-    os._exit(0)
-
-
-def _run_afresh(program: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | _ENVIRONMENT,
+@cache
+def _server() -> subprocess.Popen[str]:
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        env=os.environ | environment,
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
     )
-    assert result.returncode == 0, result.stderr
