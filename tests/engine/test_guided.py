@@ -163,6 +163,9 @@ def test_an_answer_stands_between_prompt_and_suffix(engine: Engine) -> None:
         for own in ({}, {"suffix_ids": random_prompt(7)}, {"suffix_ids": random_prompt(7, 1)})
     }
     assert len(texts) == 3
+    whole = {**free, "ignore_eos": True, "suffix_ids": random_prompt(40)}
+    report = engine.ask(Ask(random_prompt(9), whole))[0].report
+    assert (report["num_committed"], report["num_forwards_saved"]) == (20, 0)
 
 
 def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:

@@ -111,11 +111,12 @@ def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: in
         num_begun = -(-num_committed // params.block_length)
         return max(0, (params.steps_per_block or 0) * num_begun - num_forwards)
     algorithm = ALGORITHMS[params.algorithm]
+    num_blocks = -(-params.num_open // params.block_length)
     if algorithm.pace == "steps" and params.steps is not None:
-        return max(0, params.steps - num_forwards)
+        return max(0, params.steps // params.num_blocks * num_blocks - num_forwards)
     if algorithm.blocks == "in turn":
-        return params.num_blocks - -(-num_committed // params.block_length)
-    return int(num_committed < params.gen_length)
+        return num_blocks - -(-num_committed // params.block_length)
+    return int(num_committed < params.num_open)
 
 
 def _canvas(

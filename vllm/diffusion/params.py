@@ -146,6 +146,11 @@ class DiffusionParams(AlgorithmParams):
         """The last one may be shorter than the others (full_attn_multi_block)."""
         return -(-self.gen_length // self.block_length)
 
+    @property
+    def num_open(self) -> int:
+        """Canvas positions that are filled: all but those behind a text that follows."""
+        return self.max_tokens if self.suffix_ids else self.gen_length
+
     def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
         """How many of the newest final tokens belong to the answer; None while it goes on.
 

@@ -46,8 +46,8 @@ def asked_tools(request: Any) -> Tools | None:
     Raises:
         InvalidParameterError: for two of a name, or a name that no call can have.
     """
-    choice = request.tool_choice
-    if not request.tools or choice in (None, "none"):
+    choice = "auto" if request.tool_choice is None else request.tool_choice
+    if not request.tools or choice == "none":
         return None
     functions = [tool.function for tool in request.tools]
     names = [function.name for function in functions]

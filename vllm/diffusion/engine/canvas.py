@@ -99,7 +99,7 @@ class Canvas:
         length = num_positions(self.visibility, len(prompt), params.gen_length)
         row = np.full(length, params.mask_id, dtype=np.int64)
         row[: len(prompt)] = prompt
-        if params.suffix_ids:
+        if params.suffix_ids and params.eos_id is not None:
             start = len(prompt) + params.max_tokens
             row[start:] = params.eos_id
             row[start : start + len(params.suffix_ids)] = params.suffix_ids
@@ -318,7 +318,7 @@ class Canvas:
 
     @property
     def num_committed(self) -> int:
-        """Canvas positions that the newest commit left committed."""
+        """Canvas positions that the newest commit left committed, but for a text that follows."""
         return self._look()[0]
 
     def _look(self) -> tuple[int, CanvasView | None]:
@@ -331,7 +331,8 @@ class Canvas:
             view = None
             if self._proposals is not None and self.params.stream_canvas:
                 view = self._proposals.view(self.num_forwards, self._canvas)
-            self._seen = self._canvas.size - num_masked, view
+            num_given = self.params.gen_length - self.params.num_open
+            self._seen = self._canvas.size - num_masked - num_given, view
         return self._seen
 
     def report(self) -> StepResult:

@@ -77,8 +77,7 @@ class Guided(Selector):
         self._language = _language(params.guide.language)
         holes = gaps(tokens[:prompt_length], params.mask_id)
         limit = min(params.max_tokens, params.gen_length)
-        size = limit if params.suffix_ids else params.gen_length
-        canvas = _Stretch(range(prompt_length, prompt_length + size), limit)
+        canvas = _Stretch(range(prompt_length, prompt_length + params.num_open), limit)
         self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
 
     def begin(self, tokens: Array) -> None:
