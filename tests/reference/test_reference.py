@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from tests.checkpoints import (
     BOS_ID,
-    CASES,
     EOS_ID,
     EOT_ID,
     MASK_ID,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 Array = NDArray[np.float64]
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 20)]
-PREDICTS_NO_MASK = [name for name in CASES if name != "predicts_mask"]
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "ids": IDS}
 LONG_BLOCKS = {**BLOCKS, "block_length": 16}
 

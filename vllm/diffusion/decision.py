@@ -13,6 +13,7 @@ Nothing here imports torch or upstream.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -225,55 +226,31 @@ def decide(
         del request[name]
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
-    lengths = decide_lengths(
-        request, algorithm, model, len(prompt_token_ids), upstream_max_tokens=upstream_max_tokens
+    lengths_of = partial(
+        decide_lengths,
+        algorithm=algorithm,
+        model=model,
+        prompt_length=(num_prompt := len(prompt_token_ids)),
+        upstream_max_tokens=upstream_max_tokens,
     )
+    lengths = lengths_of(request)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
     if guide is not None and lengths.canvas < _usual_canvas(guide):
-        longer = _longer(request, guide, model, len(prompt_token_ids), upstream_max_tokens)
-        lengths = (
-            lengths
-            if longer is None
-            else decide_lengths(
-                longer,
-                algorithm,
-                model,
-                len(prompt_token_ids),
-                upstream_max_tokens=upstream_max_tokens,
-            )
-        )
+        longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
+        lengths = lengths if longer is None else lengths_of(longer)
     suffix = tuple(request.get("suffix_ids", ()))
     if suffix:
-        lengths = _with_suffix(lengths, suffix, algorithm, model, len(prompt_token_ids))
+        lengths = _with_suffix(lengths, suffix, algorithm, model, num_prompt)
     cache = _cache(request, algorithm, model)
-    values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
-    if cache not in GUIDED_CACHES:
-        values["cfg_scale"] = 0.0  # a server-wide one gives way
-    values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
-    values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
-    stops = not values["ignore_eos"]
+    values = _values(request, algorithm, model, cache, lengths)
+    values["suffix_ids"] = suffix
     # It ends the whole canvas at a time, with the text that follows.
-    values["early_stop"] = (
-        values["early_stop"] and stops and model.ids.eos is not None and not suffix
-    )
-    values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
-    values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
-    values["mask_id"], values["suffix_ids"] = model.ids.mask, suffix
+    values["early_stop"] = values["early_stop"] and not suffix
     params = DiffusionParams(
         algorithm=algorithm.name,
         cache=cache,
-        gen_length=lengths.canvas,
-        max_tokens=lengths.max_tokens,
-        steps=lengths.steps,
-        steps_per_block=lengths.steps_per_block,
-        block_length=lengths.block_length,
         seed=None,
-        eos_id=model.ids.eos,
-        eot_id=model.ids.eot,
-        stop_ids=model.ids.stop | stop_token_ids if stops else frozenset(),
-        logit_shift=model.family.logit_shift,
-        is_block_causal=model.family.is_block_causal,
-        scores_after_filters=model.family.scores_after_filters,
+        stop_ids=frozenset() if values["ignore_eos"] else model.ids.stop | stop_token_ids,
         logprobs=len(told_ids) if told_ids else logprobs,
         logprob_token_ids=told_ids,
         ignored=(*ignored, *inherited),
@@ -283,12 +260,52 @@ def decide(
         params = _guided(params, spec, guide)
         _check_gaps(guide, spec, prompt_token_ids, model.ids.mask)
     if score is not None:
-        if spec is not None:
-            raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
-        wanted = score_request(score, len(prompt_token_ids), model.vocab_size)
-        return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
+        return _scored(params, score, spec, model, num_prompt)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _scored(
+    params: DiffusionParams, score: Any, spec: Spec | None, model: ServedModel, num_prompt: int
+) -> DiffusionParams:
+    """The parameters of a request whose rows are read and not written."""
+    if spec is not None:
+        raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
+    wanted = score_request(score, num_prompt, model.vocab_size)
+    return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
+
+
+def _values(
+    request: dict[str, Any],
+    algorithm: Algorithm,
+    model: ServedModel,
+    cache: str,
+    lengths: Lengths,
+) -> dict[str, Any]:
+    """What comes from one field each, from the lengths, and from the model."""
+    values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
+    if cache not in GUIDED_CACHES:
+        values["cfg_scale"] = 0.0  # a server-wide one gives way
+    values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
+    values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
+    may_stop = not values["ignore_eos"] and model.ids.eos is not None
+    values["early_stop"] = values["early_stop"] and may_stop
+    values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
+    values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
+    family, ids = model.family, model.ids
+    return values | {
+        "gen_length": lengths.canvas,
+        "max_tokens": lengths.max_tokens,
+        "steps": lengths.steps,
+        "steps_per_block": lengths.steps_per_block,
+        "block_length": lengths.block_length,
+        "mask_id": ids.mask,
+        "eos_id": ids.eos,
+        "eot_id": ids.eot,
+        "logit_shift": family.logit_shift,
+        "is_block_causal": family.is_block_causal,
+        "scores_after_filters": family.scores_after_filters,
+    }
 
 
 def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,30 +42,18 @@ def sample_plain(
         is_drawn = scoring.greedy and params.temperature > 0
         return ops.Sampled(tokens, scores, logits.argmax(dim=-1) if is_drawn else tokens)
     whole_rows = logits.shape[1] == vocab_size
-    noisy = logits
+    most_likely = partial(
+        ops.most_likely, logits, first_column=first_column, whole_rows=whole_rows, dtype=dtype
+    )
+    noisy, excluded = logits, group.excluded
     if params.temperature > 0:
         # argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
         u = noise.uniform(group.seed, TOKEN, group.step, group.positions, columns)
         noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
-    excluded = group.excluded
-    tokens, scores = ops.most_likely(
-        logits,
-        noisy,
-        first_column=first_column,
-        whole_rows=whole_rows,
-        excluded=excluded,
-        dtype=dtype,
-    )
+    tokens, scores = most_likely(noisy, excluded=excluded)
     greedy = tokens
     if scoring.greedy and params.temperature > 0:
-        greedy, _ = ops.most_likely(
-            logits,
-            logits,
-            first_column=first_column,
-            whole_rows=whole_rows,
-            excluded=(),
-            dtype=dtype,
-        )
+        greedy, _ = most_likely(logits, excluded=())
     if params.remasking == "random":
         u = noise.uniform(group.seed, REMASKING, group.step, group.positions, range(1))
         # Where entropies are compared, the number stands for the entropy.
