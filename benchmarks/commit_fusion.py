@@ -21,10 +21,8 @@ Written: commit_fusion.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +32,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
 
-from make_dummy_checkpoint import configuration, write_checkpoint  # noqa: E402
-
-from benchmarks import gpu_timing, windows  # noqa: E402
+from benchmarks import harness, windows  # noqa: E402
 from benchmarks.shapes import BLOCK_FAMILIES, Shape  # noqa: E402
 from benchmarks.windows import Windows  # noqa: E402
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 VARIABLE = "VLLM_DLLM_COMMIT_FUSION"
@@ -72,30 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain = next(r for r in rows if r.num_requests == fused.num_requests and not r.is_fused)
         gain = fused.tokens_per_s / plain.tokens_per_s
         print(f"{fused.num_requests:>8} requests: fused {gain:.3f} x the tokens/s of not")
-    names = ("family", "size", "block_length", "steps_per_block", "context", "gen_length", "dtype")
-    settings = {name: getattr(options, name) for name in (*names, "num_layers", "shrink")}
-    content = {"kind": "commit_fusion", "settings": settings, "rows": list(map(asdict, rows))}
-    gpu_timing.write_record(options.output_dir / "commit_fusion.json", content)
-    print(f"written: {options.output_dir}")
+    harness.write("commit_fusion", options, rows=list(map(asdict, rows)))
     return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Commit fusion on and off.")
     fusing = [family for family in BLOCK_FAMILIES if family != "fast-dllm"]
-    parser.add_argument("--family", choices=fusing, default="sdar")
-    parser.add_argument("--size", help="which released model of the family (default: its first)")
+    parser = harness.parser_of("commit_fusion", "Commit fusion on and off.", fusing, "sdar")
     parser.add_argument("--block-length", type=int, default=4)
     parser.add_argument("--steps-per-block", type=int, default=2)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 16, 128], metavar="N")
     parser.add_argument("--context", type=int, default=1024, help="tokens of every prompt")
     parser.add_argument("--gen-length", type=int, default=128, help="tokens of every answer")
     parser.add_argument("--rounds", type=int, default=3, help="measured, after one that is not")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "commit_fusion")
     options = parser.parse_args(arguments)
     if options.gen_length % options.block_length or min(*options.requests, options.rounds) < 1:
         parser.error("wanted --gen-length in whole blocks, --requests and --rounds from 1")
@@ -105,25 +92,25 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, is_fused: bool) -> list[Row]:
     """A row for every number of requests, printed as they come."""
     os.environ[VARIABLE] = str(int(is_fused))
-    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
-    shape = Shape.of(configuration(options.family, options.size, **shrunk))
+    shape = Shape.of(harness.configuration_of(options))
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options.family, options.size, **shrunk)
-        with in_process.engine(
-            Path(folder),
+    with (
+        harness.checkpoint_of(options) as folder,
+        in_process.engine(
+            folder,
             dummy_weights=True,
             dtype=options.dtype,
             max_model_len=options.context + options.gen_length + options.block_length,
             max_num_seqs=max(options.requests),
-        ) as (llm, runner):
-            for num_requests in options.requests:
-                case = Windows(options.context, options.block_length, num_requests)
-                rounds = [run(llm, runner, shape, case, options) for _ in range(options.rounds + 1)]
-                num_forwards, seconds = min(rounds[1:], key=lambda found: found[1])
-                num_tokens = num_requests * options.gen_length
-                rows.append(Row(num_requests, is_fused, num_tokens, num_forwards, seconds))
-                print(line_of(rows[-1]), flush=True)
+        ) as (llm, runner),
+    ):
+        for num_requests in options.requests:
+            case = Windows(options.context, options.block_length, num_requests)
+            rounds = [run(llm, runner, shape, case, options) for _ in range(options.rounds + 1)]
+            num_forwards, seconds = min(rounds[1:], key=lambda found: found[1])
+            num_tokens = num_requests * options.gen_length
+            rows.append(Row(num_requests, is_fused, num_tokens, num_forwards, seconds))
+            print(line_of(rows[-1]), flush=True)
     del os.environ[VARIABLE]
     return rows
 

@@ -16,10 +16,8 @@ Written: frozen.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,12 +28,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
 
-from make_dummy_checkpoint import PRESETS, configuration, write_checkpoint  # noqa: E402
+from make_dummy_checkpoint import PRESETS  # noqa: E402
 
-from benchmarks import gpu_timing  # noqa: E402
+from benchmarks import harness  # noqa: E402
 from benchmarks.shapes import BLOCK_FAMILIES, Shape  # noqa: E402
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 GIB = 1 << 30
@@ -70,29 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     print(f"{'prompt':>8} {'cache':>7} {'steps':>6} {'total s':>9} {'first s':>9} {'step ms':>9}")
     rows = measure(options)
-    names = ("family", "size", "canvas", "steps", "pool_gib", "host_gib", "dtype")
-    settings = {name: getattr(options, name) for name in (*names, "num_layers", "shrink")}
-    content = {"settings": settings, "rows": [asdict(row) for row in rows]}
-    gpu_timing.write_record(options.output_dir / "frozen.json", {"kind": "frozen", **content})
-    print(f"written: {options.output_dir}")
+    harness.write("frozen", options, rows=[asdict(row) for row in rows])
     return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Long answers to long prompts.")
-    parser.add_argument("--family", choices=FAMILIES, default="llada")
-    parser.add_argument("--size", help="which released model of the family (default: its first)")
+    parser = harness.parser_of("frozen", "Long answers to long prompts.", FAMILIES, "llada")
     parser.add_argument("--prompts", nargs="+", type=int, default=[16256, 204672], metavar="T")
     parser.add_argument("--canvas", type=int, default=128)
     parser.add_argument("--steps", type=int, help="default: one for each token of the canvas")
     parser.add_argument("--compare", type=int, default=16384, metavar="T", help="0: nothing")
     parser.add_argument("--pool-gib", type=float, help="activation pool (default: what is free)")
     parser.add_argument("--host-gib", type=float, help="host memory for keys and values")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "frozen")
     options = parser.parse_args(arguments)
     if min(*options.prompts, options.canvas) < 1:
         parser.error("--prompts, --canvas: wanted at least 1")
@@ -108,32 +97,32 @@ def measure(options: argparse.Namespace) -> list[Row]:
     ):
         if gib is not None:
             os.environ[name] = str(int(gib * GIB))
-    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
-    vocab_size = Shape.of(configuration(options.family, options.size, **shrunk)).vocab_size
+    vocab_size = Shape.of(harness.configuration_of(options)).vocab_size
     cases = [(WARM_UP_PROMPT, "frozen")]
     for prompt in options.prompts:
         is_compared = prompt + options.canvas <= options.compare
         cases += [(prompt, cache) for cache in (["none"] if is_compared else []) + ["frozen"]]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options.family, options.size, **shrunk)
-        with in_process.engine(
-            Path(folder),
+    with (
+        harness.checkpoint_of(options) as folder,
+        in_process.engine(
+            folder,
             dummy_weights=True,
             dtype=options.dtype,
             max_model_len=max(*options.prompts, WARM_UP_PROMPT) + options.canvas,
-        ) as (llm, runner):
-            for number, (length, cache) in enumerate(cases):
-                prompt = in_process.random_prompt(length, vocab_size, number)
-                row = measure_request(llm, runner, prompt, cache, options)
-                if number:
-                    rows.append(row)
-                    print(
-                        f"{length:>8} {cache:>7} {row.num_steps:>6} {row.total_s:>9.2f} "
-                        f"{row.first_s:>9.2f} {row.step_ms:>9.2f}  peak {row.peak_bytes / GIB:.2f} "
-                        f"GiB, {row.host_layers} layers in host memory",
-                        flush=True,
-                    )
+        ) as (llm, runner),
+    ):
+        for number, (length, cache) in enumerate(cases):
+            prompt = in_process.random_prompt(length, vocab_size, number)
+            row = measure_request(llm, runner, prompt, cache, options)
+            if number:
+                rows.append(row)
+                print(
+                    f"{length:>8} {cache:>7} {row.num_steps:>6} {row.total_s:>9.2f} "
+                    f"{row.first_s:>9.2f} {row.step_ms:>9.2f}  peak {row.peak_bytes / GIB:.2f} "
+                    f"GiB, {row.host_layers} layers in host memory",
+                    flush=True,
+                )
     return rows
 
 

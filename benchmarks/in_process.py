@@ -17,17 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-for _name, _value in {
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the released models state 4,096 and run any length
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}.items():
-    os.environ.setdefault(_name, _value)
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import harness  # noqa: E402  # isort: skip
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+harness.prepare()
 
 import torch  # noqa: E402
 

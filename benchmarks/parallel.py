@@ -27,7 +27,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -36,22 +35,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-for _name, _value in {
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # weights are drawn in the workers
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    "VLLM_ACTIVATION_POOL_SIZE_BYTES": str(16 << 30),  # engines share the cards
-    "OMP_WAIT_POLICY": "PASSIVE",
-}.items():
-    os.environ.setdefault(_name, _value)
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from make_dummy_checkpoint import write_checkpoint  # noqa: E402
 
+from benchmarks import harness  # noqa: E402
 from benchmarks.run_record import software_record  # noqa: E402
+
+harness.prepare(
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # weights are drawn in the workers
+    VLLM_ACTIVATION_POOL_SIZE_BYTES=str(16 << 30),  # engines share the cards
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,10 +15,8 @@ Written: prefix_cache.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +25,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
 
-from make_dummy_checkpoint import configuration, write_checkpoint  # noqa: E402
-
-from benchmarks import gpu_timing, windows  # noqa: E402
+from benchmarks import harness, windows  # noqa: E402
 from benchmarks.shapes import BLOCK_FAMILIES, Shape  # noqa: E402
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 PREFIX_SEED = 1_000_000  # of no prompt's
@@ -48,30 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, median in medians.items():
         print(f"{kind:>16}: {median:8.2f} ms to the first block (fastest {min(times[kind]):.2f})")
     print(f"ratio: {medians['shared prefix'] / medians['short prompt']:.3f}")
-    names = ("family", "size", "prefix", "prompt", "block_length", "steps_per_block", "dtype")
-    settings = {name: getattr(options, name) for name in (*names, "num_layers", "shrink")}
-    content = {"settings": settings, "first_ms": first_ms, "times_ms": times}
-    gpu_timing.write_record(
-        options.output_dir / "prefix_cache.json", {"kind": "prefix_cache", **content}
-    )
-    print(f"written: {options.output_dir}")
+    harness.write("prefix_cache", options, first_ms=first_ms, times_ms=times)
     return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="A long shared prefix against a short prompt.")
-    parser.add_argument("--family", choices=BLOCK_FAMILIES, default="llada2")
-    parser.add_argument("--size", help="which released model of the family (default: its first)")
+    parser = harness.parser_of(
+        "prefix_cache", "A long shared prefix against a short prompt.", BLOCK_FAMILIES, "llada2"
+    )
     parser.add_argument("--prefix", type=int, default=8192, help="tokens that requests share")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each request's own")
     parser.add_argument("--block-length", type=int, help="default: as released")
     parser.add_argument("--steps-per-block", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "prefix_cache")
     options = parser.parse_args(arguments)
     if min(options.prefix, options.prompt, options.rounds, options.steps_per_block) < 1:
         parser.error("--prefix, --prompt, --rounds, --steps-per-block: wanted at least 1")
@@ -80,32 +67,32 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]:
     """Milliseconds of the request that fills the cache, and of both kinds of the others."""
-    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
-    shape = Shape.of(configuration(options.family, options.size, **shrunk))
+    shape = Shape.of(harness.configuration_of(options))
     block_length = options.block_length or shape.block_length
     parameters = windows.parameters_of(shape, block_length, 1, options.steps_per_block)
     prefix = in_process.random_prompt(options.prefix, shape.vocab_size, PREFIX_SEED)
     times: dict[str, list[float]] = {"shared prefix": [], "short prompt": []}
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options.family, options.size, **shrunk)
-        with in_process.engine(
-            Path(folder),
+    with (
+        harness.checkpoint_of(options) as folder,
+        in_process.engine(
+            folder,
             dummy_weights=True,
             dtype=options.dtype,
             max_model_len=options.prefix + options.prompt + 2 * block_length,
-        ) as (llm, runner):
+        ) as (llm, runner),
+    ):
 
-            def time_of(seed: int, before: Sequence[int] = ()) -> float:
-                own = in_process.random_prompt(options.prompt, shape.vocab_size, seed)
-                return to_first_block_ms(llm, runner, [*before, *own], parameters)
+        def time_of(seed: int, before: Sequence[int] = ()) -> float:
+            own = in_process.random_prompt(options.prompt, shape.vocab_size, seed)
+            return to_first_block_ms(llm, runner, [*before, *own], parameters)
 
-            first_ms = time_of(0, prefix)
-            for number in range(WARM_UP + options.rounds):
-                seeds = 1 + 2 * number, 2 + 2 * number
-                found = time_of(seeds[0], prefix), time_of(seeds[1])
-                if number >= WARM_UP:
-                    for kind, time_ms in zip(times, found, strict=True):
-                        times[kind].append(time_ms)
+        first_ms = time_of(0, prefix)
+        for number in range(WARM_UP + options.rounds):
+            seeds = 1 + 2 * number, 2 + 2 * number
+            found = time_of(seeds[0], prefix), time_of(seeds[1])
+            if number >= WARM_UP:
+                for kind, time_ms in zip(times, found, strict=True):
+                    times[kind].append(time_ms)
     return first_ms, times
 
 
