@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.engine.harness import Engine
     from tests.reference.llada_model import LLaDAReference
 
 GIB = 1 << 30
@@ -28,15 +29,14 @@ CACHED = {**BLOCKS, "cache": "dual"}
 
 
 @pytest.fixture(scope="module")
-def shape(checkpoint: Callable[[str], Path]) -> ModelShape:
-    with running(checkpoint("mha")) as engine:
-        return model_shape(engine.llm.llm_engine.vllm_config)
+def shape(engine: Engine) -> ModelShape:
+    return model_shape(engine.llm.llm_engine.vllm_config)
 
 
 def required_bytes(shape: ModelShape, *demands: Demand) -> int:
-    """The smallest pool in which steps of all these requests fit."""
-    low, high = 1, GIB
-    while low < high:
+    """The smallest pool in which steps of all these requests fit, but for a few bytes."""
+    low, high = 1, 1 << 22
+    while high - low > 256:
         middle = (low + high) // 2
         small = Planner(shape, middle, row_budget=4096)
         if small.admits(demands[1:], demands[0]):
@@ -55,10 +55,9 @@ def set_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_bytes
 
 
-def test_usage_of_a_step_is_reported(checkpoint: Callable[[str], Path]) -> None:
-    with running(checkpoint("mha")) as engine:
-        (answer,) = engine.ask(Ask(random_prompt(20), BLOCKS))
-        usage, planner = engine.scheduler.last_usage, engine.runner.planner
+def test_usage_of_a_step_is_reported(engine: Engine) -> None:
+    (answer,) = engine.ask(Ask(random_prompt(20), BLOCKS))
+    usage, planner = engine.scheduler.last_usage, engine.runner.planner
     assert usage.budget_bytes == planner.budget_bytes == answer.report["budget_bytes"]
     assert 0 < answer.report["average_bytes"] <= answer.report["peak_bytes"] < GIB
     assert usage.in_use_bytes == 0

@@ -18,8 +18,10 @@ from vllm.diffusion.engine import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.engine.harness import Engine
 
 
 SMALL = Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True})
@@ -78,13 +80,18 @@ def test_every_metric_is_well_formed(metric: metrics.Metric) -> None:
     assert not metric.name.endswith("_total")
 
 
-def test_upstreams_loggers_pass_them_by(checkpoint: Callable[[str], Path]) -> None:
-    """An offline engine with statistics has upstream's loggers and not ours."""
+@pytest.fixture(scope="module")
+def telling(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    """An engine with statistics, which knows its memory."""
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
-        (answer,) = engine.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
-        assert len(answer.token_ids) == 32
-        engine.llm.llm_engine.do_log_stats()
-        names = {metric.name for metric in engine.llm.get_metrics()}
+        engine.ask(SMALL)
+        yield engine
+
+
+def test_upstreams_loggers_pass_them_by(telling: Engine) -> None:
+    """An offline engine with statistics has upstream's loggers and not ours."""
+    telling.llm.llm_engine.do_log_stats()
+    names = {metric.name for metric in telling.llm.get_metrics()}
     assert "vllm:generation_tokens" in names
     assert not {name for name in names if name.startswith("vllm:lora")}
 
@@ -104,61 +111,57 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("seconds", [0.0, 3600.0])
 def test_statistics_wait_for_an_output(
-    seconds: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    seconds: float, telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step with nothing to tell a client need not be told of; nothing is lost by that."""
     monkeypatch.setattr(observer, "STATISTICS_S", seconds)
-    with running(checkpoint("mha"), disable_log_stats=False) as engine:
-        engine.ask(SMALL)
-        seen = record(monkeypatch)
-        (answer,) = engine.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
+    seen = record(monkeypatch)
+    (answer,) = telling.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert sum(counts) == answer.num_forwards == BLOCKS["steps"]
     assert (len(counts) == BLOCKS["steps"]) == (seconds == 0.0)
 
 
 def test_an_abort_after_some_steps_is_an_end(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens per forward are noted for every request that ran, however it ends."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
-    with running(checkpoint("mha"), disable_log_stats=False) as engine:
-        engine.ask(SMALL)  # the engine knows its memory from now on
-        seen = record(monkeypatch)
-        upstream = engine.llm.llm_engine
-        ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
-        prompt: Any = {"prompt_token_ids": ask.prompt}
-        req_id = upstream.add_request("leaves", prompt, sampling_params(ask))
-        for _ in range(5):
-            upstream.step()
-        upstream.abort_request([req_id], internal=True)
-        assert engine.is_idle()
+    telling.ask(SMALL)  # what was not told of yet is told now
+    seen = record(monkeypatch)
+    upstream = telling.llm.llm_engine
+    ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
+    prompt: Any = {"prompt_token_ids": ask.prompt}
+    req_id = upstream.add_request("leaves", prompt, sampling_params(ask))
+    for _ in range(5):
+        upstream.step()
+    upstream.abort_request([req_id], internal=True)
+    assert telling.is_idle()
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert counts == [1] * 5
     assert ("dllm:tokens_per_forward", "1", 1) in seen
 
 
 def test_what_a_step_takes_of_the_memory_is_passed_on(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budget and what is in use as they are, the peak of all steps so far."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
-    with running(checkpoint("mha"), disable_log_stats=False) as engine:
-        engine.ask(SMALL)
-        seen = record(monkeypatch)
-        execute, first = engine.runner.execute, engine.scheduler._observer.peak_bytes
-        peaks = [first + 30, first + 70, first + 20]
+    telling.ask(SMALL)  # what was not told of yet is told now
+    seen = record(monkeypatch)
+    execute, first = telling.runner.execute, telling.scheduler._observer.peak_bytes
+    peaks = [first + 30, first + 70, first + 20]
 
-        def told(message: Any) -> Any:
-            output = execute(message)
-            if output.results:
-                known: Any = {"in_use_bytes": 10, "peak_bytes": peaks.pop(0), "planner_us": 250.0}
-                output.usage = replace(output.usage, **known)
-            return output
+    def told(message: Any) -> Any:
+        output = execute(message)
+        if output.results:
+            known: Any = {"in_use_bytes": 10, "peak_bytes": peaks.pop(0), "planner_us": 250.0}
+            output.usage = replace(output.usage, **known)
+        return output
 
-        monkeypatch.setattr(engine.runner, "execute", told)
-        engine.ask(SMALL)
-        budget = engine.runner.budget_bytes
+    monkeypatch.setattr(telling.runner, "execute", told)
+    telling.ask(SMALL)
+    budget = telling.runner.budget_bytes
 
     def values(metric: Metric) -> list[float]:
         return [float(value) for name, value, _ in seen if name == metric.name][:3]
