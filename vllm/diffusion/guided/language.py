@@ -7,7 +7,6 @@ a set of classes; few sets are told apart, so what a state allows is a short lis
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -135,11 +134,6 @@ class Language:
 
 
 _NAMES = tuple(field.name for field in fields(Language))
-
-
-def key_of(data: bytes) -> str:
-    """Name of a packed language."""
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def over_tokens(automaton: Automaton, vocabulary: Vocabulary, ends: Ends) -> Language:

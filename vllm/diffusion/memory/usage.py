@@ -26,11 +26,6 @@ class Usage:
     seconds: float
     stage_peak_bytes: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def peak_to_average(self) -> float:
-        """1 where the memory in use never changes, or nothing is in use."""
-        return self.peak_bytes / self.average_bytes if self.average_bytes else 1.0
-
 
 class _Mark(NamedTuple):
     stage: str
