@@ -176,7 +176,7 @@ def _structured() -> dict[str, Any]:
 
 def _run(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
     prompts = [in_process.random_prompt(128, vocab_size, seed) for seed in range(requests)]
-    asked = {"gen_length": 128, "block_length": 128, "steps": 16, **more}
+    asked = {"gen_length": 128, "block_length": 64, "steps": 16, **more}
     outputs = in_process.run_requests(llm, prompts, asked)
     reports = [output.kv_transfer_params["dllm"] for output in outputs]
     return statistics.median(r["denoise_ms"] / r["num_forwards"] for r in reports)
