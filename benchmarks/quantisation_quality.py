@@ -21,7 +21,7 @@ block by block, at temperature 0, with logits of the served model and nothing el
 A quantisation may keep the likeliest token of a position and still change which position is the
 surest, and so the order, which a decoding rule follows: that is why the order is told apart.
 
-Written: quantisation_quality.json, .md and .png.
+Written: quantisation_quality.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def write_results(folder: Path, rows: Sequence[Row]) -> None:
     content = json.dumps({"rows": list(map(asdict, rows))}, indent=2)
     (folder / "quantisation_quality.json").write_text(content + "\n", encoding="utf-8")
     (folder / "quantisation_quality.md").write_text(markdown(rows) + "\n", encoding="utf-8")
-    plot(folder / "quantisation_quality.png", rows)
+    plot(folder / "quantisation_quality.svg", rows)
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:
@@ -333,6 +333,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
         sys.stderr.write("no plot: matplotlib is missing\n")
         return
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(5, 4))
@@ -344,7 +345,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     axis.set_ylabel("rank correlation of the commit order")
     axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
