@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import numpy as np
+
 from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, Work
 from vllm.diffusion.scoring import Scoring
 
@@ -47,7 +49,9 @@ class GridRule(DecodingRule):
         self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
         self.start = -1  # of the active block
         self.step = 0  # forwards of the active block so far
-        self._first_block = 0  # no block before the one that starts here has masked positions
+        self._end = prompt_length + params.gen_length  # of the answer, at most
+        self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
+        self._begin_block(0)  # no block before the one that starts here has masked positions
         self._front: Front | None = None  # since the newest choice
 
     def prepare(self, tokens: Array) -> Work | None:
@@ -82,22 +86,26 @@ class GridRule(DecodingRule):
     def _look(self, tokens: Array) -> Front:
         masked = self._masked_of_block(tokens)
         if not masked.size:
-            self._first_block = self._next_block(tokens)
+            self._begin_block(self._next_block(tokens))
             masked = self._masked_of_block(tokens)
         first = int(masked[0]) if masked.size else self._first_block
         return Front(self._first_block, masked, first, self._is_over(tokens, first))
 
+    def _begin_block(self, start: int) -> None:
+        self._first_block = start
+        self._positions = np.arange(start, start + self.params.block_length)
+
     def _masked_of_block(self, tokens: Array) -> Array:
         start = self._first_block
         block = tokens[start : start + self.params.block_length]
-        masked: Array = (block == self.params.mask_id).nonzero()[0] + start
+        masked: Array = self._positions[: block.size][block == self._mask]
         return masked
 
     def _next_block(self, tokens: Array) -> int:
         """Start of the first block behind `_first_block` with masked positions, else the end."""
         start = self._first_block + self.params.block_length
         for end in (start + self.params.block_length, len(tokens)):  # most often it is the next one
-            masked = tokens[start:end] == self.params.mask_id
+            masked = tokens[start:end] == self._mask
             if masked.any():
                 return self._block_start(start + int(masked.argmax()))
         return len(tokens)
@@ -107,7 +115,7 @@ class GridRule(DecodingRule):
 
     def _is_over(self, tokens: Array, first: int) -> bool:
         """Whether the answer ends before the first masked position."""
-        if first >= self.prompt_length + self.params.gen_length or first >= len(tokens):
+        if first >= self._end or first >= len(tokens):
             return True
         if not self.params.stop_ids:
             return False

@@ -279,17 +279,21 @@ class Canvas:
 
         A device may wait for the next forward: all else is left to `report`.
         """
-        num_unchanged = self._let_rule_choose(candidates) if self._is_for_rule else self.length
+        written = self._let_rule_choose(candidates) if self._is_for_rule else _NO_POSITIONS
         num_settled = self.rule.settled(self.tokens)
-        if self._forward is not None:
+        if self._forward is not None and num_settled >= self._windows.least_committed:
+            num_unchanged = min(written.tolist(), default=self.length)
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self._windows.computed(self._forward, num_final)
         self._forward = self._uncut = self._wish = self._seen = None
         self._is_for_rule = True
-        start = self._num_final
+        self._newest = []
+        start, end = self._num_final, min(num_settled - self.prompt_length, self._canvas.size)
+        if end <= start and self._canvas.size:
+            return  # most often no block was finished
         # The answer does not end before its prompt is whole, unless the rule leaves it as it is.
         if self._first_hole == self.length or self._is_over:
-            self._num_final = max(start, min(num_settled - self.prompt_length, self._canvas.size))
+            self._num_final = max(start, end)
         self._newest = self._canvas[start : self._num_final].tolist()
         self.is_complete = self.params.answer_end(self._newest, start) is not None
 
@@ -301,15 +305,15 @@ class Canvas:
         masked = self._prompt_holes[self.tokens[self._prompt_holes] == self.params.mask_id]
         return int(masked[0]) if masked.size else self.length
 
-    def _let_rule_choose(self, candidates: Candidates) -> int:
-        """Write what the rule chooses; positions from 0 that it leaves as they are."""
+    def _let_rule_choose(self, candidates: Candidates) -> Array:
+        """Write what the rule chooses; the positions [K] of that."""
         self._work = None
         commit = self._select(candidates)
         self.tokens[commit.positions] = commit.tokens
         if self._proposals is not None:
             self._proposals.note(candidates, commit)
         self.num_forwards += 1
-        return min(commit.positions.tolist(), default=self.length)
+        return commit.positions
 
     def _select(self, candidates: Candidates) -> Commit:
         if self._selector is None:

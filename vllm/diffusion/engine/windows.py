@@ -45,6 +45,11 @@ class Windows(ABC):
             room: rows that it may have, at least a unit; what cannot be cut takes no notice.
         """
 
+    @property
+    def least_committed(self) -> int:
+        """Of fewer committed positions `computed` need not hear."""
+        return ALL_ROWS
+
     def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (most keep nothing)
         """Take in that a forward is over.
 
@@ -107,6 +112,10 @@ class Frozen(Windows):
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
         return Forward(range(self._start, self.kept), self.kept)
 
+    @property
+    def least_committed(self) -> int:
+        return self._prompt_length
+
     def computed(self, forward: Forward, committed: int) -> None:
         if committed >= self._prompt_length:
             self._start = self._canvas_start
@@ -129,6 +138,10 @@ class Exact(Windows):
         self.unit = visibility.block_length
         self._fuses = fuses
 
+    @property
+    def least_committed(self) -> int:
+        return self.kept + self._visibility.block_length
+
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
         start, end = rows
         if not self._fuses and self.kept < start:
@@ -137,8 +150,6 @@ class Exact(Windows):
         return Forward(range(self.kept, end), self.kept)
 
     def computed(self, forward: Forward, committed: int) -> None:
-        if committed < self.kept + self._visibility.block_length:
-            return  # most often: no block was finished
         ended = Forward(forward.window, forward.kept, committed)
         self.kept = max(self.kept, self._visibility.final(ended).stop)
 
