@@ -58,6 +58,16 @@ class Visibility(ABC):
         They are the first ones of these.
         """
 
+    def seen_by(self, window: range, num_keys: int) -> tuple[int, int]:
+        """The keys that are read by a window, and 0; the block length where not all read the same.
+
+        Arguments as for `num_seen`.
+        """
+        num_seen = self.num_seen(window.start, num_keys)
+        if not self.block_length or num_seen == self.num_seen(window.stop - 1, num_keys):
+            return num_seen, 0
+        return num_keys, self.block_length
+
     @abstractmethod
     def final(self, forward: Forward) -> range:
         """Positions of the window whose keys and values no later forward would change.

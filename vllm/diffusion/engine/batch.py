@@ -360,11 +360,7 @@ class _Packing:
             self.slots.append(canvas.cache.slots[kept_start + first : kept_start + stop])
             first_kept = canvas.cache.start + kept_start
             first_key = first_kept if reads_kept else first_key
-        num_keys, block_length = forward.num_keys, canvas.visibility.block_length
-        if block_length:
-            seen = canvas.visibility.num_seen(first, num_keys)
-            if seen == canvas.visibility.num_seen(stop - 1, num_keys):  # all rows read the same
-                num_keys, block_length = seen, 0
+        num_keys, block_length = canvas.visibility.seen_by(forward.window, forward.num_keys)
         sequence = PackedSequence(
             start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
         )

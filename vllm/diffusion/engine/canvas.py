@@ -87,8 +87,9 @@ class Canvas:
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
-        self._uncut: Forward | None = None  # the next one if nothing cuts it, once it is known
-        self._wish: Wish | None = None  # what that is
+        self._uncut: Forward | None = None  # the next one if nothing cuts it, for `_uncut_rows`
+        self._uncut_rows = (0, 0)
+        self._wish: Wish | None = None  # what that is; most often the same as before
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
         self.num_forwards = 0
@@ -185,12 +186,17 @@ class Canvas:
     @property
     def _next_window(self) -> int:
         """Rows of the next forward's window, if nothing cuts it."""
-        if self._uncut is None:
-            try:
-                self._uncut = self._windows.next(self.begin().rows)
-            except Exception:
-                return self.length
-        return len(self._uncut.window)
+        try:
+            return len(self._whole_forward(self.begin().rows).window)
+        except Exception:
+            self._uncut = self._wish = None
+            return self.length
+
+    def _whole_forward(self, rows: tuple[int, int]) -> Forward:
+        """The next forward, for the rule's `rows`, if nothing cuts it."""
+        if self._uncut is None or self._uncut_rows != rows:
+            self._uncut, self._uncut_rows, self._wish = self._windows.next(rows), rows, None
+        return self._uncut
 
     @property
     def is_guided(self) -> bool:
@@ -200,12 +206,13 @@ class Canvas:
     @property
     def wish(self) -> Wish:
         """What the next forward is, for those who say when it is launched."""
+        rows = self.next_rows
         if self._wish is None:
-            self._wish = self._next_wish()
+            self._wish = self._next_wish(rows)
         return self._wish
 
-    def _next_wish(self) -> Wish:
-        rows, unit = self.next_rows, self.unit
+    def _next_wish(self, rows: int) -> Wish:
+        unit = self.unit
         if unit is not None:  # of the rows, those that have pages for their keys and values
             return Wish(min(rows, self._rows_with_pages // unit * unit), keeps=True, unit=unit)
         is_window = self._next_window < self.length
@@ -237,8 +244,8 @@ class Canvas:
         """
         work = self.begin()
         room = min(self.room, self._rows_with_pages)
-        self._forward = self._uncut
-        if self._forward is None or len(self._forward.window) > room:
+        self._forward = self._whole_forward(work.rows)
+        if len(self._forward.window) > room:
             self._forward = self._windows.next(work.rows, room)
         self._is_for_rule = self._forward.window.stop >= work.rows[1]
         return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), self._forward
@@ -285,7 +292,8 @@ class Canvas:
             num_unchanged = min(written.tolist(), default=self.length)
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self._windows.computed(self._forward, num_final)
-        self._forward = self._uncut = self._wish = self._seen = None
+            self._uncut = None
+        self._forward = self._seen = None
         self._is_for_rule = True
         self._newest = []
         start, end = self._num_final, min(num_settled - self.prompt_length, self._canvas.size)
