@@ -68,6 +68,21 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     assert calls.names == ["numpy"]
 
 
+def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None:
+    _, (keys,) = store_with(24)
+    made, seen = canvas(SDAR, algorithm="semi_ar", steps_per_block=4, cache="exact"), []
+    made.assign(keys, 8)
+    for step in range(6):
+        if step == 5:  # its pages were taken away, and others hold less
+            made.assign(keys, 4)
+        rows = made.wish.rows
+        work, forward = made.next_forward()
+        seen.append((rows, forward.window))
+        found = np.full(work.eligible.size, 7), np.linspace(0.9, 0.5, work.eligible.size)
+        made.commit(Candidates(work.eligible, *found))
+    assert seen == [*[(4, range(8, 12))] * 4, (8, range(8, 16)), (12, range(4, 16))]
+
+
 def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> None:
     """The next step, for which `early_stop` fills the canvas, is launched before the report."""
     asked = {"algorithm": "local_leap", "early_stop": True, "stream_canvas": True}

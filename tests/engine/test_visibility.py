@@ -57,6 +57,9 @@ def test_the_first_keys_are_seen_as_far_as_a_query_may_see(
     for query in window:
         wanted = [key for key in range(num_keys) if sees(visibility, query, key)]
         assert list(range(visibility.num_seen(query, num_keys))) == wanted
+    counts = {visibility.num_seen(query, num_keys) for query in window}
+    alike = (counts.pop(), 0) if len(counts) == 1 else (num_keys, visibility.block_length)
+    assert visibility.seen_by(window, num_keys) == alike
 
 
 def test_keys_are_final_when_no_token_that_they_depend_on_may_change() -> None:
