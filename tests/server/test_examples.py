@@ -19,6 +19,7 @@ import pytest
 
 from tests.server.client import ANSWER, QUESTION
 from tests.server.process import MODEL_NAME, ROOT, environment
+from tests.server.warm import WarmProcess
 from vllm.diffusion import fields
 
 if TYPE_CHECKING:
@@ -66,10 +67,25 @@ def test_chat_with_a_server(client: Client, server: ServerProcess, option: str) 
     assert found == f"{ANSWER}\n"
 
 
-def test_chat_with_an_engine_of_its_own(model_dir: Path) -> None:
+# Runs a program with what is typed, in a process that has imported vllm.
+TYPED = """
+import io, runpy, sys
+questions, sys.argv = sys.argv[1], sys.argv[2:]
+sys.stdin, sys.stdout = io.StringIO(questions), open("said", "w")
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.close()
+"""
+
+
+def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None:
     """The second question goes with the first and its answer, which the model has not learnt."""
-    arguments = ["--model", str(model_dir), "--local-leap", "--plain"]
-    found = run(sys.executable, CHAT, *arguments, questions=f"{QUESTION}\nAnd of Japan?\n")
+    script, log = tmp_path / "typed.py", tmp_path / "log"
+    script.write_text(TYPED)
+    questions = f"{QUESTION}\nAnd of Japan?\n"
+    arguments = [str(CHAT), "--model", str(model_dir), "--local-leap", "--plain"]
+    process = WarmProcess([str(script), questions, *arguments], log, environment())
+    assert process.wait(TIMEOUT_S) == 0, log.read_text()
+    found = (tmp_path / "said").read_text()
     assert found.splitlines()[0] == ANSWER
     assert found.count("\n") >= 2
 
