@@ -110,9 +110,12 @@ def _is_within(column, first, COLUMNS: tl.constexpr):
 
 _NUMBERS = ["num_rows", "forbidden", "excluded", "has_forbidden_rows", "has_excluded_rows"]
 _NUMBERS += ["c0", "c1", "c2", "c3"]
+# Slices of one buffer, which lie on whole 16 bytes with some row counts and not with others; they
+# are read and written number by number.
+_SLICES = ["rows", "maximum", "column", "sum_exp", "forbidden_rows", "excluded_rows"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SLICES)
 def top_tiles_kernel(
     x,  # [T, D]
     rows,  # [R] int64, or None when not GATHERED
@@ -197,7 +200,13 @@ def top_tiles_kernel(
     tl.store(sum_exp + at, sums, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["excluded", "has_excluded_rows", "c0", "c1", "c2", "c3"])
+@triton.jit(
+    do_not_specialize=["excluded", "has_excluded_rows", "c0", "c1", "c2", "c3"],
+    do_not_specialize_on_alignment=[
+        *("tile_maximum", "tile_column", "tile_sum_exp", "maximum", "column", "sum_exp"),
+        *("probability", "excluded_rows"),
+    ],
+)
 def merge_tiles_kernel(
     tile_maximum,  # [R, tiles] fp32
     tile_column,  # [R, tiles] int32

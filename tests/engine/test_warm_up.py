@@ -6,11 +6,14 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tests.engine.harness import BLOCKS, as_request, clear_case, running
 from tests.engine.test_graphs import MODEL
 from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.graphs import ROW_BUCKETS
 from vllm.diffusion.engine.warm_up import warm_up
+from vllm.diffusion.models.ahead import kernel_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,3 +74,9 @@ def test_blocks_in_pages_are_warm_as_well(
             assert rows == set(ROW_BUCKETS)
         assert {len(b.sequences) for b in batches} == {1, 2}
         assert engine.is_idle()
+        # What is called beside that, for Triton: the head and the experts; attention on a GPU.
+        with torch.inference_mode():
+            results = [call() for call in kernel_calls(engine.runner.model, torch.device("cpu"))]
+        heads = [result for result in results if result is not None]
+        assert [len(logits) for logits in heads] == [16, 32, 64, 128]
+        assert len(results) == 8

@@ -169,7 +169,7 @@ class DiffusionModelRunner:
             if self.canvases.get(canvas.req_id) is canvas
         }
         self._usage = step.memory.usage(self._idle_usage())
-        self._log.step(step.started, step.batch, self._usage)
+        self._log.step(step.started, step.batch, self._usage, step.memory.plan)
         return outcomes
 
     def launch_slice(self, asked: Slice) -> Step | None:

@@ -55,7 +55,7 @@ class StepLog:
                 readable(caches.reserved_bytes),
             )
 
-    def step(self, started: float, batch: StepBatch, usage: StepUsage) -> None:
+    def step(self, started: float, batch: StepBatch, usage: StepUsage, plan: Plan) -> None:
         """A step that is over and began at `started`, of time.perf_counter()."""
         if not self._is_on:
             return
@@ -63,11 +63,13 @@ class StepLog:
         elapsed_ms = 1000 * (self._last_end - begun)
         at_info = self._tells_every_step or elapsed_ms >= SLOW_STEP_MS
         (logger.info if at_info else logger.debug)(
-            "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d",
+            "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d, "
+            "predicted = %.3f ms",
             elapsed_ms,
             len(batch.canvases),
             batch.num_rows,
             batch.num_sampled,
+            1000 * plan.predicted_seconds,
         )
         if not logger.isEnabledFor(logging.DEBUG):
             return

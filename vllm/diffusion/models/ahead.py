@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's kernels are compiled side by side before the steps that would compile one after another.
+
+Triton compiles a kernel when it is first called, a second or two each where its cache on disk
+(`TRITON_CACHE_DIR`) has none. Its compiler lets other threads run, so a thread calls each.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.layers.split_attention import split_attention
+from vllm.diffusion.pages import PAGE_SIZE
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from vllm.diffusion.models.base import DiffusionModel
+
+logger = init_logger(__name__)
+
+# Of each of them a kernel has another tile.
+_HEAD_ROWS = (16, 32, 64, 128)
+_EXPERT_ROWS = (16, 64, 256, 1024)
+_ATTENDED_KEYS = (64, 4096)  # at most: of few a sequence is not split
+
+
+def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
+    """Call what steps of few rows call, so that Triton has compiled it.
+
+    What fails is left to the step that needs it, whose error is told.
+
+    Args:
+        model: loaded, on a GPU.
+        device: that GPU.
+    """
+    calls = list(kernel_calls(model, device))
+    if not calls:
+        return
+    # Triton builds its way to the driver with its first use: once, not in every thread.
+    _ = importlib.import_module("triton").runtime.driver.active.utils
+    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as threads:
+        for done in [threads.submit(_run, call, device) for call in calls]:
+            if (error := done.exception()) is not None:
+                logger.debug("a kernel was not compiled ahead", exc_info=error)
+    torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def _run(call: Callable[[], object], device: torch.device) -> None:
+    with torch.cuda.device(device):  # threads begin with the first one
+        call()
+
+
+def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Calls on zeros, each of which needs other kernels of Triton's than the rest."""
+    if model.reads_pages(device):
+        for is_paged in (False, True):
+            for max_keys in _ATTENDED_KEYS:
+                yield functools.partial(_attend, model, device, max_keys, is_paged=is_paged)
+    zeros = functools.partial(torch.zeros, dtype=model.dtype, device=device)
+    for rows in _HEAD_ROWS:
+        x = zeros(rows, model.hidden_size)
+        yield functools.partial(model.compute_logits, x)
+        if model.head_matrix is not None and ops.samples_in_head(x, model.head_matrix):
+            yield functools.partial(ops.most_likely_in_head, x, model.head_matrix, ops.Rows())
+    layers = model.architecture.expert_layers
+    if (
+        layers and ops.tensor_parallel().num_ranks == 1
+    ):  # else it is summed over ranks, in one order
+        layer = model.layers[max(layers)]
+        for rows in _EXPERT_ROWS:
+            yield functools.partial(layer.feed_forward, zeros(rows, model.hidden_size))
+
+
+def _attend(
+    model: DiffusionModel, device: torch.device, max_keys: int, *, is_paged: bool
+) -> Tensor:
+    """Attention of one sequence of a page, whose keys are split where it may have many."""
+    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    rows = torch.zeros(PAGE_SIZE, sum(heads), model.head_dim, dtype=model.dtype, device=device)
+
+    def numbers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    has_blocks = model.family.is_block_causal
+    q, k, v = rows.split(heads, dim=1)
+    return split_attention(
+        *(q, k, v),
+        *(numbers(0, PAGE_SIZE), numbers(0), numbers(PAGE_SIZE)),
+        max_queries=PAGE_SIZE,
+        max_keys=max_keys,
+        block_lengths=numbers(PAGE_SIZE) if has_blocks else None,
+        firsts=numbers(0) if has_blocks else None,
+        page_rows=numbers(0) if is_paged else None,
+        page_size=PAGE_SIZE if is_paged else 0,
+    )
