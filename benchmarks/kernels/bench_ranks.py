@@ -5,8 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/kernels/bench_ranks.py [--json ranks.json]
 
 Rows [M, 4096] of bf16: microseconds of x += sum, by our kernel for several numbers of blocks, and
-by NCCL's and PyTorch's symmetric-memory sums with an addition behind; and of x += sum with the norm
-of x, in one kernel and in two. Every graph holds 64 of them.
+by NCCL's and PyTorch's symmetric-memory sums with an addition behind. Every graph holds 64 of them.
 What our kernel adds is compared with NCCL's sum first.
 """
 
@@ -32,8 +31,6 @@ WIDTH = 4096
 ROWS = (32, 64, 128, 256, 512, 1024, 4096, 8192)
 BLOCKS = (16, 32, 64, 128, 132, 264)
 IN_GRAPH, ROUNDS = 64, 12
-NORMED_ROWS = 1024  # up to which the norm with the sum is timed
-EPS = 1e-5
 
 
 class Memory:
@@ -95,17 +92,9 @@ def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     group = distributed.group.WORLD.group_name
     part, plain = memory.part(len(x)), torch.randn_like(x)
 
-    normed, weight = torch.empty_like(x), torch.ones_like(x[0])
-
-    def ours(blocks: int, *, is_normed: bool = False) -> None:
+    def ours(blocks: int) -> None:
         for meeting in memory.meetings:
             fused_ops.sum_ranks(meeting, x, x, most_blocks=blocks)
-            if is_normed:
-                fused_ops.rms_norm(x, weight, EPS, normed)
-
-    def with_norm(blocks: int) -> None:
-        for meeting in memory.meetings:
-            fused_ops.sum_norm_ranks(meeting, x, weight, EPS, normed, most_blocks=blocks)
 
     def nccl() -> None:
         for _ in range(2):
@@ -123,11 +112,7 @@ def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
 
     found: dict[str, Callable[[], object]] = {"nccl": nccl}
     found |= {"one shot": one_shot, "two shots": two_shot}
-    found |= {f"ours, {n} blocks": lambda n=n: ours(n) for n in BLOCKS}
-    if len(x) > NORMED_ROWS:
-        return found
-    found["ours, then norm"] = lambda: ours(64, is_normed=True)
-    return found | {f"ours with norm, {n} blocks": lambda n=n: with_norm(n) for n in BLOCKS[2:]}
+    return found | {f"ours, {n} blocks": lambda n=n: ours(n) for n in BLOCKS}
 
 
 def check(memory: Memory, x: torch.Tensor) -> None:

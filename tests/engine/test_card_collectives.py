@@ -18,7 +18,6 @@ from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.engine.agreement import Agreement
 from vllm.diffusion.errors import RankError
 from vllm.diffusion.ops.collectives import CardCollectives
-from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,34 +60,6 @@ def check_sums(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
             assert torch.equal(static, wanted)
 
 
-def check_norms(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
-    """A norm that is expected comes with a sum in one part, with the bits of both apart."""
-    scratch, eps = FreshBuffers(torch.device("cuda")), 1e-5
-    for rows, width in ((1, 264), (7, 264), (30, 520), (3, 4096), (300, 264)):
-        part, x = (numbers(rows, width, rank=other, dtype=dtype) for other in (rank, 9))
-        weight = numbers(width, rank=8, dtype=dtype)
-
-        def write(some: slice, out: Tensor, part: Tensor = part) -> None:
-            out.copy_(part[some])
-
-        wanted, found = x.clone(), x.clone()
-        ranks.add_sum(wanted, write, scratch)
-        assert ranks.expected_norm(wanted, weight) is None
-        for _ in range(2):
-            found.copy_(x)
-            ranks.expect_norm(found, weight, eps)
-            ranks.add_sum(found, write, scratch)
-            normed = ranks.expected_norm(found, weight)
-            assert torch.equal(found, wanted)
-            assert ranks.expected_norm(found[:0], weight) is None
-            assert ranks.expected_norm(found, weight.clone()) is None
-            assert (normed is None) == (x.nbytes > BUFFER_BYTES)
-            if normed is not None:
-                assert torch.equal(normed, fused_ops.rms_norm(found, weight, eps, None))
-        ranks.sum(torch.ones(8, device="cuda"))
-        assert ranks.expected_norm(found, weight) is None
-
-
 def check_failure(ranks: CardCollectives, board: Board, rank: int) -> None:
     """The second rank leaves the first one waiting in kernels; then both go on."""
     agreement = Agreement(ranks, board=board)
@@ -119,7 +90,6 @@ def run_rank() -> None:
     ranks = CardCollectives(group, board, device, BUFFER_BYTES)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check_sums(ranks, rank, dtype)
-        check_norms(ranks, rank, dtype)
     large = numbers(300, 264, rank=rank, dtype=torch.float32)  # by the process group
     assert torch.equal(ranks.gather(large)[rank], large)
     few = torch.full((3,), float(rank + 1), device=device)  # no whole vector

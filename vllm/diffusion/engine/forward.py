@@ -179,7 +179,6 @@ def run_body(
     feeding = list(chunks(num_rows, plan.feed_forward_rows))
     seconds = plan.chunk_seconds
     *before_last, last = model.layers
-    is_whole = plan.is_whole(num_rows)  # then what a stage sums is what the next one begins with
 
     def tables(rows: slice) -> Rotary:
         if rotary is not None:
@@ -199,16 +198,12 @@ def run_body(
     for index, layer in enumerate(before_last):
         yield from keys_values(index, product)
         q, k, v = layer.attention.split(product)
-        if is_whole:
-            layer.mlp_stage.expect_norm(x)
         for rows, groups in attending:
             yield seconds.attend
             with scratch.scope("attend"):
                 sources = sources_of(groups, k, v, index, caches)
                 queries = None if q is None else q[rows]
                 layer.attend(x[rows], tables(rows), sources, queries, scratch)
-        if is_whole:
-            model.layers[index + 1].attention.expect_norm(x)
         for rows in feeding:
             yield seconds.feed_forward
             layer.feed_forward(x[rows], scratch)
@@ -240,7 +235,6 @@ def run_last_layer(
             else:
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(attending, body.k, body.v, index, caches)
-            layer.mlp_stage.expect_norm(x)
             layer.attend(x, rotary, sources, None, scratch)
             layer.feed_forward(x, scratch)
             yield x

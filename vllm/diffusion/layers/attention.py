@@ -55,11 +55,6 @@ class SelfAttention:
         can_slice = self.qkv_proj.can_slice and self.out_proj.can_slice
         return can_slice and not isinstance(self.k_norm, AllHeadsRMSNorm)
 
-    def expect_norm(self, x: Tensor) -> None:
-        """`keys_values` of x [R, D] is the next stage; called before ranks sum x."""
-        if not self.qkv_proj.quantises:
-            self.norm.expect(x)
-
     def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers) -> None:
         """Write this layer's projections of the rows of a chunk, queries and keys rotated.
 

@@ -24,11 +24,6 @@ class GatedMLP:
     down_proj: ops.Projection
     width: int
 
-    def expect_norm(self, x: Tensor) -> None:
-        """`feed_forward` of x [R, D] is the next stage; called before ranks sum x."""
-        if not self.gate_up_proj.quantises:
-            self.norm.expect(x)
-
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x += Wdown (silu(Wgate h) * Wup h), h = norm(x); x [R, D], in place."""
         if x.shape[0] == 0:

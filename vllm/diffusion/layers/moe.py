@@ -36,10 +36,6 @@ class ExpertsMLP:
     scoring: ops.Scoring = ops.SOFTMAX
     shared: GatedMLP | None = None
 
-    def expect_norm(self, x: Tensor) -> None:
-        """`feed_forward` of x [R, D] is the next stage; called before ranks sum x."""
-        self.norm.expect(x)
-
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x += shared(h) + sum over the chosen experts of weight * expert(h), h = norm(x).
 

@@ -32,18 +32,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
-    def expect(self, x: Tensor) -> None:
-        """To be called before ranks sum x [R, width], if its norm is the next thing wanted."""
-        ops.expect_norm(x, self.weight, self.eps)
-
     def forward(self, x: Tensor, out: Any = None) -> Any:
-        """Normalise x [..., width], into `out` where it is given; returns the result.
-
-        Where it was expected and has come with a sum, it lies elsewhere until the next sum.
-        """
-        normed = None if isinstance(out, ops.QuantisedRows) else ops.expected_norm(x, self.weight)
-        if normed is not None:
-            return normed
+        """Normalise x [..., width], into `out` where it is given; returns the result."""
         return ops.rms_norm(x, self.weight, self.eps, out=out)
 
 

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 class FeedForward(Protocol):
     """The feed-forward stage of a layer."""
 
-    def expect_norm(self, x: Tensor) -> None:
-        """`feed_forward` of x [R, D] is the next stage; called before ranks sum x."""
-
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x [R, D] += feed-forward of its norm, in place."""
 

@@ -2,14 +2,7 @@
 """The only way to the native rooms, and the products with upstream's matrices."""
 
 from flash_sample import Rows, Sampled, Score
-from vllm.diffusion.ops.collectives import (
-    Collectives,
-    align_ranks,
-    expect_norm,
-    expected_norm,
-    join_ranks,
-    tensor_parallel,
-)
+from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
     ExpertWeights,
@@ -94,8 +87,6 @@ __all__ = [
     "apply_rotary",
     "candidates",
     "empty_packed",
-    "expect_norm",
-    "expected_norm",
     "gather_columns",
     "join_ranks",
     "kind_of",

@@ -11,7 +11,7 @@ their board, stop waiting, and all begin anew with the next step (`engine/agreem
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
@@ -58,13 +58,6 @@ class Collectives:
         write(slice(0, len(x)), part)
         x.add_(self.sum(part))
 
-    def expect_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        """As the function of that name; where the norm is no faster so, nothing."""
-
-    def expected_norm(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """As the function of that name."""
-        return None
-
     def sum(self, x: Tensor) -> Tensor:
         """x = the sum over the ranks of x, contiguous, in place; returns it."""
         self._wait(distributed.all_reduce(x, group=self._group, async_op=True))
@@ -105,18 +98,6 @@ class Collectives:
             self._board.wait(work)
         else:
             work.wait()
-
-
-class _Norm(NamedTuple):
-    """A norm of rows that are summed; `address` is theirs."""
-
-    address: int
-    weight: Tensor
-    eps: float
-    out: Tensor
-
-    def is_of(self, x: Tensor) -> bool:
-        return x.data_ptr() == self.address and x.shape == self.out.shape
 
 
 class CardCollectives(Collectives):
@@ -163,9 +144,6 @@ class CardCollectives(Collectives):
             for turn in range(2)
         ]
         self._turn = 0
-        self._expected: _Norm | None = None
-        self._normed: _Norm | None = None
-        self._normed_memory = torch.empty(dispatch.NORMED_BYTES, dtype=torch.uint8, device=device)
         self._nothing = torch.zeros(self.num_ranks, _ALIGNMENT, dtype=torch.uint8, device=device)
         self.begin_anew()
 
@@ -174,16 +152,6 @@ class CardCollectives(Collectives):
             some = x[rows]
             write(rows, self._part(some))
             self._sum(some, some)
-
-    def expect_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        if x.nbytes <= dispatch.NORMED_BYTES and fused_ops.norms_sums(x.shape[1], x.dtype):
-            out = self._normed_memory[: x.nbytes].view(x.dtype).view(x.shape)
-            self._expected = _Norm(x.data_ptr(), weight, eps, out)
-
-    def expected_norm(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        found = self._normed
-        is_it = found is not None and found.is_of(x) and found.weight is weight
-        return found.out if found is not None and is_it else None
 
     def sum(self, x: Tensor) -> Tensor:
         if x.nbytes > self._buffer_bytes:
@@ -218,7 +186,6 @@ class CardCollectives(Collectives):
     def begin_anew(self) -> None:
         torch.cuda.synchronize(self._device)
         self._all.exchange(0)  # nobody computes
-        self._expected = self._normed = None
         self._memory[2 * self._buffer_bytes :].zero_()
         self._calls.zero_()
         self._turn = 0
@@ -241,17 +208,8 @@ class CardCollectives(Collectives):
         return self._memory[start : start + num_bytes]
 
     def _sum(self, out: Tensor, residual: Tensor | None) -> None:
-        """The sum of what this rank and the others have written, with the norm that is expected."""
-        meeting, norm = self._meetings[self._turn], self._expected
-        self._normed = self._expected = None
-        if norm is not None and norm.is_of(out) and residual is out:
-            blocks = dispatch.NORMED_BLOCKS
-            fused_ops.sum_norm_ranks(
-                meeting, out, norm.weight, norm.eps, norm.out, most_blocks=blocks
-            )
-            self._normed = norm
-        else:
-            fused_ops.sum_ranks(meeting, out, residual, most_blocks=dispatch.RANKS_BLOCKS)
+        meeting = self._meetings[self._turn]
+        fused_ops.sum_ranks(meeting, out, residual, most_blocks=dispatch.RANKS_BLOCKS)
         self._turn = 1 - self._turn
 
     def _gather(self, out: Tensor) -> None:
@@ -275,17 +233,6 @@ def align_ranks() -> None:
     """To be called before and after what a CUDA graph captures, and before its replay."""
     if _current is not None:
         _current.align()
-
-
-def expect_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    """The next sum, if it is an `add_sum` of x [R, D], may come with `rms_norm` of it."""
-    if _current is not None:
-        _current.expect_norm(x, weight, eps)
-
-
-def expected_norm(x: Tensor, weight: Tensor) -> Tensor | None:
-    """The norm of x, if it has come with the last sum; it is good until the next one."""
-    return None if _current is None else _current.expected_norm(x, weight)
 
 
 def join_ranks(device: torch.device, buffer_bytes: int, board: Board | None) -> None:

@@ -56,8 +56,6 @@ _TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and
 
 # Of sums over ranks: as fast as more, and the rest of the card is free for other kernels.
 RANKS_BLOCKS = 64
-# Of sums with a norm behind, whose blocks have a row at a time; more bytes are normed apart.
-NORMED_BLOCKS, NORMED_BYTES = 128, 2 << 20
 
 # The compiled router, by the number of experts: elsewhere, and of 256 experts everywhere, Triton's
 # is as fast or faster.

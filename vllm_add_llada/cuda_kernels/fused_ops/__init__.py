@@ -30,16 +30,7 @@ from ._quantise import (
     rms_norm_quantised,
     silu_mul_quantised,
 )
-from ._ranks import (
-    Meeting,
-    call_counts,
-    flag_bytes,
-    gather_ranks,
-    has_sum_ranks,
-    norms_sums,
-    sum_norm_ranks,
-    sum_ranks,
-)
+from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_ranks, sum_ranks
 
 __all__ = [
     "FP8",
@@ -65,7 +56,6 @@ __all__ = [
     "is_built",
     "look_up_table",
     "norm_rotary",
-    "norms_sums",
     "pack",
     "quantise_rows",
     "rescale",
@@ -76,7 +66,6 @@ __all__ = [
     "silu_mul",
     "silu_mul_quantised",
     "store_keys_values",
-    "sum_norm_ranks",
     "sum_ranks",
     "unpack",
     "weighted_gemm",

@@ -252,24 +252,6 @@ def sum_ranks(
     device: int,
     stream: int,
 ) -> None: ...
-def sum_norm_ranks(
-    *,
-    parts: Sequence[int],
-    flags: Sequence[int],
-    calls: int,
-    is_over: int,
-    rank: int,
-    num_blocks: int,
-    weight: int,
-    out: int,
-    normed: int,
-    dtype: int,
-    num_rows: int,
-    num_columns: int,
-    eps: float,
-    device: int,
-    stream: int,
-) -> None: ...
 def gather_ranks(
     *,
     parts: Sequence[int],

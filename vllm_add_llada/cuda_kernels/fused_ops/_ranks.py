@@ -10,7 +10,6 @@ from ._support import check_like, dtype_of, has_kernel, launch, native
 
 _VECTOR_BYTES = 16
 _THREADS = 512  # of a block, each with a vector at a time
-_BLOCK_BYTES = _THREADS * _VECTOR_BYTES
 
 
 class Meeting(NamedTuple):
@@ -76,55 +75,11 @@ def sum_ranks(
     launch(
         native.sum_ranks,
         out,
-        **_meeting(meeting, -(-num_bytes // _BLOCK_BYTES), most_blocks),
+        **_meeting(meeting, num_bytes, most_blocks),
         residual=0 if residual is None else residual.data_ptr(),
         out=out.data_ptr(),
         dtype=dtype_of(out),
         count=out.numel(),
-    )
-
-
-def norms_sums(num_columns: int, dtype: torch.dtype) -> bool:
-    """Whether `sum_norm_ranks` takes rows of this width: from 33 to 1,024 vectors of 16 bytes."""
-    num_vectors, rest = divmod(num_columns * dtype.itemsize, _VECTOR_BYTES)
-    return rest == 0 and 32 < num_vectors <= 2 * _THREADS
-
-
-def sum_norm_ranks(
-    meeting: Meeting, out: Tensor, weight: Tensor, eps: float, normed: Tensor, *, most_blocks: int
-) -> None:
-    """out += the parts of all ranks, as `sum_ranks`, and normed = `rms_norm` of it.
-
-    Args:
-        meeting: with a part of out's shape and dtype at every rank.
-        out: [R, D] of a width that `norms_sums`; bf16, fp16 or fp32, contiguous, written.
-        weight: [D] like out.
-        eps: added to the mean square.
-        normed: like out, written.
-        most_blocks: of the launch, each of which has a row at a time.
-
-    Raises:
-        ValueError: a shape, dtype or stride is not as above.
-    """
-    name = "sum_norm_ranks"
-    check_like(name, "normed", normed, out, out.shape)
-    check_like(name, "weight", weight, out, out.shape[1:])
-    tensors = (out, normed, weight)
-    is_whole = all(x.is_contiguous() and x.data_ptr() % _VECTOR_BYTES == 0 for x in tensors)
-    if not has_kernel(out) or not is_whole or not norms_sums(out.shape[1], out.dtype):
-        raise ValueError(f"{name}: rows must be 33 to 1,024 vectors of 16 bytes on a GPU")
-    assert native is not None
-    launch(
-        native.sum_norm_ranks,
-        out,
-        **_meeting(meeting, len(out), most_blocks),
-        weight=weight.data_ptr(),
-        out=out.data_ptr(),
-        normed=normed.data_ptr(),
-        dtype=dtype_of(out),
-        num_rows=len(out),
-        num_columns=out.shape[1],
-        eps=eps,
     )
 
 
@@ -147,13 +102,14 @@ def gather_ranks(meeting: Meeting, out: Tensor, *, most_blocks: int) -> None:
     launch(
         native.gather_ranks,
         out,
-        **_meeting(meeting, -(-part_bytes * len(out) // _BLOCK_BYTES), most_blocks),
+        **_meeting(meeting, part_bytes * len(out), most_blocks),
         out=out.data_ptr(),
         count=part_bytes // _VECTOR_BYTES,
     )
 
 
-def _meeting(meeting: Meeting, blocks: int, most_blocks: int) -> dict[str, object]:
+def _meeting(meeting: Meeting, num_bytes: int, most_blocks: int) -> dict[str, object]:
+    blocks = -(-num_bytes // (_THREADS * _VECTOR_BYTES))
     return {
         "parts": meeting.parts,
         "flags": meeting.flags,

@@ -306,21 +306,6 @@ void sum_ranks(const std::vector<uintptr_t>& parts, const std::vector<uintptr_t>
   launch("sum_ranks", &launch_sum_ranks, params, device, stream);
 }
 
-void sum_norm_ranks(const std::vector<uintptr_t>& parts, const std::vector<uintptr_t>& flags,
-                    uintptr_t calls, uintptr_t is_over, int rank, int num_blocks, uintptr_t weight,
-                    uintptr_t out, uintptr_t normed, int dtype, int64_t num_rows, int num_columns,
-                    double eps, int device, uintptr_t stream) {
-  const SumNormRanksParams params{to_meeting(parts, flags, calls, is_over, rank, num_blocks),
-                                  reinterpret_cast<void*>(weight),
-                                  reinterpret_cast<void*>(out),
-                                  reinterpret_cast<void*>(normed),
-                                  to_data_type(dtype),
-                                  num_rows,
-                                  num_columns,
-                                  static_cast<float>(eps)};
-  launch("sum_norm_ranks", &launch_sum_norm_ranks, params, device, stream);
-}
-
 void gather_ranks(const std::vector<uintptr_t>& parts, const std::vector<uintptr_t>& flags,
                   uintptr_t calls, uintptr_t is_over, int rank, int num_blocks, uintptr_t out,
                   int64_t count, int device, uintptr_t stream) {
@@ -403,10 +388,6 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("sum_ranks", &fused_ops::sum_ranks, py::kw_only(), arg("parts"), arg("flags"),
              arg("calls"), arg("is_over"), arg("rank"), arg("num_blocks"), arg("residual"),
              arg("out"), arg("dtype"), arg("count"), arg("device"), arg("stream"), release);
-  module.def("sum_norm_ranks", &fused_ops::sum_norm_ranks, py::kw_only(), arg("parts"),
-             arg("flags"), arg("calls"), arg("is_over"), arg("rank"), arg("num_blocks"),
-             arg("weight"), arg("out"), arg("normed"), arg("dtype"), arg("num_rows"),
-             arg("num_columns"), arg("eps"), arg("device"), arg("stream"), release);
   module.def("gather_ranks", &fused_ops::gather_ranks, py::kw_only(), arg("parts"), arg("flags"),
              arg("calls"), arg("is_over"), arg("rank"), arg("num_blocks"), arg("out"), arg("count"),
              arg("device"), arg("stream"), release);

@@ -37,18 +37,6 @@ struct SumRanksParams {
   int64_t count;  // elements of a part
 };
 
-// A sum with the residual, and its root-mean-square norm, rounded where `RmsNormParams` says.
-struct SumNormRanksParams {
-  Meeting meeting;
-  const void* weight;  // [num_columns], on 16 bytes
-  void* out;           // the residual is added, and the sum written
-  void* normed;
-  DataType dtype;
-  int64_t num_rows;  // contiguous
-  int num_columns;
-  float eps;
-};
-
 struct GatherRanksParams {
   Meeting meeting;
   void* out;      // [num_ranks, count] vectors of 16 bytes
@@ -56,8 +44,6 @@ struct GatherRanksParams {
 };
 
 cudaError_t launch_sum_ranks(const SumRanksParams& params, cudaStream_t stream);
-// Refuses rows of at most 32 vectors of 16 bytes, or of more than 1024.
-cudaError_t launch_sum_norm_ranks(const SumNormRanksParams& params, cudaStream_t stream);
 cudaError_t launch_gather_ranks(const GatherRanksParams& params, cudaStream_t stream);
 
 }  // namespace fused_ops

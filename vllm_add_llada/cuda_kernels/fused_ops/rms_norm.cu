@@ -10,13 +10,32 @@
 #include <algorithm>
 
 #include "launch.cuh"
-#include "row_sum.cuh"
 #include "rows.cuh"
 
 namespace fused_ops {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+constexpr unsigned kFullMask = 0xffffffffu;
+
+// Sum over the threads of a row: blockDim.x of them, which are a power of two within a warp, or
+// whole warps that make up the block.
+__device__ float row_sum(float value) {
+  for (int distance = min(blockDim.x, 32) / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullMask, value, distance);
+  }
+  if (blockDim.x <= 32) return value;
+  __shared__ float warp_sums[32];
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = lane < blockDim.x / 32 ? warp_sums[lane] : 0.0f;
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullMask, value, distance);
+  }
+  return value;
+}
+
 // blockDim.y rows a block; a thread has up to kVectors vectors of its row.
 template <typename T, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -88,6 +107,14 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int index = threadIdx.x; index < num_vectors; index += blockDim.x) {
     out[index] = product_of(scaled(x[index], scale), weight[index]);
   }
+}
+
+// Threads of a row that has `num_parts` parts to spread: a power of two, or whole warps.
+int threads_per_row(int num_parts) {
+  if (num_parts > 32) return (num_parts + 31) / 32 * 32;
+  int threads = 1;
+  while (threads < num_parts) threads *= 2;
+  return threads;
 }
 
 template <typename T, int kWidth, int kVectors>
