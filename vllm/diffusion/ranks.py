@@ -9,8 +9,6 @@ tensor-parallel group and number r // TP in its sequence-parallel group.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,25 +87,19 @@ class Alone:
 
 
 ALONE = Alone()
-_LOOK_S = 0.02  # between two looks of a thread at the board
 
 
 class Group:
     """Ranks in processes of their own, by torch's collectives.
 
-    A rank that fails leaves the others waiting, on their hosts or, with NCCL, on their cards, whose
-    queue may hold up the host besides. Once they listen to a board, hosts look at it while they
-    wait, and a thread of each ends what its card waits for (`engine/agreement.py`).
+    Once they listen to a board, hosts look at it while they wait for others, and go on where one of
+    these has failed (`engine/agreement.py`). What cards wait for, with NCCL, nobody can end.
     """
 
     def __init__(self, group: GroupCoordinator) -> None:
         self._device, self._host = group.device_group, group.cpu_group
-        self._is_on_cards = dist.get_backend(self._device) == "nccl"
         self.rank, self.size = group.rank_in_group, group.world_size
         self._board: Board | None = None
-        self._cut = threading.Lock()
-        self._is_cut = False  # this rank's card waits for nobody until all begin anew
-        self._settled: torch.cuda.Event | None = None  # what all ranks have launched before
 
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -130,9 +122,8 @@ class Group:
         return int(found)
 
     def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """One that the host waits for does so no longer than all ranks are well."""
-        is_of_cards = self._is_on_cards and named["group"] is self._device
-        if self._board is None or is_of_cards:
+        """One that the host waits for no longer than all ranks are well, once they listen."""
+        if self._board is None:
             collective(*arguments, **named)
         else:
             self._board.wait(collective(*arguments, async_op=True, **named))
@@ -144,60 +135,24 @@ class Group:
 
     def listen(self, board: Board) -> None:
         """Hear on a board, of these ranks and maybe of others, when one of them fails."""
-        self._board = board
-        if self._is_on_cards:
-            self.settle()
-            device = torch.cuda.current_device()
-            threading.Thread(target=self._watch, args=(device,), name="ranks", daemon=True).start()
+        if dist.get_backend(self._device) == "gloo":
+            self._board = board
 
     @property
     def can_begin_anew(self) -> bool:
         return self._board is not None
 
     def settle(self) -> None:
-        if self._is_on_cards:
-            self._settled = self._settled or torch.cuda.Event()
-            self._settled.record()
+        """Nothing is left of calls that all ranks have made."""
 
     def stop_waiting(self) -> None:
-        if self._board is not None:
-            if self._is_on_cards:
-                torch.cuda.synchronize()  # what others wait for in earlier steps
-            self._board.is_over.fill_(1)
+        """Others look at the board."""
 
     def begin_anew(self) -> None:
-        assert self._board is not None
-        self._end_waiting()
-        if self._is_on_cards:
-            torch.cuda.synchronize()
-        self._board.exchange(0)  # nobody waits
-        if self._board.rank == 0:
-            self._board.is_over.fill_(0)
-        self._board.exchange(0)
-        ranks, backend = dist.get_process_group_ranks(self._host), dist.get_backend(self._device)
-        with self._cut:
-            self._host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self._device = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            self._is_cut = False
-        if self._is_on_cards:
-            _connect(self, torch.device("cuda", torch.cuda.current_device()))
-
-    def _end_waiting(self) -> None:
-        """End what this rank's card waits for, but for steps that all ranks have launched."""
-        with self._cut:
-            if self._is_on_cards and not self._is_cut:
-                self._is_cut = True
-                if self._settled is not None:
-                    self._settled.synchronize()
-                self._device.abort()
-
-    def _watch(self, device: int) -> None:
-        """Look after the card while the host may be held up by its queue."""
-        torch.cuda.set_device(device)
-        while self._board is not None:
-            time.sleep(_LOOK_S)
-            if int(self._board.is_over):
-                self._end_waiting()
+        ranks = dist.get_process_group_ranks(self._host)
+        self._host, self._device = (
+            dist.new_group(ranks, backend="gloo", use_local_synchronization=True) for _ in range(2)
+        )
 
 
 @dataclass(frozen=True)
