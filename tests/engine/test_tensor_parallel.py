@@ -148,7 +148,7 @@ def test_two_gpus_equal_the_reference(tmp_path: Path) -> None:
         assert_decoded(engine.ask(*asks), wanted)
 
 
-# Read in one forward of 64 rows, which is a graph; wide enough for norms that come with the sums.
+# Read in one forward of 64 rows, which is a graph.
 READ = list(range(0, 64, 5))
 SCORED = Ask(
     random_prompt(64, 9),

@@ -93,7 +93,7 @@ class Group:
     """Ranks in processes of their own, by torch's collectives.
 
     Once they listen to a board, hosts look at it while they wait for others, and go on where one of
-    these has failed (`engine/agreement.py`). What cards wait for, with NCCL, nobody can end.
+    these has failed (`engine/agreement.py`). That is for gloo.
     """
 
     def __init__(self, group: GroupCoordinator) -> None:
@@ -135,8 +135,7 @@ class Group:
 
     def listen(self, board: Board) -> None:
         """Hear on a board, of these ranks and maybe of others, when one of them fails."""
-        if dist.get_backend(self._device) == "gloo":
-            self._board = board
+        self._board = board
 
     @property
     def can_begin_anew(self) -> bool:

@@ -134,12 +134,13 @@ class DiffusionWorker(WorkerBase):
 
     def _join_ranks(self, model: DiffusionModel) -> Agreement:
         """Let tensor-parallel ranks sum; how all ranks of the engine agree on failures."""
-        tensor, sequence = self.ranks.tensor, self.ranks.sequence
-        board = self.ranks.every.join_board()
-        summing = board if sequence.size == 1 else tensor.join_board()
+        tensor, sequence, device = self.ranks.tensor, self.ranks.sequence, self._device()
+        # Nobody can end what a card waits for with NCCL, as those that divide rows do.
+        may_fail = sequence.size == 1 or device.type == "cpu"
+        board = self.ranks.every.join_board() if may_fail else None
         row_bytes = model.hidden_size * model.dtype.itemsize
-        hears = board if self._device().type == "cpu" else summing
-        ops.join_ranks(self._device(), _SUMMED_ROWS * row_bytes, hears)
+        summing = board if may_fail else tensor.join_board()
+        ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
         if not self.ranks.are_several:
             return Agreement()
         watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
