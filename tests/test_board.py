@@ -27,9 +27,6 @@ class Ranks:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def settle(self) -> None:
-        self.asked.append("settle")
-
     def stop_waiting(self) -> None:
         self.asked.append("stop")
 
@@ -91,9 +88,9 @@ def test_ranks_agree_on_what_failed(
             lambda: agreements[0].reach(errors[0]), lambda: agreements[1].reach(errors[1])
         )
         assert tuple(None if f is None else type(f) for f in found) == kinds
-    end = "anew" if any(errors) else "settle"
+    has_failed = any(errors)
     for rank, error in zip(ranks, errors, strict=True):
-        assert rank.asked == 3 * (["stop"] * (error is not None) + [end])
+        assert rank.asked == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
 
 
 def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[Board]) -> None:

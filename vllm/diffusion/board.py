@@ -37,7 +37,7 @@ def processes_here(group: distributed.ProcessGroup) -> list[int]:
 
 
 class Board:
-    """A number of every rank, again and again, and a flag that kernels and threads see.
+    """A number of every rank, again and again, and a flag that kernels see.
 
     All ranks call `exchange` equally often. One cannot be two calls ahead of another, so two places
     a rank suffice, used in turn.

@@ -141,9 +141,6 @@ class Group:
     def can_begin_anew(self) -> bool:
         return self._board is not None
 
-    def settle(self) -> None:
-        """Nothing is left of calls that all ranks have made."""
-
     def stop_waiting(self) -> None:
         """Others look at the board."""
 
@@ -184,7 +181,11 @@ class Ranks:
 
     def connect(self, device: torch.device) -> None:
         """Let those that divide rows open what connects them, before free memory is measured."""
-        _connect(self.sequence, device)
+        peers, ones = self.sequence, torch.ones(self.sequence.size, device=device)
+        counts = [1] * peers.size
+        peers.exchange(torch.empty_like(ones), ones, counts, counts)
+        peers.gather(ones)
+        peers.follow(ones)
 
     @property
     def are_several(self) -> bool:
@@ -199,14 +200,6 @@ class Ranks:
         size = -(-num_rows // self.sequence.size)
         starts = [min(rank * size, num_rows) for rank in range(self.sequence.size + 1)]
         return [slice(start, end) for start, end in itertools.pairwise(starts)]
-
-
-def _connect(peers: Peers, device: torch.device) -> None:
-    """Open what connects ranks, which takes memory of the device."""
-    ones, counts = torch.ones(peers.size, device=device), [1] * peers.size
-    peers.exchange(torch.empty_like(ones), ones, counts, counts)
-    peers.gather(ones)
-    peers.follow(ones)
 
 
 def _group(name: str, members: list[list[int]]) -> Group:

@@ -35,9 +35,6 @@ class Meets(Protocol):
     def can_begin_anew(self) -> bool:
         """Whether ranks can go on after one of them has left the others waiting."""
 
-    def settle(self) -> None:
-        """All ranks have come through what they did so far."""
-
     def stop_waiting(self) -> None:
         """This rank has failed and makes no more calls; others hear so while they wait."""
 
@@ -73,10 +70,10 @@ class Agreement:
             for meet in self._meets:
                 meet.stop_waiting()
         worst = _worst(self._board, _code_of(error))
-        for meet in self._meets:
-            meet.settle() if worst == WELL else meet.begin_anew()
         if worst == WELL:
             return None
+        for meet in self._meets:
+            meet.begin_anew()
         if error is not None and _code_of(error) == worst:
             return error
         if worst == NO_MEMORY:

@@ -76,9 +76,6 @@ class Collectives:
     def align(self) -> None:
         """To be called before and after what a CUDA graph captures, and before its replay."""
 
-    def settle(self) -> None:
-        """All ranks have come through what they did so far."""
-
     @property
     def can_begin_anew(self) -> bool:
         """Whether ranks can go on after one of them has left the others waiting."""
