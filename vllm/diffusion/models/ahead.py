@@ -54,6 +54,7 @@ def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
             if (error := done.exception()) is not None:
                 logger.debug("a kernel was not compiled ahead", exc_info=error)
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # the activation pool counts on what these calls took
 
 
 @torch.inference_mode()
