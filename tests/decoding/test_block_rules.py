@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -161,8 +161,13 @@ def test_fast_dllm_v2(number: int) -> None:
 # ---- temperature, top_k, top_p -----------------------------------------------------------------
 
 
+@cache
+def uniform(seed: int, forward: int, position: int) -> torch.Tensor:
+    return uniform_matrix(seed, CATEGORICAL, forward, [position], V)[0]
+
+
 def uniform_of(seed: int) -> block_loops.Uniform:
-    return lambda forward, position: uniform_matrix(seed, CATEGORICAL, forward, [position], V)[0]
+    return partial(uniform, seed)
 
 
 FILTERS: list[dict[str, Any]] = [
