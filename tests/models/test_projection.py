@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -150,3 +151,24 @@ def test_a_gpu_takes_no_more_than_is_said(rows: int) -> None:
 class DeviceRecorder(Recorder):
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return super().take(name, shape, dtype).cuda()
+
+
+@pytest.mark.parametrize(("name", "is_dense"), [("mha", True), ("moe_one_expert", False)])
+def test_projections_are_told_what_follows_them(
+    name: str, is_dense: bool, case_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[ops.Projection, ops.Projection]] = []
+    monkeypatch.setattr(ops.Projection, "precedes", lambda *pair: told.append(pair))
+    model = case_model(name)
+    model.order_products()
+    attention = [layer.attention for layer in model.layers]
+    wanted = [(stage.qkv_proj, stage.out_proj) for stage in attention]
+    if is_dense:  # which experts are read is not known before
+        chain = [
+            p
+            for layer in model.layers
+            for p in (*layer.attention.products, *layer.mlp_stage.products)
+        ]
+        wanted = list(pairwise(chain))
+        assert len(wanted) == 4 * len(model.layers) - 1
+    assert told == wanted

@@ -155,7 +155,8 @@ ERROR = 8e-3  # norm of the error over that of the result: sums of the tensor co
 @pytest.mark.parametrize(("tiling", "num_columns", "depth"), SKINNY)
 @pytest.mark.parametrize("early", [False, True])
 def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, depth, early):
-    options = {"tiling": tiling, "early": early}
+    ahead = torch.empty(100_000, device="cuda") if early else None
+    options = {"tiling": tiling, "early": early, "ahead": ahead}
     case = product_case(generator, num_rows, num_columns, depth, "cuda", torch.bfloat16)
     x, (weight, scales, _), wanted = case
     bias = numbers(generator, num_columns, device="cuda", dtype=torch.bfloat16)

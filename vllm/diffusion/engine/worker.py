@@ -94,6 +94,7 @@ class DiffusionWorker(WorkerBase):
             model: DiffusionModel = get_model_loader(self.load_config).load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
+        model.order_products()
         self._agreement = self._join_ranks(model)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         logger.info(

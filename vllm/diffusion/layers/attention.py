@@ -55,6 +55,11 @@ class SelfAttention:
         can_slice = self.qkv_proj.can_slice and self.out_proj.can_slice
         return can_slice and not isinstance(self.k_norm, AllHeadsRMSNorm)
 
+    @property
+    def products(self) -> tuple[ops.Projection, ...]:
+        """In the order of their use."""
+        return self.qkv_proj, self.out_proj
+
     def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers) -> None:
         """Write this layer's projections of the rows of a chunk, queries and keys rotated.
 

@@ -24,6 +24,11 @@ class GatedMLP:
     down_proj: ops.Projection
     width: int
 
+    @property
+    def products(self) -> tuple[ops.Projection, ...]:
+        """In the order of their use."""
+        return self.gate_up_proj, self.down_proj
+
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x += Wdown (silu(Wgate h) * Wup h), h = norm(x); x [R, D], in place."""
         if x.shape[0] == 0:

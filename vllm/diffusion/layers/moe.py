@@ -36,6 +36,11 @@ class ExpertsMLP:
     scoring: ops.Scoring = ops.SOFTMAX
     shared: GatedMLP | None = None
 
+    @property
+    def products(self) -> tuple[ops.Projection, ...]:
+        """None: which experts are read is not known before."""
+        return ()
+
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x += shared(h) + sum over the chosen experts of weight * expert(h), h = norm(x).
 

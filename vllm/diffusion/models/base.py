@@ -241,6 +241,18 @@ class DiffusionModel(nn.Module, SupportsQuant):
         normed: Tensor = self.model.norm(x, out=out)
         return normed
 
+    def order_products(self) -> None:
+        """Tell projections whose weight is read after theirs, once all are loaded."""
+        before: ops.Projection | None = None
+        for layer in self.layers:
+            products = layer.mlp_stage.products
+            for product in (*layer.attention.products, *products):
+                if before is not None:
+                    before.precedes(product)
+                before = product
+            if not products:
+                before = None  # experts come between
+
     @functools.cached_property
     def head(self) -> ops.Projection:
         """The output head; not to be asked for before the weights are loaded."""

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 class FeedForward(Protocol):
     """The feed-forward stage of a layer."""
 
+    @property
+    def products(self) -> tuple[ops.Projection, ...]:
+        """Products of all rows, in the order of their use."""
+
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """x [R, D] += feed-forward of its norm, in place."""
 

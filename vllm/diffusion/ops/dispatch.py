@@ -46,6 +46,7 @@ _PACKED_ROWS = 256  # up to which 4-bit weights are multiplied as they are
 _PACKED_DEPTH = 256  # of a stage
 _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
+AHEAD_BYTES = 4 << 20  # of the next weight that few rows' products bring to the cache
 _LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
 _LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
 _STEP_DEPTH = 64

@@ -138,6 +138,10 @@ class Fp8Projection(Projection):
         self._uses_cublas = self._weight.is_cuda
         self._one = torch.ones((), device=self._weight.device)
 
+    @property
+    def stored(self) -> Tensor:
+        return self._weight
+
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         row_bytes = {"quantised rows": matrix.depth, "scales of rows": torch.float32.itemsize}
@@ -162,7 +166,16 @@ class Fp8Projection(Projection):
         bias = None if self._bias is None else self._bias[columns]
         tiling = self._tiling_of(weight, len(out))
         if tiling is not None or not self._uses_cublas:
-            fused_linear_fp8(x, weight, scales, out, tiling=tiling, bias=bias, early=_AT_REST)
+            fused_linear_fp8(
+                x,
+                weight,
+                scales,
+                out,
+                tiling=tiling,
+                bias=bias,
+                early=_AT_REST,
+                ahead=self._ahead,
+            )
             return
         torch._scaled_mm(
             x.values,
@@ -270,6 +283,7 @@ class Fp8Projection(Projection):
             bias=bias,
             epilogue=epilogue,
             early=_AT_REST,
+            ahead=self._ahead,
         )
 
     def _multiply(self, x: QuantisedRows, weight: Tensor, out: Tensor) -> None:

@@ -194,6 +194,10 @@ class PackedProjection(Projection):
         self._look_up = () if layer.table is None else look_up_table(layer.table.tolist())
         self._adds_in_place = self._packed.values.is_cuda and not self._is_summed
 
+    @property
+    def stored(self) -> Tensor:
+        return self._packed.values
+
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
@@ -255,6 +259,7 @@ class PackedProjection(Projection):
             bias=bias,
             epilogue=epilogue,
             early=_AT_REST,
+            ahead=self._ahead,
         )
         return True
 

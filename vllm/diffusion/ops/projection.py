@@ -106,6 +106,23 @@ class Projection(ABC):
         self._is_summed = is_row_parallel and layer.tp_size > 1
         # Of a row-parallel layer, whose products are summed, only rank 0 adds the bias.
         self._bias: Tensor | None = None if is_row_parallel and layer.tp_rank > 0 else layer.bias
+        self._ahead: Tensor | None = None  # what is read after this weight
+
+    @property
+    def stored(self) -> Tensor | None:
+        """The weight as it is stored, contiguous; None where that is not ours to say."""
+        return None
+
+    def precedes(self, following: Projection) -> None:
+        """Say which projection's weight is read after this one's, in every step.
+
+        A kernel of few rows brings the start of it to the cache, which it would do nothing for
+        between its own weight and the next.
+        """
+        stored = following.stored
+        if stored is not None and stored.is_cuda:
+            flat = stored.flatten()
+            self._ahead = flat[: dispatch.AHEAD_BYTES // flat.element_size()]
 
     def matrix(self, columns: slice) -> Tensor | None:
         """Rows of the weight, where the product is just with these; None where it is not."""

@@ -124,6 +124,7 @@ def linear(
     columns: int,
     split: int,
     early: bool,
+    ahead: tuple[int, int],
     device: int,
     stream: int,
 ) -> None: ...
@@ -145,6 +146,7 @@ def packed_linear(
     columns: int,
     split: int,
     early: bool,
+    ahead: tuple[int, int],
     device: int,
     stream: int,
 ) -> None: ...

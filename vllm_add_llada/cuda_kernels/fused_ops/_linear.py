@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ._support import feeds_tensor_cores, launch, native
+from ._support import ahead_of, feeds_tensor_cores, launch, native
 
 
 class Epilogue(Enum):
@@ -46,6 +46,7 @@ def fused_linear(
     bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """x W^T in one kernel with what follows it, bf16, on a card of compute capability 9.0.
 
@@ -65,6 +66,8 @@ def fused_linear(
             the result are rounded as they would be one by one.
         early: let the kernel start to read the weight while the one before it in the stream ends:
             only where that kernel does not write the weight.
+        ahead: contiguous; what the next kernel reads first, which the kernel brings to the cache
+            once all of the weight is on its way. Not by tiles of rows.
 
     Returns:
         `out`, or a new tensor.
@@ -100,6 +103,7 @@ def fused_linear(
         columns=tiling.columns,
         split=tiling.split,
         early=early,
+        ahead=ahead_of(ahead),
     )
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._linear import Epilogue, Tiling
 from ._packed import Packed
-from ._support import check_vector, feeds_tensor_cores, launch, native
+from ._support import ahead_of, check_vector, feeds_tensor_cores, launch, native
 
 _GROUPS = (64, 128)
 _STRIP = 128
@@ -64,6 +64,7 @@ def fused_linear_packed(
     bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
+    ahead: Tensor | None = None,
 ) -> None:
     """`fused_linear` of few rows and a matrix of 4-bit numbers, for such as `has_packed_linear`.
 
@@ -78,7 +79,7 @@ def fused_linear_packed(
             a quarter of them is a multiple of, and such as clusters of the card may have.
         look_up: what `look_up_table` made of the weight's table.
         bias: [N] bf16; not with SILU_MUL.
-        epilogue, early: as for `fused_linear`.
+        epilogue, early, ahead: as for `fused_linear`.
 
     Raises:
         ValueError: A shape, dtype or device is not as above.
@@ -106,6 +107,7 @@ def fused_linear_packed(
         columns=tiling.columns,
         split=tiling.split,
         early=early,
+        ahead=ahead_of(ahead),
     )
 
 

@@ -12,7 +12,15 @@ from torch import Tensor
 from . import quantise_reference as reference
 from . import reference as plain_reference
 from ._linear import Epilogue, Tiling, gated
-from ._support import check_rows, check_vector, hopper_multiprocessors, launch, native, rows_of
+from ._support import (
+    ahead_of,
+    check_rows,
+    check_vector,
+    hopper_multiprocessors,
+    launch,
+    native,
+    rows_of,
+)
 
 FP8 = reference.FP8
 _ALIGNMENT = 16  # elements of a row's width
@@ -168,6 +176,7 @@ def fused_linear_fp8(
     bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
+    ahead: Tensor | None = None,
 ) -> None:
     """`fused_linear` of few fp8 rows and an fp8 weight, whose sums are multiplied by their scales.
 
@@ -179,7 +188,7 @@ def fused_linear_fp8(
         tiling: of few rows. Its columns must divide N, and its split times 128 the depth. None, and
             wherever there is no kernel for these, computes the same in PyTorch.
         bias: [N], of the dtype of `out`; not with SILU_MUL.
-        epilogue, early: as for `fused_linear`.
+        epilogue, early, ahead: as for `fused_linear`.
 
     Raises:
         ValueError: A shape or dtype is not as above.
@@ -217,6 +226,7 @@ def fused_linear_fp8(
         columns=tiling.columns,
         split=tiling.split,
         early=early,
+        ahead=ahead_of(ahead),
     )
 
 

@@ -53,6 +53,11 @@ def has_kernel(tensor: Tensor) -> bool:
     return native is not None and tensor.is_cuda
 
 
+def ahead_of(tensor: Tensor | None) -> tuple[int, int]:
+    """What is read next as the kernels see it: address and bytes."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
+
+
 @cache
 def hopper_multiprocessors(device: int) -> int:
     """Multiprocessors of a card of compute capability 9.0; 0 of any other."""

@@ -37,6 +37,12 @@ Integers to_integers(const IntegersTuple& integers) {
   return {reinterpret_cast<void*>(integers.first), integers.second};
 }
 
+using AheadTuple = std::pair<uintptr_t, int64_t>;  // the members of Ahead
+
+Ahead to_ahead(const AheadTuple& ahead) {
+  return {reinterpret_cast<void*>(ahead.first), ahead.second};
+}
+
 DataType to_data_type(int dtype) {
   return static_cast<DataType>(dtype);
 }  // dispatch refuses others
@@ -134,7 +140,7 @@ void store_keys_values(RowsTuple k, RowsTuple v, RowsTuple k_cache, RowsTuple v_
 void linear(uintptr_t x, uintptr_t weight, uintptr_t x_scales, uintptr_t weight_scales,
             uintptr_t bias, uintptr_t out, int64_t x_stride, int64_t weight_stride,
             int64_t out_stride, int num_rows, int num_columns, int depth, int epilogue, int rows,
-            int columns, int split, bool early, int device, uintptr_t stream) {
+            int columns, int split, bool early, AheadTuple ahead, int device, uintptr_t stream) {
   LinearParams params{};
   params.x = reinterpret_cast<void*>(x);
   params.weight = reinterpret_cast<void*>(weight);
@@ -151,6 +157,7 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t x_scales, uintptr_t weight_
   params.epilogue = static_cast<Epilogue>(epilogue);
   params.tiling = {rows, columns, split};
   params.early = early;
+  params.ahead = to_ahead(ahead);
   auto function = rows == 0 ? &launch_skinny_linear : &launch_gated_linear;
   if (x_scales != 0) function = &launch_skinny_linear_fp8;
   launch("linear", function, params, device, stream);
@@ -159,8 +166,8 @@ void linear(uintptr_t x, uintptr_t weight, uintptr_t x_scales, uintptr_t weight_
 void packed_linear(uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t zeros,
                    std::array<uint32_t, 8> table, uintptr_t bias, uintptr_t out,
                    std::array<int64_t, 4> strides, int num_rows, int num_columns, int depth,
-                   int group, int epilogue, int columns, int split, bool early, int device,
-                   uintptr_t stream) {
+                   int group, int epilogue, int columns, int split, bool early, AheadTuple ahead,
+                   int device, uintptr_t stream) {
   PackedLinearParams params{};
   params.x = reinterpret_cast<void*>(x);
   params.values = reinterpret_cast<void*>(values);
@@ -181,6 +188,7 @@ void packed_linear(uintptr_t x, uintptr_t values, uintptr_t scales, uintptr_t ze
   params.epilogue = static_cast<Epilogue>(epilogue);
   params.tiling = {0, columns, split};
   params.early = early;
+  params.ahead = to_ahead(ahead);
   launch("packed_linear", &launch_packed_linear, params, device, stream);
 }
 
@@ -356,12 +364,13 @@ PYBIND11_MODULE(_fused_ops, module) {
   module.def("linear", &fused_ops::linear, py::kw_only(), arg("x"), arg("weight"), arg("x_scales"),
              arg("weight_scales"), arg("bias"), arg("out"), arg("x_stride"), arg("weight_stride"),
              arg("out_stride"), arg("num_rows"), arg("num_columns"), arg("depth"), arg("epilogue"),
-             arg("rows"), arg("columns"), arg("split"), arg("early"), arg("device"), arg("stream"),
-             release);
+             arg("rows"), arg("columns"), arg("split"), arg("early"), arg("ahead"), arg("device"),
+             arg("stream"), release);
   module.def("packed_linear", &fused_ops::packed_linear, py::kw_only(), arg("x"), arg("values"),
              arg("scales"), arg("zeros"), arg("table"), arg("bias"), arg("out"), arg("strides"),
              arg("num_rows"), arg("num_columns"), arg("depth"), arg("group"), arg("epilogue"),
-             arg("columns"), arg("split"), arg("early"), arg("device"), arg("stream"), release);
+             arg("columns"), arg("split"), arg("early"), arg("ahead"), arg("device"), arg("stream"),
+             release);
   module.def("unpack", &fused_ops::unpack, py::kw_only(), arg("values"), arg("scales"),
              arg("zeros"), arg("table"), arg("out"), arg("values_stride"), arg("scales_stride"),
              arg("num_rows"), arg("depth"), arg("group"), arg("is_fp8"), arg("device"),

@@ -74,6 +74,20 @@ __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int co
       : "memory");
 }
 
+// Asks for this block's share of some bytes, which come to the second-level cache.
+__device__ inline void fetch_share(const void* data, int64_t bytes) {
+  constexpr int64_t kPiece = 4096;
+  const int64_t pieces = bytes / kPiece;
+  const int64_t first = blockIdx.x * pieces / gridDim.x,
+                last = (blockIdx.x + 1) * pieces / gridDim.x;
+  for (int64_t piece = first; piece < last; ++piece) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                     __cvta_generic_to_global(static_cast<const char*>(data) + piece * kPiece)),
+                 "r"(static_cast<int>(kPiece))
+                 : "memory");
+  }
+}
+
 // Rows of 128 bytes under the 128-byte swizzle, eight rows (1,024 bytes) to an atom.
 __device__ inline uint64_t matrix_descriptor(uint32_t address) {
   return (uint64_t{(address & 0x3FFFF) >> 4}) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) |

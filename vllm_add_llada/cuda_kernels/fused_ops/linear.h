@@ -23,6 +23,13 @@ struct Tiling {
   int split;
 };
 
+// What is read next, by the kernel after this one: the start of a matrix, fetched into the cache
+// once all of this product's weight is on its way.
+struct Ahead {
+  const void* data;  // whole 128 bytes, or null
+  int64_t bytes;
+};
+
 struct LinearParams {
   const void* x;          // [num_rows, depth], rows x_stride apart
   const void* weight;     // [num_columns, depth], rows weight_stride apart
@@ -34,7 +41,8 @@ struct LinearParams {
   int num_rows, num_columns, depth;
   Epilogue epilogue;
   Tiling tiling;
-  bool early;  // let the launch overlap the end of the kernel before it
+  bool early;   // let the launch overlap the end of the kernel before it
+  Ahead ahead;  // not of the gated product of any number
 };
 
 // Enqueue the product: any of few rows, at most 192 or 256 of fp8, and the gated one of any number.
@@ -66,6 +74,7 @@ struct PackedLinearParams {
   Epilogue epilogue;
   Tiling tiling;  // of all rows
   bool early;
+  Ahead ahead;
 };
 
 // As the others; of few rows, for every 64 of which the weight is read again.

@@ -7,7 +7,7 @@
 // threads make the weight's numbers bf16 in registers, exactly, as the tensor cores want their left
 // operand; rows of x are the right one. So products of a group of numbers are summed alone and then
 // multiplied by the group's scale, in fp32. Several such groups of warps hide each other's waiting:
-// they take other columns, or of a narrow tile a quarter of every stage each. (That one has the
+// they take other columns, or of a narrow tile every third stage each. (That one has the
 // products of two groups under way is what the compiler does not accept.)
 //
 // A cluster of `split` blocks shares the depth; at the end each adds up its share of the columns
@@ -40,6 +40,7 @@ struct KernelParams {
   int num_rows, num_columns, depth, row_blocks, split, num_stages;
   bool is_gated;
   LookUp table;
+  Ahead ahead;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -146,7 +147,8 @@ struct GroupScales {
 // One thread keeps the ring full.
 template <int kColumns, int kRows>
 __device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const CUtensorMap* values,
-                        const Columns& columns, int first_row, int first_depth, int num_steps) {
+                        const Columns& columns, const Ahead& ahead, int first_row, int first_depth,
+                        int num_steps) {
   auto copy_weight = [&](int stage, int step) {
     expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
     for (int part = 0; part < 2; ++part) {
@@ -162,25 +164,27 @@ __device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const CUt
                 kEvictLast);
     }
   };
-  const int ahead = min(num_steps, ring.sizes.num_stages);
-  for (int step = 0; step < ahead; ++step) copy_weight(step, step);
+  const int filled = min(num_steps, ring.sizes.num_stages);
+  for (int step = 0; step < filled; ++step) copy_weight(step, step);
+  if (filled == num_steps) fetch_share(ahead.data, ahead.bytes);
   wait_for_prerequisites();
-  for (int step = 0; step < ahead; ++step) copy_rows(step, step);
+  for (int step = 0; step < filled; ++step) copy_rows(step, step);
   Position at;
-  for (int step = ahead; step < num_steps; ++step) {
+  for (int step = filled; step < num_steps; ++step) {
     wait(ring.empty(at.stage), at.phase);
     copy_weight(at.stage, step);
     copy_rows(at.stage, step);
     at.advance(ring);
   }
+  if (filled < num_steps) fetch_share(ahead.data, ahead.bytes);
 }
 
-// A group of four warps multiplies its 64 columns in all of a stage, or in a quarter of it. In
-// shared memory, rows r and r + 4 of eight are 64 bytes apart: neighbours of the tensor cores'
-// rows, so that a warp reads without conflicts.
+// A group of four warps multiplies its 64 columns in every stage, or in one of `kDeep`. In shared
+// memory, rows r and r + 4 of eight are 64 bytes apart: neighbours of the tensor cores' rows, so
+// that a warp reads without conflicts.
 template <int kDeep, int kRows, int kGroup, bool kIsTable>
 struct Consumer {
-  static constexpr int kUnit = kDeep == 1 ? kGroup : kStageDepth / kDeep;  // of products at a time
+  static constexpr int kUnit = kGroup;  // of products at a time
   static constexpr int kWords = kUnit / 32;
   const Ring<Sizes>& ring;
   const KernelParams& params;
@@ -236,18 +240,14 @@ struct Consumer {
 
   __device__ void consume(int num_steps, int part, float (&total)[kRows / 2]) const {
     Position at;
-    for (int step = 0; step < num_steps; ++step) {
+    for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
+      if (step % kDeep != part) continue;
       wait(ring.full(at.stage), at.phase);
-      if constexpr (kDeep == 1) {
 #pragma unroll
-        for (int depth = 0; depth < kStageDepth; depth += kUnit) {
-          multiply_unit(at.stage, step, depth, total);
-        }
-      } else {
-        multiply_unit(at.stage, step, part * kUnit, total);
+      for (int depth = 0; depth < kStageDepth; depth += kUnit) {
+        multiply_unit(at.stage, step, depth, total);
       }
       if (threadIdx.x % 32 == 0) arrive(ring.empty(at.stage));
-      at.advance(ring);
     }
   }
 };
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
                     kColumns * kRowBytes};
   const int stages_bytes = sizes.stage_bytes * sizes.num_stages;
   const Ring<Sizes> ring{base, base + stages_bytes, sizes};
-  if (threadIdx.x == 0) ring.open(&x, &values, 1, kThreads / 32);
+  if (threadIdx.x == 0) ring.open(&x, &values, 1, kTiles * kGroupThreads / 32);
   __syncthreads();
   launch_dependents();
 
@@ -327,8 +327,8 @@ __global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
 
   if (warp == kThreads / 32) {
     if (threadIdx.x % 32 == 0) {
-      produce<kColumns, kRows>(ring, &x, &values, columns, first_row, first_step * kStageDepth,
-                               num_steps);
+      produce<kColumns, kRows>(ring, &x, &values, columns, params.ahead, first_row,
+                               first_step * kStageDepth, num_steps);
     }
     __syncwarp();
   } else {
@@ -411,7 +411,8 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
       split,
       num_stages,
       params.epilogue == Epilogue::kSiluMul,
-      params.table};
+      params.table,
+      params.ahead};
   const Launch launch{static_cast<unsigned>(params.num_columns / kColumns * row_blocks * split),
                       kTiles * kDeep * kGroupThreads + 32,
                       stream,
@@ -445,7 +446,7 @@ cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t 
   if (params.num_rows < 1) return cudaErrorInvalidValue;
   switch (params.tiling.columns) {
     case 64:
-      return launch_rows<1, 4>(params, stream);
+      return launch_rows<1, 3>(params, stream);
     case 192:
       return launch_rows<3, 1>(params, stream);
     default:

@@ -11,12 +11,17 @@
 // results are deterministic and do not depend on the rows beside a row.
 //
 // Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
-// while that kernel ends, and waits for it before it reads x.
+// while that kernel ends, and waits for it before it reads x. And when all of its own weight is on
+// its way, memory would have nothing to do until the next product begins: `ahead` names what that
+// one reads, the start of which comes to the cache meanwhile.
 //
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and for each row of the weight,
 // by which the sums are multiplied before anything else is done with them. A stage has as many
-// bytes of either, so fp8 goes twice as deep. Half of the shared memory for them, so that the next
-// product's weights find room beside these, was tried and slower at 32 rows.
+// bytes of either, so fp8 goes twice as deep.
+//
+// Tried and slower: half of the shared memory, so that the next product's weights find room beside
+// these (32 rows); rows of x that the blocks of two tiles bring each other (multicast, fp8, at any
+// number of rows: twice the time).
 
 #pragma once
 
@@ -44,6 +49,7 @@ struct KernelParams {
   int64_t out_stride;
   int num_rows, num_columns, depth;
   int stage_bytes, num_stages;
+  Ahead ahead;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -111,20 +117,24 @@ __device__ void copy_rows(const Ring<Sizes>& ring, const CUtensorMap* x, int sta
 // One thread keeps the ring full.
 template <int kElements>
 __device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const WeightTiles& weight,
-                        int first_depth, int num_steps) {
-  const int ahead = min(num_steps, ring.sizes.num_stages);
-  for (int step = 0; step < ahead; ++step) {
+                        const Ahead& ahead, int first_depth, int num_steps) {
+  const int filled = min(num_steps, ring.sizes.num_stages);
+  for (int step = 0; step < filled; ++step) {
     copy_weight(ring, weight, step, first_depth + step * kElements);
   }
+  if (filled == num_steps) fetch_share(ahead.data, ahead.bytes);
   wait_for_prerequisites();
-  for (int step = 0; step < ahead; ++step) copy_rows(ring, x, step, first_depth + step * kElements);
+  for (int step = 0; step < filled; ++step) {
+    copy_rows(ring, x, step, first_depth + step * kElements);
+  }
   Position at;
-  for (int step = ahead; step < num_steps; ++step) {
+  for (int step = filled; step < num_steps; ++step) {
     wait(ring.empty(at.stage), at.phase);
     copy_weight(ring, weight, at.stage, first_depth + step * kElements);
     copy_rows(ring, x, at.stage, first_depth + step * kElements);
     at.advance(ring);
   }
+  if (filled < num_steps) fetch_share(ahead.data, ahead.bytes);
 }
 
 // A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only
@@ -190,7 +200,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   if (warp == kGroups * kGroupThreads / 32) {
     if (threadIdx.x % 32 == 0) {
       const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kTwoParts ? 2 : 1};
-      produce<kStageDepth<kIsFp8>>(ring, &x, tiles, first_depth, num_steps);
+      produce<kStageDepth<kIsFp8>>(ring, &x, tiles, params.ahead, first_depth, num_steps);
     }
     __syncwarp();
   } else {
@@ -320,7 +330,8 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
                              params.num_columns,
                              params.depth,
                              0,
-                             0};
+                             0,
+                             params.ahead};
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
   const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
