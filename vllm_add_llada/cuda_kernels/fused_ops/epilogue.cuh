@@ -34,12 +34,15 @@ __device__ inline float silu(float x) {
   return x * quotient;
 }
 
-// As PyTorch rounds them one by one: both products, silu, and (by who stores it) silu times up.
-__device__ inline float2 silu_mul(float2 gate, float2 up) {
-  gate = rounded(gate);
-  up = rounded(up);
+// As PyTorch rounds them one by one: silu, and (by who stores it) silu times up, of bf16 numbers.
+__device__ inline float2 silu_mul_of_rounded(float2 gate, float2 up) {
   gate = rounded(make_float2(silu(gate.x), silu(gate.y)));
   return make_float2(gate.x * up.x, gate.y * up.y);
+}
+
+// The same of sums, which are rounded before.
+__device__ inline float2 silu_mul(float2 gate, float2 up) {
+  return silu_mul_of_rounded(rounded(gate), rounded(up));
 }
 
 // Where sums are written.

@@ -80,8 +80,8 @@ __device__ Part gated_part(const Part& gate, const Part& up, const GateScales* s
   }
 #pragma unroll
   for (int i = 0; i < kWidth; i += 2) {
-    const float2 pair =
-        silu_mul(make_float2(gates[i], gates[i + 1]), make_float2(ups[i], ups[i + 1]));
+    const float2 gate = make_float2(gates[i], gates[i + 1]), up = make_float2(ups[i], ups[i + 1]);
+    const float2 pair = scales != nullptr ? silu_mul(gate, up) : silu_mul_of_rounded(gate, up);
     gates[i] = pair.x;
     gates[i + 1] = pair.y;
   }
@@ -172,9 +172,15 @@ template <Source kSource, bool kIsScaled, int kParts>
 __global__ void __launch_bounds__(kMaxThreads)
     quantise_rows(const __grid_constant__ QuantiseParams params) {
   launch_dependents();
-  wait_for_prerequisites();
   const int64_t row = blockIdx.x;
   const Places<kParts> places{params.num_columns / kWidth};
+  if (kSource == Source::kNorm && row == 0) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      prefetch(static_cast<const Element*>(params.weight) + places[i] * kWidth);
+    }
+  }
+  wait_for_prerequisites();
   Part parts[kParts];
   load_row<kSource, kIsScaled>(params, row, places, parts);
   if constexpr (kSource == Source::kNorm) normalise(params, places, parts);
@@ -220,37 +226,61 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
   // Whatever the number of rows, the squares of one are summed in the same order.
   const int num_parts = params.num_columns / kWidth;
   if (num_parts <= 128) return launch_parts<kSource, 1>(params, stream);
-  if (num_parts <= kMaxThreads) return launch_parts<kSource, 2>(params, stream);
+  // Gated rows, of which only the largest number is wanted, keep more threads busy.
+  constexpr int kTwoParts = kSource == Source::kGated ? 2 * kMaxThreads : kMaxThreads;
+  if (num_parts <= kTwoParts) return launch_parts<kSource, 2>(params, stream);
   if (num_parts <= 4 * kMaxThreads) return launch_parts<kSource, 4>(params, stream);
   return launch_parts<kSource, 8>(params, stream);
 }
 
 constexpr int kScaleThreads = 256;
+constexpr int kScaledRows = 4;       // of a block
+constexpr int kFewScaledRows = 512;  // up to which a block has one, so that all of the card works
 
+template <int kRows>
 __global__ void __launch_bounds__(kScaleThreads)
     scale_rows(const __grid_constant__ ScaleParams params) {
   launch_dependents();
   wait_for_prerequisites();
-  const int64_t row = blockIdx.x;
   const int column = (blockIdx.y * kScaleThreads + threadIdx.x) * kWidth;
   if (column >= params.num_columns) return;
-  Element* out = row_address<Element>(params.out, row, 0) + column;
-  float values[kWidth], added[kWidth];
-  load(row_address<Element>(params.product, row, 0) + column, values);
-  const float row_scale = params.row_scales[row];
+  // All loads are under way before the first is needed; a block with fewer rows has its last again.
+  auto row_of = [&](int i) {
+    return min(static_cast<int64_t>(blockIdx.x) * kRows + i, params.num_rows - 1);
+  };
+  Part products[kRows], there[kRows];
+  float row_scales[kRows], column_scales[kWidth], bias[kWidth]{};
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) values[i] *= row_scale * params.column_scales[column + i];
-  if (params.bias != nullptr) {
-    load(static_cast<const Element*>(params.bias) + column, added);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[i] += added[i];
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t row = row_of(i);
+    products[i] = load_vector<kWidth>(row_address<Element>(params.product, row, 0) + column);
+    if (params.adds) {
+      there[i] = load_vector<kWidth>(row_address<Element>(params.out, row, 0) + column);
+    }
+    row_scales[i] = params.row_scales[row];
   }
-  if (params.adds) {
-    load(out, added);
+  load(params.column_scales + column, column_scales);
+  if (params.bias != nullptr) load(static_cast<const Element*>(params.bias) + column, bias);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[i] += added[i];
+  for (int i = 0; i < kRows; ++i) {
+    float values[kWidth], added[kWidth]{};
+    to_floats(products[i], values);
+    if (params.adds) to_floats(there[i], added);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = values[j] * (row_scales[i] * column_scales[j]) + bias[j] + added[j];
+    }
+    store_vector(row_address<Element>(params.out, row_of(i), 0) + column,
+                 from_floats<Element>(values));
   }
-  store_vector(out, from_floats<Element>(values));
+}
+
+template <int kRows>
+cudaError_t launch_scaled(const ScaleParams& params, cudaStream_t stream) {
+  const int64_t blocks_of_rows = (params.num_rows + kRows - 1) / kRows;
+  const dim3 blocks = row_grid(blocks_of_rows, params.num_columns / kWidth, kScaleThreads);
+  if (blocks.x == 0) return cudaErrorInvalidConfiguration;
+  return launch_kernel(scale_rows<kRows>, blocks, kScaleThreads, params, stream);
 }
 
 }  // namespace
@@ -273,9 +303,8 @@ cudaError_t launch_scale(const ScaleParams& params, cudaStream_t stream) {
                               has_aligned_rows<Element>(params.product) &&
                               has_aligned_rows<Element>(params.out);
   if (!is_aligned_row) return cudaErrorInvalidValue;
-  const dim3 blocks = row_grid(params.num_rows, params.num_columns / kWidth, kScaleThreads);
-  if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  return launch_kernel(scale_rows, blocks, kScaleThreads, params, stream);
+  return params.num_rows <= kFewScaledRows ? launch_scaled<1>(params, stream)
+                                           : launch_scaled<kScaledRows>(params, stream);
 }
 
 }  // namespace fused_ops
