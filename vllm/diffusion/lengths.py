@@ -105,8 +105,10 @@ def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: in
     was complete, or because they would have committed nothing. Elsewhere nobody knows how many
     there would have been; at least one per block that was never begun, or one in all where blocks
     are decoded together. Blocks that a block-causal request never began cost nothing: only steps of
-    those that it began count.
+    those that it began count. A request that is only read has nothing to commit, and saves none.
     """
+    if not params.num_open:
+        return 0
     if params.is_block_causal:
         num_begun = -(-num_committed // params.block_length)
         return max(0, (params.steps_per_block or 0) * num_begun - num_forwards)
