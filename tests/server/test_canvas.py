@@ -183,7 +183,8 @@ def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
         aborted = client.metric("dllm:requests_aborted_total")
         body = body_for(route, **long, stream_canvas=True, stream=True)
         with client.http.stream("POST", route, json=body) as response:
-            begun = json.loads(next(events(response.iter_lines())))
+            stream = events(response.iter_lines())  # unnamed it would close the connection
+            begun = json.loads(next(stream))
             assert "error" not in begun, begun
             client.wait_for_num_requests(1)
         client.wait_for_num_requests(0)

@@ -17,6 +17,7 @@ import select
 import subprocess
 import sys
 import time
+import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,8 @@ def run(
         os.environ.setdefault(name, value)
     if arguments[0] == "-m":
         sys.argv = [*arguments[1:]]
+        # This process has imported it already; a user's has not.
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [*arguments]
