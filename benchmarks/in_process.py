@@ -27,7 +27,7 @@ harness.prepare()
 
 import torch  # noqa: E402
 
-from benchmarks.random_weights import randomise  # noqa: E402
+from benchmarks.random_weights import randomise_rank  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -165,12 +165,6 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
         llm.llm_engine.engine_core.shutdown()
         del llm, executor, worker, runner
         free_memory()
-
-
-def randomise_rank(worker: Any) -> None:
-    """Draw the weights of a worker; ranks that divide rows draw the same."""
-    torch.manual_seed(0)
-    randomise(worker.worker.model_runner.model)
 
 
 def free_memory() -> None:

@@ -73,16 +73,6 @@ class Row:
     ratio: float | None = None
 
 
-def randomise_rank(worker: Any) -> None:
-    """Draw the weights of a rank, whose loader has drawn very small ones."""
-    import torch
-
-    from benchmarks.random_weights import randomise
-
-    torch.manual_seed(0)  # ranks that divide rows have the same ones
-    randomise(worker.worker.model_runner.model)
-
-
 def settings_of(way: str) -> dict[str, Any]:
     """Arguments of an engine."""
     if way == "one":
@@ -197,6 +187,8 @@ class Job:
         )
         try:
             if "load_format" in settings:
+                from benchmarks.random_weights import randomise_rank
+
                 await engine.collective_rpc(randomise_rank)
             parent.send("ready")
             parent.recv()

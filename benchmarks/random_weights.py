@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,3 +39,9 @@ def randomise(model: nn.Module) -> None:
             parameter.normal_(std=EMBEDDING_STD if is_embedding else WEIGHT_STD)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def randomise_rank(worker: Any) -> None:
+    """Draw the weights of an engine's worker; ranks that divide rows draw the same."""
+    torch.manual_seed(0)
+    randomise(worker.worker.model_runner.model)

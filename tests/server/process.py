@@ -120,6 +120,10 @@ class ServerProcess:
                 raise self._failed(f"was not healthy within {timeout_s:g} s")
             time.sleep(POLL_S)
 
+    def has_ended(self) -> bool:
+        """Whether the main process has ended."""
+        return self._process.poll() is not None
+
     def terminate(self) -> None:
         """SIGTERM to the main process alone, as an init system or a container runtime sends it."""
         self._process.send_signal(signal.SIGTERM)
