@@ -44,7 +44,7 @@ def gptq(weight: Tensor, path: str, order: str, offset: int) -> tuple[dict[str, 
     generator = torch.Generator().manual_seed(sum(map(ord, path)))
     of_order = torch.Generator().manual_seed(sum(map(ord, of_inputs)))
     numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
-    zeros = torch.randint(1, 16, (depth // GROUP, num_rows), generator=generator)
+    zeros = torch.randint(0, 16, (depth // GROUP, num_rows), generator=generator)
     scales = (torch.rand(depth // GROUP, num_rows, generator=generator) / 16).half()
     places = torch.arange(depth) // GROUP
     if order == "permuted":
@@ -52,7 +52,7 @@ def gptq(weight: Tensor, path: str, order: str, offset: int) -> tuple[dict[str, 
     meaning = (numbers - zeros[places]).float() * scales.float()[places]
     tensors = {
         "qweight": words_of(numbers.t()).t().contiguous(),
-        "qzeros": words_of(zeros - offset),
+        "qzeros": words_of(zeros) - offset * 0x11111111,  # zeros of 0 borrow from the next
         "scales": scales,
         "g_idx": places.int(),
     }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _IN_WORD = 8
+_ONES = 0x11111111  # a word of eight ones
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns
 
 
@@ -94,7 +95,8 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
             return
 
         def load_zeros(param: Any, tensor: Tensor, *shard: Any) -> None:
-            loader(param, (numbers_in(tensor) + self._scheme.zero_offset).t(), *shard)
+            # Off whole words is how writers take it: a zero borrows from the next number.
+            loader(param, numbers_in(tensor + self._scheme.zero_offset * _ONES).t(), *shard)
 
         def take_zeros(rows: slice, part: Tensor) -> None:
             zeros[rows].copy_(part)
