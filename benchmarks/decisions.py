@@ -18,38 +18,35 @@ Written: decisions.json and server.log.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import re
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import aiohttp
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from make_dummy_checkpoint import write_checkpoint  # noqa: E402
-
-from benchmarks.gpu_timing import write_record  # noqa: E402
-from benchmarks.server_process import ServerProcess, free_port  # noqa: E402
+from benchmarks import harness
+from benchmarks.harness import Table
+from benchmarks.server_process import model_server
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     Run = tuple[list[tuple[float, dict[str, Any]]], float]  # calls, and seconds of all
 
-START_S = 600.0
 STEP_ROWS = 4096  # of the steps that are the measure of all else
 CANVAS = 64
 CONTEXT, TARGET = 200, 100  # tokens of a likelihood
 WARM_UP = 8  # calls before a row, not measured
+COLUMNS = {"call": ">10", "rows": ">5", "clients": ">7", "p50 ms": ">9.2f", "p90 ms": ">9.2f"}
+COLUMNS |= {"calls/s": ">8.2f", "rows/s": ">9.0f", "of the steps' rate": ">18.1%"}
 
 
 @dataclass(frozen=True)
@@ -86,78 +83,57 @@ class Server:
         return sum(map(float, re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(
-            Path(folder), options.family, num_layers=options.num_layers, shrink=options.shrink
-        )
-        port = free_port()
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.api_server"),
-            *("--model", folder, "--served-model-name", "m", "--port", str(port)),
-            *("--load-format", "dummy", "--dtype", options.dtype, "--max-model-len", "4096"),
-            *("--disable-uvicorn-access-log", *(["--enforce-eager"] if options.eager else [])),
-        ]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"PYTHONPATH": os.pathsep.join(paths)}
-        log = options.output_dir / "server.log"
-        with ServerProcess(command, log, port=port, variables=variables) as server:
-            server.wait_until_healthy(START_S)
-            steps_per_s, rows = asyncio.run(measure(server.url, options))
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    found = {"steps_rows_per_s": steps_per_s, "rows": [asdict(row) for row in rows]}
-    write_record(options.output_dir / "decisions.json", {"settings": settings, **found})
-    return 0
+    eager = ["--enforce-eager"] if options.eager else []
+    more = ["--load-format", "dummy", "--dtype", options.dtype, "--max-model-len", 4096]
+    more += ["--served-model-name", "m", "--disable-uvicorn-access-log", *eager]
+    with (
+        harness.checkpoint_of(options) as folder,
+        model_server(folder, options.output_dir / "server.log", *more) as url,
+    ):
+        steps_per_s, rows = asyncio.run(measure(url, options))
+    harness.write("decisions", options, rows, steps_rows_per_s=steps_per_s)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Rows per second of requests that are only read.")
-    parser.add_argument("--family", choices=("llada", "dream", "llada-moe"), default="llada")
-    parser.add_argument("--rows", type=int, nargs="+", default=[512, 128], help="of a decision")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--calls", type=int, default=640, help="of a row with --clients clients")
-    parser.add_argument("--lone", type=int, default=60, help="calls of a row with one client")
-    parser.add_argument("--likelihoods", type=int, default=2, help="rows of likelihoods, 0 to 2")
-    parser.add_argument("--questions", type=int, default=4, help="of a decision")
-    parser.add_argument("--steps", type=int, default=32, help="of a request that generates")
-    parser.add_argument("--samples", type=int, default=128, help="of a likelihood")
-    parser.add_argument(
-        "--eager", action="store_true", help="no CUDA graphs: a server starts faster"
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "decisions")
+    parser = harness.Parser("decisions", __doc__)
+    parser.shape("llada", ("llada", "dream", "llada-moe"))
+    parser.option("--rows", [512, 128], "of a decision")
+    parser.option("--clients", 64, "how many at a time, beside one")
+    parser.option("--calls", 640, "of a row with --clients clients")
+    parser.option("--lone", 60, "calls of a row with one client")
+    parser.option("--likelihoods", 2, "rows of likelihoods, 0 to 2")
+    parser.option("--questions", 4, "of a decision")
+    parser.option("--steps", 32, "of a request that generates")
+    parser.option("--samples", 128, "of a likelihood")
+    parser.option("--eager", False, "no CUDA graphs: a server starts faster")
     return parser.parse_args(arguments)
 
 
 async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Row]]:
     """Rows per second of steps, and what the calls reach beside."""
     timeout, pool = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
-    found: list[Row] = []
     async with aiohttp.ClientSession(timeout=timeout, connector=pool, trust_env=False) as session:
         server = Server(url, session)
         steps_per_s = await rate_of_steps(server, options)
         print(f"steps: {steps_per_s:.0f} rows/s", flush=True)
-
-        async def add(kind: str, rows: int, clients: int, done: Run, rows_per_call: float) -> None:
-            found.append(row_of(kind, rows, clients, done, rows_per_call, steps_per_s))
-            print(line_of(found[-1]), flush=True)
-
+        attributes = "kind rows num_clients p50_ms p90_ms calls_per_s rows_per_s of_steps"
+        table = Table(COLUMNS, attributes, 2 * len(options.rows) + options.likelihoods)
         for rows in options.rows:
             body = await decision(server, rows, options.questions)
             for clients, calls in ((1, options.lone), (options.clients, options.calls)):
                 done = await run(server, "/v1/systemone", lambda _, b=body: b, clients, calls)
-                await add("decision", rows, clients, done, rows)
+                table.add(row_of("decision", rows, clients, done, rows, steps_per_s))
         for clients, calls in ((1, 4), (4, 8))[: options.likelihoods]:
-            body_of = likelihood_of(options)
-            done = await run(server, "/v1/loglikelihood", body_of, clients, calls)
+            done = await run(server, "/v1/loglikelihood", likelihood_of(options), clients, calls)
             forwards = statistics.mean(answer["forwards"] for _, answer in done[0])
-            await add("likelihood", CONTEXT + TARGET, clients, done, forwards * (CONTEXT + TARGET))
-    return steps_per_s, found
+            rows = CONTEXT + TARGET
+            table.add(row_of("likelihood", rows, clients, done, forwards * rows, steps_per_s))
+    return steps_per_s, table.rows
 
 
 async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
@@ -238,13 +214,9 @@ async def run(
 
 
 def row_of(
-    kind: str,
-    rows: int,
-    clients: int,
-    run: Run,
-    rows_per_call: float,
-    steps_per_s: float,
+    kind: str, rows: int, clients: int, run: Run, rows_per_call: float, steps_per_s: float
 ) -> Row:
+    """What calls of so many rows each came to."""
     found, seconds = run
     percents = statistics.quantiles([s for s, _ in found], n=10, method="inclusive")
     calls_per_s = len(found) / seconds
@@ -259,15 +231,6 @@ def row_of(
         round(1000 * percents[4], 2),
         round(1000 * percents[8], 2),
         round(rows_per_s / steps_per_s, 3),
-    )
-
-
-def line_of(row: Row) -> str:
-    """A row for people."""
-    return (
-        f"{row.kind:>10} of {row.rows:4} rows, {row.num_clients:2} clients: "
-        f"p50 {row.p50_ms:8.2f} ms  p90 {row.p90_ms:8.2f}  {row.calls_per_s:7.2f} calls/s  "
-        f"{row.rows_per_s:9.0f} rows/s, {100 * row.of_steps:.1f} % of the steps' rate"
     )
 
 

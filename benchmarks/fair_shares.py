@@ -24,28 +24,26 @@ measured is within its bound.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import torch  # noqa: E402
-from make_dummy_checkpoint import write_checkpoint  # noqa: E402
+import torch
 
-from benchmarks import gpu_timing  # noqa: E402
+from benchmarks import harness
+from benchmarks.harness import Table
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
 PARTS = ("alone", "beside", "clients", "abort")
@@ -60,6 +58,7 @@ MOST_SLOWDOWN = 2.3  # of the long request beside one client
 MOST_OVER_SHARE = 1.15
 MOST_OVER_UNCUT = 1.01
 MOST_ABORT_S = 0.5
+COLUMNS = {"measure": "<64", "value": ">9.3f", "unit": "<4", "at most": ">8.3g", "": "<6"}
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,9 @@ class Row:
     def is_good(self) -> bool:
         return self.bound is None or self.value <= self.bound
 
-    def __str__(self) -> str:
-        bound = "" if self.bound is None else f"at most {self.bound:.3g}"
-        verdict = "" if self.bound is None else ("ok" if self.is_good else "MISSED")
-        return f"{self.measure:<64} {self.value:>9.3f} {self.unit:<2} {bound:<14} {verdict}"
+    @property
+    def verdict(self) -> str:
+        return "" if self.bound is None else ("ok" if self.is_good else "MISSED")
 
 
 @dataclass
@@ -136,19 +134,11 @@ class Bench:
 
     def _send(self, num_tokens: int, gen_length: int, steps: int) -> tuple[str, str]:
         """Name and the engine's id of a request."""
-        from vllm import SamplingParams
-
         self._num_sent += 1
         name = str(self._num_sent)
         prompt = in_process.random_prompt(num_tokens, self._vocab_size, self._num_sent)
         asked = {"gen_length": gen_length, "block_length": BLOCK, "steps": steps}
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=gen_length,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=asked,
-        )
+        sampling = harness.sampling_of(asked)
         own = self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         return name, str(own)
 
@@ -327,74 +317,56 @@ class Bench:
         return torch.cuda.is_available()
 
 
+@harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     options = parse_arguments(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model
-        if model is None:
-            model = Path(folder)
-            write_checkpoint(model, "llada", num_layers=options.num_layers)
-        rows = measure(model, options)
-    settings = {name: str(value) for name, value in vars(options).items()}
-    content = {"kind": "fair_shares", "settings": settings, "rows": [asdict(row) for row in rows]}
-    gpu_timing.write_record(options.output_dir / "fair_shares.json", content)
+    rows = measure(options)
+    harness.write("fair_shares", options, rows)
     return 0 if all(row.is_good for row in rows) else 1
 
 
-def measure(model: Path, options: argparse.Namespace) -> list[Row]:
-    """All parts that were asked for, each printed when it is there."""
-    engine = in_process.engine(
-        model,
-        dummy_weights=options.model is None,
-        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+def measure(options: argparse.Namespace) -> list[Row]:
+    """All parts that were asked for."""
+    names = ("long_share", "longest_pause_ms", "sequence_parallel_size")
+    table = Table(COLUMNS, "measure value unit bound verdict")
+    with in_process.engine_of(
+        options,
         max_model_len=options.length + options.short_prompt + options.short_gen_length,
-        additional_config={
-            "dllm": {
-                "long_share": options.long_share,
-                "longest_pause_ms": options.longest_pause_ms,
-                "sequence_parallel_size": options.sequence_parallel_size,
-            }
-        },
-    )
-    rows: list[Row] = []
-
-    def note(found: Sequence[Row]) -> None:
-        rows.extend(found)
-        print(*found, sep="\n", flush=True)
-
-    with engine as (llm, _):
+        additional_config={"dllm": {name: getattr(options, name) for name in names}},
+    ) as (llm, _):
         bench = Bench(llm, options)
         short_s = bench.short_alone()
-        note([Row("short request alone, median", short_s, "s")])
-        if "alone" in options.parts:
-            note(bench.alone())
-        if "beside" in options.parts:
-            note(bench.beside(short_s))
-        if "clients" in options.parts:
-            note(bench.clients())
-        if "abort" in options.parts and not options.watch:
-            note(bench.abort())
-    return rows
+        table.add(Row("short request alone, median", short_s, "s"))
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "alone": bench.alone,
+            "beside": lambda: bench.beside(short_s),
+            "clients": bench.clients,
+            "abort": bench.abort,
+        }
+        for name, run in parts.items():
+            if name in options.parts and not (name == "abort" and options.watch):
+                for row in run():
+                    table.add(row)
+    return table.rows
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Short requests beside a long one.")
-    parser.add_argument("--model", type=Path, help="checkpoint folder with weights")
-    parser.add_argument("--num-layers", type=int, help="of the random weights, instead of 32")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--length", type=int, default=65_536, help="tokens of the long request")
-    parser.add_argument("--steps", type=int, default=4, help="of the long request")
-    parser.add_argument("--short-prompt", type=int, default=64)
-    parser.add_argument("--short-gen-length", type=int, default=64)
-    parser.add_argument("--short-steps", type=int, default=32)
-    parser.add_argument("--watch", type=float, default=0.0, help="seconds of `beside`, at most")
-    parser.add_argument("--learn", type=float, default=2.0, help="seconds before `alone`")
-    parser.add_argument("--sequence-parallel-size", type=int, default=1)
-    parser.add_argument("--long-share", type=float, default=0.5)
-    parser.add_argument("--longest-pause-ms", type=float, default=100.0)
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "fair_shares")
+    parser = harness.Parser("fair_shares", __doc__)
+    parser.shape("llada", takes_model=True)
+    parser.set_defaults(dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.option("--parts", PARTS, choices=PARTS)
+    parser.option("--length", 65_536, "tokens of the long request")
+    parser.option("--steps", 4, "of the long request")
+    parser.option("--short-prompt", 64, "tokens of the short request's")
+    parser.option("--short-gen-length", 64, "tokens of its canvas")
+    parser.option("--short-steps", 32, "of the short request")
+    parser.option("--watch", 0.0, "seconds of `beside`, at most; 0: to the long one's end")
+    parser.option("--learn", 2.0, "seconds before `alone`")
+    parser.option("--sequence-parallel-size", 1, "ranks that share long steps")
+    parser.option("--long-share", 0.5, "of the time, that long requests keep")
+    parser.option("--longest-pause-ms", 100.0, "that a short request waits")
     options = parser.parse_args(arguments)
     if "clients" in options.parts and "alone" not in options.parts:
         parser.error("--parts clients: wanted alone beside it")

@@ -23,14 +23,15 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tqdm import tqdm  # noqa: E402
+from tqdm import tqdm
+
+from benchmarks import harness
+from benchmarks.harness import BenchmarkError, Table, positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,45 +44,44 @@ ALLOCATORS = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     },
 }
-COLUMNS = ["allocator", "used, GiB", "reserved, GiB", "reserved / used"]
+COLUMNS = {"allocator": "<28", "used, GiB": ">9.3f", "reserved, GiB": ">13.3f"}
+COLUMNS |= {"reserved / used": ">15.3f"}
 GIB = 1 << 30
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
     if options.allocator:
         print(json.dumps(measure(options)))
-        return 0
+        return
     running = {name: start(name, variables, options) for name, variables in ALLOCATORS.items()}
-    rows = []
-    print(" | ".join(COLUMNS))
+    table, failed = Table(COLUMNS), []
     for allocator, process in running.items():
         told, _ = process.communicate()
         if process.returncode:
-            sys.stderr.write(f"error: {allocator}: its process ended with {process.returncode}\n")
-            continue
-        rows.append(row_of(allocator, json.loads(told.splitlines()[-1])))
-        print(" | ".join(f"{c:.3f}" if isinstance(c, float) else c for c in rows[-1]), flush=True)
-    if len(rows) < len(ALLOCATORS):
-        return 1
-    write_results(options, rows)
-    return 0
+            failed.append(f"{allocator}: its process ended with {process.returncode}")
+        else:
+            table.add(row_of(allocator, json.loads(told.splitlines()[-1])))
+    if failed:
+        raise BenchmarkError("; ".join(failed))
+    write_results(options, table.rows)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Memory over requests of random lengths.")
-    parser.add_argument("--requests", type=int, default=200, help="how many")
-    parser.add_argument("--shortest", type=int, default=128, metavar="T", help="in tokens")
-    parser.add_argument("--longest", type=int, default=65_536, metavar="T", help="in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "fragmentation")
+    parser = harness.Parser("fragmentation", __doc__)
+    parser.option("--requests", 200, "how many", type=positive)
+    parser.option("--shortest", 128, "in tokens", metavar="T")
+    parser.option("--longest", 65_536, "in tokens", metavar="T")
+    parser.option("--seed", 0, "of the lengths")
+    parser.shape("llada")
+    parser.set_defaults(num_layers=2)
     parser.add_argument("--allocator", choices=ALLOCATORS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not 2 <= options.shortest <= options.longest or options.requests < 1:
-        parser.error("wanted --shortest from 2, --longest no less, and --requests from 1")
+    if not 2 <= options.shortest <= options.longest:
+        parser.error("wanted --shortest from 2, and --longest no less")
     return options
 
 
@@ -89,11 +89,10 @@ def start(
     allocator: str, variables: dict[str, str], options: argparse.Namespace
 ) -> subprocess.Popen[str]:
     """A process with these variables that prints what `measure` finds."""
-    asked = {name: value for name, value in vars(options).items() if name != "allocator"}
     words = [
-        word
-        for name, value in asked.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(options).items()
+        if value is not None
     ]
     return subprocess.Popen(
         [sys.executable, __file__, *words, "--allocator", allocator],
@@ -106,43 +105,30 @@ def start(
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Run the requests in an engine of this process, whose allocator the environment chooses."""
     import torch
-    from make_dummy_checkpoint import configuration, write_checkpoint
 
     from benchmarks import in_process  # first: it sets what vllm reads once
     from benchmarks.shapes import Shape
 
     if not torch.cuda.is_available():
-        sys.exit("error: wanted a CUDA device, found none")
-    vocab_size = Shape.of(configuration("llada")).vocab_size
+        raise BenchmarkError("wanted a CUDA device, found none")
+    vocab_size = Shape.of(harness.configuration_of(options)).vocab_size
     draw = random.Random(options.seed)
     ends = math.log(options.shortest), math.log(options.longest)
     lengths = [round(math.exp(draw.uniform(*ends))) for _ in range(options.requests)]
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), "llada", num_layers=options.num_layers)
-        settings: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "max_model_len": options.longest,
-            "enforce_eager": True,
-        }
-        with in_process.engine(Path(folder), dummy_weights=True, **settings) as (llm, runner):
-            reserved = Reserved(runner.pool)
-            used = most = 0
-            shows_progress = options.allocator == next(iter(ALLOCATORS))
-            for length in tqdm(lengths, unit="request", leave=False, disable=not shows_progress):
-                canvas = length // 2
-                prompt = in_process.random_prompt(length - canvas, vocab_size, seed=length)
-                in_process.run_requests(
-                    llm,
-                    [prompt],
-                    {
-                        "algorithm": "semi_ar",
-                        "gen_length": canvas,
-                        "block_length": canvas,
-                        "steps": 1,
-                    },
-                )
-                used = max(used, runner.pool.peak_bytes)
-                most = max(most, reserved.num_bytes())
+    with in_process.engine_of(options, max_model_len=options.longest, enforce_eager=True) as (
+        llm,
+        runner,
+    ):
+        reserved = Reserved(runner.pool)
+        used = most = 0
+        shows_progress = options.allocator == next(iter(ALLOCATORS))
+        for length in tqdm(lengths, unit="request", leave=False, disable=not shows_progress):
+            canvas = length // 2
+            prompt = in_process.random_prompt(length - canvas, vocab_size, seed=length)
+            asked = {"gen_length": canvas, "block_length": canvas, "steps": 1}
+            in_process.run_requests(llm, [prompt], {"algorithm": "semi_ar", **asked})
+            used = max(used, runner.pool.peak_bytes)
+            most = max(most, reserved.num_bytes())
     return {"used": used, "reserved": most}
 
 
@@ -178,19 +164,9 @@ def row_of(allocator: str, found: dict[str, float]) -> list[str | float]:
 
 def write_results(options: argparse.Namespace, rows: list[list[str | float]]) -> None:
     """The table as JSON, for benchmarks/performance_tables.py."""
-    from benchmarks.gpu_timing import run_record
-
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    path = options.output_dir / "memory_fragmentation.json"
-    content = {
-        "run": run_record(),
-        "title": f"{options.requests} requests of {options.shortest} to {options.longest} tokens, "
-        f"{options.num_layers} layers of LLaDA-8B",
-        "columns": COLUMNS,
-        "rows": rows,
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {path}")
+    lengths = f"{options.requests} requests of {options.shortest} to {options.longest} tokens"
+    title = f"{lengths}, {options.num_layers} layers of LLaDA-8B"
+    harness.write("memory_fragmentation", options, rows, title=title, columns=list(COLUMNS))
 
 
 if __name__ == "__main__":

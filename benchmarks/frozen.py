@@ -19,27 +19,31 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from make_dummy_checkpoint import PRESETS  # noqa: E402
-
-from benchmarks import harness  # noqa: E402
-from benchmarks.shapes import BLOCK_FAMILIES, Shape  # noqa: E402
+from benchmarks import harness
+from benchmarks.harness import Table, positive
+from benchmarks.shapes import BLOCK_FAMILIES, Shape
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
 GIB = 1 << 30
-FAMILIES = tuple(dict.fromkeys(f for f, _ in PRESETS if f not in BLOCK_FAMILIES))
+FAMILIES = tuple(family for family in harness.FAMILIES if family not in BLOCK_FAMILIES)
 WARM_UP_PROMPT = 200
+COLUMNS = {"prompt": ">8", "cache": ">7", "steps": ">6", "total s": ">9.2f", "first s": ">9.2f"}
+COLUMNS |= {"step ms": ">9.2f", "peak GiB": ">9.2f", "host layers": ">11"}
+POOLS = {
+    "pool_gib": "VLLM_ACTIVATION_POOL_SIZE_BYTES",
+    "host_gib": "VLLM_HOST_CACHE_SIZE_BYTES",
+}
 
 
 @dataclass(frozen=True)
@@ -63,67 +67,55 @@ class Row:
     peak_bytes: int
     host_layers: int
 
+    @property
+    def peak_gib(self) -> float:
+        return self.peak_bytes / GIB
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
-    print(f"{'prompt':>8} {'cache':>7} {'steps':>6} {'total s':>9} {'first s':>9} {'step ms':>9}")
-    rows = measure(options)
-    harness.write("frozen", options, rows=[asdict(row) for row in rows])
-    return 0
+    harness.write("frozen", options, measure(options))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = harness.parser_of("frozen", "Long answers to long prompts.", FAMILIES, "llada")
-    parser.add_argument("--prompts", nargs="+", type=int, default=[16256, 204672], metavar="T")
-    parser.add_argument("--canvas", type=int, default=128)
-    parser.add_argument("--steps", type=int, help="default: one for each token of the canvas")
-    parser.add_argument("--compare", type=int, default=16384, metavar="T", help="0: nothing")
-    parser.add_argument("--pool-gib", type=float, help="activation pool (default: what is free)")
-    parser.add_argument("--host-gib", type=float, help="host memory for keys and values")
+    parser = harness.Parser("frozen", __doc__)
+    parser.shape("llada", FAMILIES)
+    parser.option("--prompts", [16256, 204672], "their lengths", type=positive)
+    parser.option("--canvas", 128, type=positive)
+    parser.option("--steps", None, "default: one for each token of the canvas", type=int)
+    parser.option("--compare", 16384, "longest sequence without a cache; 0: none")
+    parser.option("--pool-gib", None, "activation pool (default: what is free)", type=float)
+    parser.option("--host-gib", None, "host memory for keys and values", type=float)
     options = parser.parse_args(arguments)
-    if min(*options.prompts, options.canvas) < 1:
-        parser.error("--prompts, --canvas: wanted at least 1")
     options.steps = options.steps or options.canvas
     return options
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Every prompt, without a cache where it is short enough, and frozen."""
-    for name, gib in (
-        ("VLLM_ACTIVATION_POOL_SIZE_BYTES", options.pool_gib),
-        ("VLLM_HOST_CACHE_SIZE_BYTES", options.host_gib),
-    ):
-        if gib is not None:
-            os.environ[name] = str(int(gib * GIB))
+    for name, variable in POOLS.items():
+        if getattr(options, name) is not None:
+            os.environ[variable] = str(int(getattr(options, name) * GIB))
     vocab_size = Shape.of(harness.configuration_of(options)).vocab_size
-    cases = [(WARM_UP_PROMPT, "frozen")]
+    cases = []
     for prompt in options.prompts:
         is_compared = prompt + options.canvas <= options.compare
         cases += [(prompt, cache) for cache in (["none"] if is_compared else []) + ["frozen"]]
-    rows = []
-    with (
-        harness.checkpoint_of(options) as folder,
-        in_process.engine(
-            folder,
-            dummy_weights=True,
-            dtype=options.dtype,
-            max_model_len=max(*options.prompts, WARM_UP_PROMPT) + options.canvas,
-        ) as (llm, runner),
-    ):
-        for number, (length, cache) in enumerate(cases):
+    attributes = "prompt cache num_steps total_s first_s step_ms peak_gib host_layers"
+    table = Table(COLUMNS, attributes, len(cases))
+    with in_process.engine_of(
+        options,
+        max_model_len=max(*options.prompts, WARM_UP_PROMPT) + options.canvas,
+    ) as (llm, runner):
+        for number, (length, cache) in enumerate([(WARM_UP_PROMPT, "frozen"), *cases]):
             prompt = in_process.random_prompt(length, vocab_size, number)
             row = measure_request(llm, runner, prompt, cache, options)
             if number:
-                rows.append(row)
-                print(
-                    f"{length:>8} {cache:>7} {row.num_steps:>6} {row.total_s:>9.2f} "
-                    f"{row.first_s:>9.2f} {row.step_ms:>9.2f}  peak {row.peak_bytes / GIB:.2f} "
-                    f"GiB, {row.host_layers} layers in host memory",
-                    flush=True,
-                )
-    return rows
+                table.add(row)
+    return table.rows
 
 
 def measure_request(

@@ -21,21 +21,24 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.harness import Parser, Table
 from benchmarks.run_record import first_line, software_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    import argparse
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
 T = TypeVar("T")
+MIN_ATTENTION_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,21 @@ def attention_rate(
     return 1000 * flops / timing.min_ms
 
 
+def rates(
+    length: int, num_heads: int, head_dim: int, noted: dict[str, Any]
+) -> tuple[float, float, float]:
+    """Bandwidth, and the rates of products and of attention over `length` rows; adds to `noted`.
+
+    Attention over few rows is bound by its launch, not by the card: it is taken of 2,048 or more.
+    """
+    length = max(length, MIN_ATTENTION_LENGTH)
+    found = copy_bandwidth(), matmul_rate(), attention_rate(length, num_heads, head_dim)
+    noted["copy_tb_per_s"], noted["matmul_tflop_per_s"] = found[0] / 1e12, found[1] / 1e12
+    attention = noted.setdefault("attention_tflop_per_s", {})
+    attention[f"{length} x {num_heads} heads"] = found[2] / 1e12
+    return found
+
+
 def attention_flops(num_queries: int, num_keys: int, num_heads: int, head_dim: int) -> float:
     """FLOP of both products of attention without a mask."""
     return 4.0 * num_queries * num_keys * num_heads * head_dim
@@ -269,16 +287,54 @@ def run_record() -> dict[str, Any]:
     return record
 
 
-def write_table(
-    path: Path | None, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
-) -> None:
-    """Write a kernel benchmark's table and the copy bandwidth; nothing without a path."""
-    if path is not None:
-        table = {"columns": columns, "rows": rows}
-        write_record(path, {"title": title, "copy_bandwidth": copy_bandwidth(), **table})
-
-
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write `{"run": run_record(), **content}` as JSON; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"run": run_record(), **content}, indent=2) + "\n", "utf-8")
+
+
+# --- benchmarks of kernels -------------------------------------------------------------------
+
+
+class KernelParser(Parser):
+    """Options of a benchmark of kernels, which needs a GPU.
+
+    Args:
+        about: its docstring.
+        rows: those that are measured unless told otherwise; empty: no such option.
+    """
+
+    def __init__(self, about: str | None, rows: Sequence[int] = ()) -> None:
+        super().__init__("", about)
+        if rows:
+            self.option("--rows", rows, "numbers of rows")
+        self.option("--json", None, "file for the record of the run", type=Path)
+
+    def parse(
+        self, arguments: Sequence[str] | None = None, *, is_built: bool = True
+    ) -> argparse.Namespace:
+        """The options; ends the program without a GPU or where what is measured is not built."""
+        options = self.parse_args(arguments)
+        if not torch.cuda.is_available():
+            self.error("needs a CUDA device")
+        if not is_built:
+            self.error("needs the compiled module (scripts/test.sh builds it)")
+        return options
+
+
+def report(
+    path: Path | None, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]
+) -> None:
+    """Print rows as they come, under the bandwidth of a copy; write them where there is a path."""
+    print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
+    table = Table(columns)
+    for row in rows:
+        table.add(row)
+    if path is not None:
+        found = {"columns": list(columns), "rows": table.rows}
+        write_record(path, {"title": title, "copy_bandwidth": copy_bandwidth(), **found})
+
+
+def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    """N(0, scale^2) on the GPU."""
+    return torch.randn(*shape, dtype=dtype, device="cuda").mul_(scale)

@@ -30,10 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from test_api_request import RequestError, post, server_url  # noqa: E402
+from benchmarks import harness  # isort: skip  (finds the next one)
+
+from test_api_request import post, server_url
+
+from benchmarks.harness import BenchmarkError, positive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -44,10 +47,6 @@ PROMPT = (
 )
 # A sign counts only where no word or number ends before it: "3-4" holds 3 and 4.
 NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)")
-
-
-class BenchmarkError(Exception):
-    """The benchmark cannot run; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -82,60 +81,40 @@ class Answer:
     text: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
-    try:
-        problems = read_problems(options.data, options.limit)
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-        started = time.perf_counter()
-        answers = write_as_they_come(
-            options.output_dir / "answers.csv", ask_all(problems, options), len(problems)
-        )
-        summary = summarise(answers, time.perf_counter() - started, options)
-        text = json.dumps(summary, indent=2)
-        (options.output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
-    except (BenchmarkError, RequestError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted; answers.csv holds what was answered\n")
-        return 1
+    problems = read_problems(options.data, options.limit)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    answers = write_as_they_come(
+        options.output_dir / "answers.csv", ask_all(problems, options), len(problems)
+    )
+    summary = summarise(answers, time.perf_counter() - started, options)
+    text = json.dumps(summary, indent=2)
+    (options.output_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="GSM8K against a running server.")
-    parser.add_argument("--host", default="http://127.0.0.1:8901", metavar="URL", type=server_url)
-    parser.add_argument("--data", type=Path, required=True, help="JSON lines: question, answer")
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N problems")
-    parser.add_argument("--concurrency", type=positive, default=8, help="requests at a time")
-    parser.add_argument("--gen-length", type=positive, default=256, help="canvas in tokens")
-    parser.add_argument("--steps", type=positive, help="denoise steps (default: the server's)")
-    parser.add_argument("--block-length", type=positive, help="block (default: the server's)")
-    parser.add_argument("--algorithm", help="decoding algorithm (default: the server's)")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--prompt", type=prompt_template, default=PROMPT, help="user message with {question}"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="seconds to wait for an answer"
-    )
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "gsm8k")
-    parser.add_argument(
-        "extra", nargs="*", type=key_value, metavar="KEY=VALUE", help="more request parameters"
-    )
+    parser = harness.Parser("gsm8k", __doc__)
+    url = "http://127.0.0.1:8901"
+    parser.option("--host", url, "of the server", metavar="URL", type=server_url)
+    parser.option("--data", None, "JSON lines: question, answer", type=Path, required=True)
+    parser.option("--limit", None, "only the first N problems", metavar="N", type=positive)
+    parser.option("--concurrency", 8, "requests at a time", type=positive)
+    parser.option("--gen-length", 256, "canvas in tokens", type=positive)
+    parser.option("--steps", None, "denoise steps (default: the server's)", type=positive)
+    parser.option("--block-length", None, "block (default: the server's)", type=positive)
+    parser.option("--algorithm", None, "decoding algorithm (default: the server's)")
+    parser.option("--temperature", 0.0, "of the answers")
+    parser.option("--prompt", PROMPT, "user message with {question}", type=prompt_template)
+    parser.option("--timeout", 3600.0, "seconds to wait for an answer", metavar="S")
+    told = "more request parameters"
+    parser.add_argument("extra", nargs="*", type=key_value, metavar="KEY=VALUE", help=told)
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"given {text}; wanted at least 1")
-    return number
 
 
 def prompt_template(text: str) -> str:

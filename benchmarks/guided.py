@@ -8,39 +8,44 @@
 The vocabulary is made up: 126,464 tokens of syllables, numbers, spaces, punctuation and pieces of
 UTF-8, many of which cross the borders of JSON's parts. Engines run random weights with and without
 the schema, in turns.
+
+Written: guided.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from benchmarks import in_process  # noqa: E402
-from vllm.diffusion.guided.automaton import build  # noqa: E402
-from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all  # noqa: E402
-from vllm.diffusion.guided.language import Ends, Language, over_tokens  # noqa: E402
-from vllm.diffusion.guided.schema import from_schema  # noqa: E402
-from vllm.diffusion.guided.vocabulary import Vocabulary  # noqa: E402
-from vllm.diffusion.guided.window import OPEN, Window  # noqa: E402
+import numpy as np
+import torch
+
+from benchmarks import harness
+from benchmarks.harness import Table, positive
+from vllm.diffusion.guided.automaton import build
+from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
+from vllm.diffusion.guided.language import Ends, Language, over_tokens
+from vllm.diffusion.guided.schema import from_schema
+from vllm.diffusion.guided.vocabulary import Vocabulary
+from vllm.diffusion.guided.window import OPEN, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
+    from collections.abc import Callable, Sequence
 
+STEPS = {"requests": ">8", "rows": ">5", "temperature": ">11g"}
+STEPS |= {"device us": ">10.1f", "host us": ">10.1f"}
+ENGINE = {"requests": ">8", "temperature": ">11g", "free ms": ">8.2f", "schema ms": ">9.2f"}
 NUM_TOKENS = 126_464
 KINDS: tuple[dict[str, Any], ...] = (
     {"type": "string"},
@@ -143,38 +148,28 @@ def step_us(
 
 
 def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds a step of LLaDA-8B's shape: free, and with the schema."""
-    from make_dummy_checkpoint import configuration, write_checkpoint
-
-    vocab_size = configuration("llada")["embedding_size"]
+    """Milliseconds a step of an engine: free, and with the schema."""
+    config = harness.configuration_of(options)
+    known = vocabulary(config["embedding_size"])
     found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), "llada", num_layers=options.num_layers)
-        known = vocabulary(vocab_size)
-        with (
-            mock.patch("vllm.diffusion.config.vocabulary_of", lambda *_: known),
-            in_process.engine(
-                Path(folder),
-                dummy_weights=True,
-                dtype="bfloat16",
-                max_model_len=1024,
-                max_num_seqs=32,
-            ) as (llm, _),
-        ):
-            for requests, temperature in itertools.product(options.requests, (0.0, 1.0)):
-                for _ in range(2):  # the first time compiles kernels and captures graphs
-                    for name, more in (("free", {}), ("schema", _structured())):
-                        times = _run(llm, vocab_size, requests, more | {"temperature": temperature})
-                        own = found.setdefault(f"{requests} requests at {temperature:g}", {})
-                        own[name] = times
+    table = Table(ENGINE)
+    with (
+        mock.patch("vllm.diffusion.config.vocabulary_of", lambda *_: known),
+        in_process.engine_of(options, max_model_len=1024, max_num_seqs=32) as (llm, _),
+    ):
+        for requests, temperature in itertools.product(options.requests, (0.0, 1.0)):
+            times: dict[str, float] = {}
+            for _ in range(2):  # the first time compiles kernels and captures graphs
+                structured = {"structured_outputs": {"json": schema(5)}}
+                for name, more in (("free", {}), ("schema", structured)):
+                    asked = {**more, "temperature": temperature}
+                    times[name] = _step_ms(llm, config["embedding_size"], requests, asked)
+            found[f"{requests} requests at {temperature:g}"] = times
+            table.add([requests, temperature, *times.values()])
     return found
 
 
-def _structured() -> dict[str, Any]:
-    return {"structured_outputs": {"json": schema(5)}}
-
-
-def _run(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
+def _step_ms(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
     prompts = [in_process.random_prompt(128, vocab_size, seed) for seed in range(requests)]
     asked = {"gen_length": 128, "block_length": 64, "steps": 16, **more}
     outputs = in_process.run_requests(llm, prompts, asked)
@@ -182,27 +177,28 @@ def _run(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> floa
     return statistics.median(r["denoise_ms"] / r["num_forwards"] for r in reports)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-layers", type=int, help="instead of LLaDA-8B's 32")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--output", type=Path, help="a JSON file for the results")
-    options = parser.parse_args()
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = harness.Parser("guided", __doc__)
+    parser.shape("llada", ("llada",))
+    parser.option("--requests", [1, 32], "at once, in the engine", type=positive)
+    options = parser.parse_args(arguments)
     language, times = compile_times(vocabulary(NUM_TOKENS))
     results: dict[str, Any] = {"compile_ms": times, "states": language.num_states}
     results |= {"classes": language.num_classes, "sets": language.num_sets}
+    for name, time_ms in times.items():
+        print(f"{name:>24}: {time_ms:.1f} ms")
+    print(f"{results['states']} states, {results['classes']} classes, {results['sets']} sets")
     if torch.cuda.is_available():
-        for requests, rows in ((1, 64), (32, 32)):
-            for temperature in (0.0, 1.0):
-                device, host = step_us(language, requests, rows, temperature)
-                name = f"{requests} requests of {rows} rows, temperature {temperature:g}"
-                results[name] = {"device_us": device, "host_us": host}
-        print(json.dumps(results, indent=1), flush=True)
+        table = Table(STEPS)
+        for (requests, rows), temperature in itertools.product(((1, 64), (32, 32)), (0.0, 1.0)):
+            device, host = step_us(language, requests, rows, temperature)
+            name = f"{requests} requests of {rows} rows, temperature {temperature:g}"
+            results[name] = {"device_us": device, "host_us": host}
+            table.add([requests, rows, temperature, device, host])
         results["engine_ms"] = engine_steps(options)
-    print(json.dumps(results, indent=1))
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=1))
-    return 0
+    harness.write("guided", options, **results)
 
 
 if __name__ == "__main__":

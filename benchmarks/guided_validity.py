@@ -10,21 +10,24 @@ was not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonschema import Draft202012Validator, FormatChecker
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from tests.checkpoints import make_case, random_prompt
 from tests.engine.harness import Ask, running
 from tests.engine.test_guided import BLOCK_RULES, RULES, SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SCHEMAS: tuple[dict[str, Any], ...] = (
     SCHEMA,
@@ -73,18 +76,22 @@ def fault(answer: Any, schema: Any) -> str | None:
     return f"{errors[0]} in {answer.text!r}, {answer.report}" if errors else None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--answers", type=int, default=2000)
-    options = parser.parse_args()
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = harness.Parser("", __doc__)
+    parser.option("--answers", 2000, "how many, at least")
+    options = parser.parse_args(arguments)
     cases: dict[str, dict[str, dict[str, Any]]] = {"mha": RULES, **BLOCK_RULES}
-    weights = {case: len(rules) for case, rules in cases.items()}
-    faults, num_valid, started = [], 0, time.monotonic()
+    num_rules = sum(map(len, cases.values()))
+    faults, num_valid = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for case, rules in cases.items():
-            count = -(-options.answers * weights[case] // sum(weights.values()))
-            left = asks(case, rules, count)
-            with running(make_case(Path(folder) / case, case)) as engine:
+            left = asks(case, rules, -(-options.answers * len(rules) // num_rules))
+            with (
+                running(make_case(Path(folder) / case, case)) as engine,
+                tqdm(total=len(left), desc=case, unit="answer") as progress,
+            ):
                 while left:
                     now, left = left[:AT_ONCE], left[AT_ONCE:]
                     answers = engine.ask(*(ask for _, ask, _ in now))
@@ -92,7 +99,7 @@ def main() -> int:
                         why = fault(answer, schema)
                         num_valid += why is None
                         faults += [] if why is None else [f"{name}: {why}"]
-            print(f"{case}: {num_valid} valid, {time.monotonic() - started:.0f} s", flush=True)
+                    progress.update(len(now))
     print(*faults[:20], sep="\n")
     print(f"{num_valid} of {num_valid + len(faults)} answers are valid")
     return bool(faults)

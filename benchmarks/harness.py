@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks in this process share: environment, options of the model, the written record.
+"""What benchmarks share: options, the model, the printed table, the record, the plot, failures.
 
-Import this before anything imports vllm: `prepare` sets variables that vllm reads once.
+Imports neither torch nor vllm: `prepare` sets variables that these read once.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import sys
 import tempfile
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration, write_checkpoint
+from test_api_request import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
 ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the released models state 4,096 and run any length
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-SIZE = ("num_layers", "shrink")
+FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
+WIDTH = re.compile(r"\d+")  # of a format
+
+
+class BenchmarkError(Exception):
+    """The benchmark cannot run; the message is one line for the user."""
 
 
 def prepare(**more: str) -> None:
@@ -32,49 +48,282 @@ def prepare(**more: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def parser_of(
-    name: str, description: str, families: Sequence[str], family: str
-) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark of a released model's shape.
+def command(main: Callable[..., int | None]) -> Callable[..., int]:
+    """`main` as a command: its exit status, 1 with one line on stderr where it cannot run."""
+
+    @wraps(main)
+    def run(*arguments: Any) -> int:
+        try:
+            return main(*arguments) or 0
+        except (BenchmarkError, DummyCheckpointError, RequestError, OSError) as error:
+            sys.stderr.write(f"error: {error}\n")
+        except KeyboardInterrupt:
+            sys.stderr.write("error: interrupted\n")
+        return 1
+
+    return run
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of a benchmark whose results go to a folder.
 
     Args:
-        name: of the folder of its results.
-        families: that it can measure; `family` unless told otherwise.
+        name: of the folder below `results`; empty: no folder.
+        about: the docstring of the benchmark.
     """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--family", choices=families, default=family)
-    parser.add_argument("--size", help="which released model of the family (default: its first)")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / name)
-    return parser
+
+    def __init__(self, name: str, about: str | None) -> None:
+        kind = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=about, formatter_class=kind)
+        if name:
+            self.option("--output-dir", ROOT / "results" / name, "for the results")
+
+    def option(self, name: str, default: Any = None, about: str = "", **more: Any) -> None:
+        """One option, which takes what its default is: a number, a text, a path, a list, a switch.
+
+        Args:
+            more: as of `add_argument`; without a default its `type` belongs there.
+        """
+        if default is False:
+            more["action"] = "store_true"
+        elif isinstance(default, (list, tuple)):
+            more = {"nargs": "+", "type": type(default[0]) if default else str, **more}
+        elif default is not None:
+            more = {"type": type(default), **more}
+        is_told = default is not None and default is not False and default != ()
+        told = " (default: %(default)s)" if is_told else ""
+        self.add_argument(name, default=default, help=f"{about}{told}".strip(), **more)
+
+    def shape(
+        self, family: str | None, families: Sequence[str] = FAMILIES, *, takes_model: bool = False
+    ) -> None:
+        """Options of a released model's shape, with random weights.
+
+        Args:
+            family: unless told otherwise; None: it must be told.
+            takes_model: a checkpoint with weights may be named in its place.
+        """
+        either = self.add_mutually_exclusive_group(required=family is None)
+        either.add_argument("--family", choices=families, default=family)
+        if takes_model:
+            either.add_argument("--model", type=Path, help="checkpoint folder with weights")
+        self.option("--size", None, "which released model of the family (default: its first)")
+        self.scale()
+
+    def scale(self) -> None:
+        """How such a shape is run."""
+        self.option("--dtype", "bfloat16")
+        self.option("--num-layers", None, "instead of the released model's number", type=int)
+        self.option("--shrink", 1, "divide all widths (for a test run)")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; wanted at least 1")
+    return number
+
+
+# --- the model -------------------------------------------------------------------------------
 
 
 def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
-    """config.json of the model that the options of `parser_of` name."""
-    from make_dummy_checkpoint import configuration
-
-    sizes = {key: getattr(options, key) for key in SIZE}
+    """config.json of the shape that `Parser.shape`'s options name."""
+    sizes = {"num_layers": options.num_layers, "shrink": options.shrink}
     return configuration(options.family, options.size, **sizes)
 
 
 @contextmanager
 def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
-    """A folder with that model's configuration and tokenizer, and no weights."""
-    from make_dummy_checkpoint import write_checkpoint
-
+    """The folder of --model, or one with that shape's configuration and tokenizer, no weights."""
+    if getattr(options, "model", None) is not None:
+        yield options.model.resolve()
+        return
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {key: getattr(options, key) for key in SIZE}
+        sizes = {"num_layers": options.num_layers, "shrink": options.shrink}
         write_checkpoint(Path(folder), options.family, options.size, **sizes)
         yield Path(folder)
 
 
-def write(kind: str, options: argparse.Namespace, **content: Any) -> None:
+# --- requests --------------------------------------------------------------------------------
+
+
+def sampling_of(parameters: dict[str, Any]) -> Any:
+    """SamplingParams of a request for a whole canvas, at temperature 0.
+
+    Args:
+        parameters: of the request, `gen_length` among them.
+    """
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=parameters["gen_length"],
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=parameters,
+    )
+
+
+def report_of(output: Any) -> dict[str, Any]:
+    """What the engine says of a request.
+
+    Raises:
+        BenchmarkError: it failed.
+    """
+    report: dict[str, Any] = (output.kv_transfer_params or {}).get("dllm", {})
+    if "error" in report:
+        raise BenchmarkError(f"request {output.request_id} failed: {report['error']}")
+    return report
+
+
+# --- telling ---------------------------------------------------------------------------------
+
+
+class Table:
+    """Rows that are printed as soon as they are there, above a bar with the time left.
+
+    Args:
+        columns: heading -> format of its cells, whose width is the column's.
+        attributes: of a row, a word a column; without any, rows are sequences of cells.
+        total: how many rows will come, where that is known; there is no bar otherwise, nor where
+            stderr is no terminal.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, str], attributes: str = "", total: int | None = None
+    ) -> None:
+        self.columns, self._attributes = columns, attributes.split()
+        self.rows: list[Any] = []
+        self._bar = tqdm(total=total, unit="row", leave=False, disable=not total or None)
+        self.note(" ".join(f"{name:{spec[0]}{width_of(spec)}}" for name, spec in columns.items()))
+
+    def add(self, row: Any) -> None:
+        """Print one more row, and keep it."""
+        self.rows.append(row)
+        self._bar.update()
+        self.note(self.line(row))
+        if self._bar.n == self._bar.total:
+            self._bar.close()
+
+    def cells(self, row: Any) -> Sequence[Any]:
+        """What the columns have of a row."""
+        return [getattr(row, name) for name in self._attributes] or row
+
+    def line(self, row: Any) -> str:
+        """A row as it is printed."""
+        return " ".join(map(told, self.cells(row), self.columns.values())).rstrip()
+
+    def note(self, text: str) -> None:
+        """Print a line between the rows."""
+        self._bar.write(text)
+        sys.stdout.flush()
+
+
+def width_of(spec: str) -> int:
+    """Of cells with a format, such as 9 of ">9.2f"."""
+    found = WIDTH.search(spec)
+    assert found is not None
+    return int(found[0])
+
+
+def told(value: object, spec: str) -> str:
+    """A cell; a dash for None, yes and no."""
+    if value is None or isinstance(value, bool):
+        value = {None: "-", True: "yes", False: "no"}[value]
+        spec = f"{spec[0]}{width_of(spec)}"
+    return f"{value:{spec}}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """Lines of a Markdown table; columns of numbers are set right.
+
+    Raises:
+        ValueError: a row is not as long as the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"rows: wanted {len(header)} cells, got {len(row)}: {row!r}")
+    is_number = [
+        all(isinstance(row[i], (int, float)) or row[i] is None for row in rows)
+        for i in range(len(header))
+    ]
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "|".join("---:" if number else "---" for number in is_number) + "|"
+    for row in rows:
+        yield "| " + " | ".join(map(cell, row)) + " |"
+
+
+def cell(value: object) -> str:
+    """Floats to three digits, at most two behind the point; a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return str(value)
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def write(kind: str, options: argparse.Namespace, rows: Iterable[Any] = (), **content: Any) -> None:
     """KIND.json in the folder of the results: the options, and what was found."""
     from benchmarks.gpu_timing import write_record
 
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    record = {"kind": kind, "settings": settings, **content}
-    write_record(options.output_dir / f"{kind}.json", record)
+    if "model" in settings:
+        settings["model"] = options.model.name if options.model else options.family
+    content["rows"] = [asdict(row) if is_dataclass(row) else row for row in rows]
+    write_record(
+        options.output_dir / f"{kind}.json", {"kind": kind, "settings": settings} | content
+    )
     print(f"written: {options.output_dir}")
+
+
+def draw(
+    path: Path,
+    paint: Callable[..., None],
+    rows: int = 1,
+    columns: int = 1,
+    size: tuple[float, float] = (5.0, 4.0),
+    **shared: Any,
+) -> None:
+    """A picture of panels; nothing without matplotlib.
+
+    Args:
+        paint: given every panel, row by row.
+        size: of all together, in inches.
+        shared: arguments of `pyplot.subplots`.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        sys.stderr.write("no plot: matplotlib is missing\n")
+        return
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, **shared)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    paint(*axes.flat)
+    figure.tight_layout()
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=120, bbox_inches="tight", metadata=metadata)
+    pyplot.close(figure)
+
+
+def binary(axis: Any, label: str) -> None:
+    """A logarithmic axis of powers of two."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel(label)

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import harness  # noqa: E402  # isort: skip
+from benchmarks import harness  # isort: skip
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 harness.prepare()
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.random_weights import randomise_rank  # noqa: E402
+from benchmarks.random_weights import randomise_rank
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator, Sequence
 
 
@@ -148,12 +149,19 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
         dummy_weights: the checkpoint has no weights. They are drawn from N(0, 0.02): with other
             numbers a card needs another power and runs at another speed.
         settings: arguments of `vllm.LLM`.
+
+    Raises:
+        BenchmarkError: the model cannot be loaded.
     """
     from vllm import LLM
 
     if dummy_weights:
         settings["load_format"] = "dummy"
-    llm = LLM(model=str(model), disable_log_stats=True, **settings)
+    try:
+        llm = LLM(model=str(model), disable_log_stats=True, **settings)
+    except ValueError as error:
+        told = " ".join(str(error).split())
+        raise harness.BenchmarkError(f"{model} cannot be loaded: {told}") from error
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     worker = getattr(executor, "driver_worker", None)
     runner = None if worker is None else worker.worker.model_runner
@@ -165,6 +173,18 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
         llm.llm_engine.engine_core.shutdown()
         del llm, executor, worker, runner
         free_memory()
+
+
+@contextmanager
+def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """`engine` of the model that the options of `harness.Parser.shape` name."""
+    dummy_weights = getattr(options, "model", None) is None
+    settings["dtype"] = options.dtype
+    with (
+        harness.checkpoint_of(options) as folder,
+        engine(folder, dummy_weights=dummy_weights, **settings) as found,
+    ):
+        yield found
 
 
 def free_memory() -> None:
@@ -183,23 +203,12 @@ def run_requests(
         parameters: what a request asks for; the whole canvas is returned, stop tokens or not.
 
     Raises:
-        RuntimeError: a request failed.
+        BenchmarkError: a request failed.
     """
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=parameters["gen_length"],
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=parameters,
-    )
     asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs: list[Any] = llm.generate(asked, sampling, use_tqdm=False)
+    outputs: list[Any] = llm.generate(asked, harness.sampling_of(parameters), use_tqdm=False)
     for output in outputs:
-        report = (output.kv_transfer_params or {}).get("dllm", {})
-        if "error" in report:
-            raise RuntimeError(f"request {output.request_id} failed: {report['error']}")
+        harness.report_of(output)
     return outputs
 
 

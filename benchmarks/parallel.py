@@ -23,25 +23,20 @@ Written: parallel.json and parallel.png.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from make_dummy_checkpoint import write_checkpoint  # noqa: E402
-
-from benchmarks import harness  # noqa: E402
-from benchmarks.run_record import software_record  # noqa: E402
+from benchmarks import harness
+from benchmarks.harness import Table
 
 harness.prepare(
     VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # weights are drawn in the workers
@@ -49,7 +44,8 @@ harness.prepare(
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    import argparse
+    from collections.abc import AsyncIterator, Sequence
     from multiprocessing.connection import Connection
 
 WAYS = ("one", "tp2", "dp2", "sp2")
@@ -60,6 +56,7 @@ LONG_CANVAS, WARM_ROWS = 128, 8192
 LONG = (65_536, 204_800)
 FEW_STEPS, ROUNDS = 4, 3
 CLIENTS = {"none": 32, "dual": 64}  # by cache
+COLUMNS = {"way": "<4", "measure": "<34", "value": ">9.2f", "unit": "<9", "over one": ">8.2f"}
 
 
 @dataclass(frozen=True)
@@ -93,25 +90,15 @@ class Client:
 
     async def ask(self, prompt_length: int, extra: dict[str, Any]) -> int:
         """Tokens of an answer; the whole canvas, stop tokens or not."""
-        from vllm import SamplingParams
-
         self._number += 1
         number = self._number
         prompt = [(7 * number + 13 * i) % self._ids for i in range(prompt_length)]
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=extra["gen_length"],
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=extra,
-        )
-        asked = self._engine.generate({"prompt_token_ids": prompt}, sampling, str(number))
-        async for output in asked:
+        sampling = harness.sampling_of(extra)
+        async for output in self._engine.generate(
+            {"prompt_token_ids": prompt}, sampling, str(number)
+        ):
             last = output
-        report = (last.kv_transfer_params or {}).get("dllm", {})
-        if "error" in report:
-            raise RuntimeError(f"request {number} failed: {report['error']}")
-        self.denoise_s = report["denoise_ms"] / 1000
+        self.denoise_s = harness.report_of(last)["denoise_ms"] / 1000
         return len(last.outputs[0].token_ids)
 
     async def step_ms(self, length: int) -> float:
@@ -235,17 +222,19 @@ class Running:
         self._process.start()
         theirs.close()
 
-    def rows(self) -> list[Row]:
-        """What it measures, printed row by row; as far as it came, where its process has died."""
-        found: list[Row] = []
+    def measure(self, table: Table) -> None:
+        """Add what it measures, as far as it came, where its process has died.
+
+        Rows beside one of one GPU are added with their ratio to it.
+        """
         try:
             self._connection.send("begin")
             while (row := self._connection.recv()) is not None:
-                print(f"{row.way:<4} {row.measure:<34} {row.value:>9.2f} {row.unit}", flush=True)
-                found.append(row)
+                one = {known.measure: known.value for known in table.rows if known.way == "one"}
+                ratio = row.value / one[row.measure] if row.measure in one else None
+                table.add(replace(row, ratio=ratio))
         except (EOFError, BrokenPipeError):
-            print(f"{self.name}: died", flush=True)
-        return found
+            table.note(f"{self.name}: died")
 
     def wait_until_ready(self) -> None:
         try:
@@ -266,7 +255,7 @@ def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
     if asked.quantization:
         settings["quantization"] = asked.quantization
     if asked.model is None:
-        settings |= {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096}
+        settings |= {"dtype": asked.dtype, "load_format": "dummy", "max_model_len": 4096}
     jobs = [
         Job(way, model, settings, tuple(asked.lengths), tuple(asked.clients))
         for way in asked.ways
@@ -281,83 +270,61 @@ def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
 
 
 def run_all(jobs: list[Job]) -> list[Row]:
-    """All rows, without ratios."""
+    """All rows."""
     started = time.perf_counter()
     running = [Running(job) for job in jobs]
-    rows: list[Row] = []
     for one in running:
         one.wait_until_ready()
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+    table = Table(COLUMNS, "way measure value unit ratio")
     for one in running:
-        rows += one.rows()
+        one.measure(table)
         one.end()
-    return rows
+    return table.rows
 
 
-def with_ratios(rows: list[Row]) -> list[Row]:
-    """The rows, those beside one of one GPU with their ratio to it."""
-    one = {row.measure: row.value for row in rows if row.way == "one"}
-    return [
-        Row(row.way, row.measure, row.value, row.unit, row.value / one[row.measure])
-        if row.measure in one
-        else row
-        for row in rows
-    ]
-
-
-def draw(rows: list[Row], path: Path) -> None:
+def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
     """Ratios to one GPU, one group of bars a measure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row.measure for row in rows))
     ways = [way for way in dict.fromkeys(row.way for row in rows) if way != "one"]
-    figure, axes = pyplot.subplots(figsize=(1.6 * len(names) + 2, 4))
     for number, way in enumerate(ways):
         speeds = {
             row.measure: 1 / row.ratio if row.unit in ("ms", "s") else row.ratio
             for row in rows
             if row.way == way and row.ratio
         }
-        places = [names.index(name) + 0.8 * number / max(len(ways), 1) for name in speeds]
-        axes.bar(places, list(speeds.values()), width=0.8 / max(len(ways), 1), label=way)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
-    axes.set_ylabel("times one GPU's speed")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        places = [names.index(name) + 0.8 * number / len(ways) for name in speeds]
+        axis.bar(places, list(speeds.values()), width=0.8 / len(ways), label=way)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
+    axis.set_ylabel("times one GPU's speed")
+    axis.legend()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--family", default="llada")
-    parser.add_argument("--size")
-    parser.add_argument("--quantization", help="fp8, int4 or nf4")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="one, tpN, spN, dpN")
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--long", nargs="*", type=int, default=list(LONG))
-    parser.add_argument("--clients", nargs="*", choices=CLIENTS, default=list(CLIENTS))
-    parser.add_argument("--output-dir", type=Path, default=Path("results/parallel"))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or Path(folder)
-        if arguments.model is None:
-            write_checkpoint(model, arguments.family, arguments.size)
-        rows = with_ratios(run_all(jobs_of(arguments, model)))
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    record = software_record() | {"rows": [asdict(row) for row in rows]}
-    (arguments.output_dir / "parallel.json").write_text(json.dumps(record, indent=1))
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        print(f"{row.way:<4} {row.measure:<34} {row.value:>9.2f} {row.unit:<9} {ratio}")
-    draw(rows, arguments.output_dir / "parallel.png")
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = harness.Parser("parallel", __doc__)
+    parser.shape("llada", takes_model=True)
+    parser.option("--quantization", None, "fp8, int4 or nf4")
+    parser.option("--ways", WAYS, "one, tpN, spN, dpN")
+    parser.option("--lengths", LENGTHS, "rows of a step")
+    parser.option("--long", LONG, "rows of a long step; empty: none", nargs="*")
+    parser.option("--clients", list(CLIENTS), "caches; empty: none", nargs="*", choices=CLIENTS)
+    options = parser.parse_args(arguments)
+    options.ways = sorted(options.ways, key=lambda way: way != "one")  # the others' measure
+    return options
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse_arguments(arguments)
+    with harness.checkpoint_of(options) as model:
+        rows = run_all(jobs_of(options, model))
+    harness.write("parallel", options, rows)
+    names = list(dict.fromkeys(row.measure for row in rows))
+    size = (1.6 * len(names) + 2, 4)
+    harness.draw(options.output_dir / "parallel.png", partial(paint, rows, names), size=size)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,12 +10,16 @@ of the benchmarks that give their columns: fragmentation.py and those of kernels
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.harness import BenchmarkError, cell, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,21 +39,17 @@ NAMES_OF_FAMILIES = {
 }
 
 
-class TableError(Exception):
+class TableError(BenchmarkError):
     """A file is no measurement; the message is one line for the user."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Print measurements as tables.")
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = harness.Parser("", __doc__)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON of a benchmark")
     options = parser.parse_args(arguments)
-    try:
-        print("\n".join(line for path in options.files for line in section(path)))
-    except (TableError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    return 0
+    print("\n".join(line for path in options.files for line in section(path)))
 
 
 def section(path: Path) -> list[str]:
@@ -111,7 +111,7 @@ def step_latency(content: dict[str, Any]) -> Iterator[str]:
             cells += [ratio(row["reference_ms"], row["step_ms"])]
             cells += [row["touched_experts"]] if has_experts else []
             body.append(cells)
-        yield from table(header, body)
+        yield from markdown(header, body)
         yield ""
 
 
@@ -126,7 +126,7 @@ def throughput(content: dict[str, Any]) -> Iterator[str]:
         f"{settings['steps']} steps"
     )
     yield ""
-    yield from table(
+    yield from markdown(
         ["system", "cache", "clients", "tokens/s", "ms a forward", "x plain loop"],
         [
             [
@@ -163,7 +163,7 @@ def context_length(content: dict[str, Any]) -> Iterator[str]:
         cells += [float(planned["peak"]) / UNITS[planned["unit"]] if planned else None]
         cells += [ratio(activation, 1024 * point["length"])]
         body.append([*cells, ratio(activation, point["activation_average_bytes"])])
-    yield from table(header, body)
+    yield from markdown(header, body)
     failed = next((point for point in points if point["status"] != "ok"), None)
     if failed is not None:
         yield ""
@@ -191,7 +191,7 @@ def kernel(content: dict[str, Any]) -> Iterator[str]:
     if content.get("note"):
         yield content["note"]
         yield ""
-    yield from table(content["columns"], content["rows"])
+    yield from markdown(content["columns"], content["rows"])
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
@@ -223,38 +223,6 @@ def in_words(rates: dict[str, float]) -> str:
 def ratio(a: float | None, b: float | None) -> float | None:
     """a / b, None without one of them."""
     return a / b if a is not None and b else None
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """Lines of a Markdown table; columns of numbers are set right.
-
-    Raises:
-        ValueError: a row is not as long as the header.
-    """
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"rows: wanted {len(header)} cells, got {len(row)}: {row!r}")
-    is_number = [
-        all(isinstance(row[i], (int, float)) or row[i] is None for row in rows)
-        for i in range(len(header))
-    ]
-    yield "| " + " | ".join(header) + " |"
-    yield "|" + "|".join("---:" if number else "---" for number in is_number) + "|"
-    for row in rows:
-        yield "| " + " | ".join(map(cell, row)) + " |"
-
-
-def cell(value: object) -> str:
-    """Floats to three digits, at most two behind the point; a dash for None."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, float):
-        return str(value)
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    if abs(value) >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from tiny_model.checkpoint import load_weights, read_config
 from tiny_model.family import FAMILY_NAMES, load_family
 from tiny_model.settings import DecodingSetting
 
+from benchmarks.harness import BenchmarkError
 from benchmarks.random_weights import randomise
 from benchmarks.shapes import Shape
 
@@ -62,12 +63,12 @@ def load(folder: Path, device: str, dtype: torch.dtype, *, has_weights: bool) ->
     """The model of a checkpoint folder; with random weights where it has none.
 
     Raises:
-        ValueError: there is no plain network of its family.
+        BenchmarkError: there is no plain network of its family.
     """
     config = read_config(folder)
     name = Shape.of(config).family
     if name not in FAMILY_NAMES:
-        raise ValueError(f"no plain loop of {name}: leave it out (--no-reference)")
+        raise BenchmarkError(f"no plain loop of {name}: leave it out (--no-reference)")
     family = load_family(name)
     with torch.device("meta"):
         network = family.network(config)
@@ -78,18 +79,6 @@ def load(folder: Path, device: str, dtype: torch.dtype, *, has_weights: bool) ->
         randomise(network)
         for buffer in network.buffers():
             buffer.zero_()
-    mask_id = token_id(folder, family.special_tokens.mask)
-    return PlainBlocks(network, family.decode, mask_id, device)
-
-
-def token_id(folder: Path, token: str) -> int:
-    """The id of a special token.
-
-    Raises:
-        ValueError: the tokenizer has no such token.
-    """
-    content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    for added in content["added_tokens"]:
-        if added["content"] == token:
-            return int(added["id"])
-    raise ValueError(f"{folder}: its tokenizer has no token {token}")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
+    return PlainBlocks(network, family.decode, added[family.special_tokens.mask], device)

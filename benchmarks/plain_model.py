@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tiny_model.checkpoint import load_weights, read_config
+from tiny_model.decoding import commit_quotas
 from tiny_model.family import load_family
 from tiny_model.llada_moe import MixtureOfExperts
 from torch import Tensor, nn
@@ -52,8 +53,12 @@ def random_model(
     return model
 
 
-def load_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> PlainModel:
-    """The model of a checkpoint folder with config.json and an index of safetensors shards."""
+def load_model(
+    folder: Path, device: str | torch.device, dtype: torch.dtype, *, has_weights: bool = True
+) -> PlainModel:
+    """The model of a checkpoint folder; with random weights where it has none."""
+    if not has_weights:
+        return random_model(read_config(folder), device, dtype)
     model = _empty_model(read_config(folder), device, dtype)
     load_weights(folder, model.network)
     return model
@@ -124,17 +129,11 @@ def generate(
     row = torch.tensor([[*prompt, *[model.shape.mask_id] * canvas]], device=device)
     steps_of_block = steps // (canvas // block_length)
     for start in range(len(prompt), len(prompt) + canvas, block_length):
-        for num_commits in commits_of_steps(block_length, steps_of_block):
+        for num_commits in commit_quotas(block_length, steps_of_block):
             denoise_step(model, row, start + block_length, num_commits, confidence_dtype)
             after_step()
     tokens: list[int] = row[0, len(prompt) :].tolist()
     return tokens
-
-
-def commits_of_steps(num_masked: int, steps: int) -> Iterator[int]:
-    """How many positions each step commits; the first ones take the remainder."""
-    base, remainder = divmod(num_masked, steps)
-    return (base + (step < remainder) for step in range(steps))
 
 
 @contextmanager

@@ -20,13 +20,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from benchmarks import harness, windows  # noqa: E402
-from benchmarks.shapes import BLOCK_FAMILIES, Shape  # noqa: E402
+from tqdm import tqdm
+
+from benchmarks import harness, windows
+from benchmarks.harness import positive
+from benchmarks.shapes import BLOCK_FAMILIES, Shape
 
 if TYPE_CHECKING:
     import argparse
@@ -36,8 +38,9 @@ PREFIX_SEED = 1_000_000  # of no prompt's
 WARM_UP = 3  # rounds that are not measured
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
     first_ms, times = measure(options)
     medians = {kind: statistics.median(found) for kind, found in times.items()}
@@ -46,23 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind:>16}: {median:8.2f} ms to the first block (fastest {min(times[kind]):.2f})")
     print(f"ratio: {medians['shared prefix'] / medians['short prompt']:.3f}")
     harness.write("prefix_cache", options, first_ms=first_ms, times_ms=times)
-    return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = harness.parser_of(
-        "prefix_cache", "A long shared prefix against a short prompt.", BLOCK_FAMILIES, "llada2"
-    )
-    parser.add_argument("--prefix", type=int, default=8192, help="tokens that requests share")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of each request's own")
-    parser.add_argument("--block-length", type=int, help="default: as released")
-    parser.add_argument("--steps-per-block", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args(arguments)
-    if min(options.prefix, options.prompt, options.rounds, options.steps_per_block) < 1:
-        parser.error("--prefix, --prompt, --rounds, --steps-per-block: wanted at least 1")
-    return options
+    parser = harness.Parser("prefix_cache", __doc__)
+    parser.shape("llada2", BLOCK_FAMILIES)
+    parser.option("--prefix", 8192, "tokens that requests share", type=positive)
+    parser.option("--prompt", 32, "tokens of each request's own", type=positive)
+    parser.option("--block-length", None, "default: as released", type=positive)
+    parser.option("--steps-per-block", 4, type=positive)
+    parser.option("--rounds", 20, type=positive)
+    return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]:
@@ -72,22 +70,17 @@ def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]
     parameters = windows.parameters_of(shape, block_length, 1, options.steps_per_block)
     prefix = in_process.random_prompt(options.prefix, shape.vocab_size, PREFIX_SEED)
     times: dict[str, list[float]] = {"shared prefix": [], "short prompt": []}
-    with (
-        harness.checkpoint_of(options) as folder,
-        in_process.engine(
-            folder,
-            dummy_weights=True,
-            dtype=options.dtype,
-            max_model_len=options.prefix + options.prompt + 2 * block_length,
-        ) as (llm, runner),
-    ):
+    with in_process.engine_of(
+        options,
+        max_model_len=options.prefix + options.prompt + 2 * block_length,
+    ) as (llm, runner):
 
         def time_of(seed: int, before: Sequence[int] = ()) -> float:
             own = in_process.random_prompt(options.prompt, shape.vocab_size, seed)
             return to_first_block_ms(llm, runner, [*before, *own], parameters)
 
         first_ms = time_of(0, prefix)
-        for number in range(WARM_UP + options.rounds):
+        for number in tqdm(range(WARM_UP + options.rounds), leave=False, disable=None):
             seeds = 1 + 2 * number, 2 + 2 * number
             found = time_of(seeds[0], prefix), time_of(seeds[1])
             if number >= WARM_UP:

@@ -25,37 +25,35 @@ Written: quality_speed.csv, .json, .md (tables) and .png (accuracy against token
 
 from __future__ import annotations
 
-import argparse
 import csv
-import gc
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-# An engine of a tiny model starts in under a second here; read when vllm is imported. More threads
-# than a tiny matrix can use only wait for each other.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# More threads than a tiny matrix can use only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from vllm.diffusion.algorithms import ALGORITHMS  # noqa: E402
-from vllm.diffusion.fields import BY_NAME, CACHES, FIELDS  # noqa: E402
+from tqdm import tqdm
+
+from benchmarks import harness
+from benchmarks.harness import BenchmarkError, positive
+from vllm.diffusion.algorithms import ALGORITHMS
+from vllm.diffusion.fields import BY_NAME, CACHES, FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    import argparse
+    from collections.abc import Iterable, Sequence
 
 DEFAULT_MODELS = ("llada-tiny", "dream-tiny", "llada-moe-tiny")
 
@@ -72,13 +70,12 @@ PACE: dict[str, tuple[float, ...]] = {
     "block_add_threshold": (0.1, 0.5),
 }
 STEPS_PER_TOKEN = (1.0, 0.5, 0.25, 0.125)
+COLUMNS = ("model", "questions", "algorithm", "parameters", "cache", "accuracy")
+COLUMNS += ("forwards per answer", "tokens per forward", "seconds")
+MARKS = "osD^vP"  # of caches in the plot
 
 
 T = TypeVar("T")
-
-
-class BenchmarkError(Exception):
-    """The benchmark cannot run; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +106,20 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one case gave on one model; `failed` answers count as wrong."""
+class Asked:
+    """A case on a model."""
 
     model: str
     wording: str
     algorithm: str
     cache: str
     parameters: str
+
+
+@dataclass(frozen=True)
+class Row(Asked):
+    """What one case gave on one model; `failed` answers count as wrong."""
+
     questions: int
     right: int
     failed: int
@@ -127,62 +130,52 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Asked):
     """A case that the engine does not run on a model."""
 
-    model: str
-    wording: str
-    algorithm: str
-    cache: str
-    parameters: str
     reason: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
-    try:
-        plan = cases(options.algorithms, options.caches, options.gen_length, options.block_length)
-        rows, refused = measure_all(options, plan)
-        write_results(options.output_dir, rows, refused, settings_of(options))
-    except (BenchmarkError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted; nothing was written\n")
-        return 1
-    print(markdown(rows, refused))
-    print(f"written: {options.output_dir}")
-    return 0
+    plan = cases(options.algorithms, options.caches, options.gen_length, options.block_length)
+    rows, refused = measure_all(options, plan)
+    if not rows:
+        raise BenchmarkError(f"no case was run{': ' + refused[0].reason if refused else ''}")
+    told = markdown(rows, refused)
+    print(told)
+    harness.write("quality_speed", options, rows, refused=list(map(asdict, refused)))
+    file = options.output_dir / "quality_speed.md"
+    file.write_text(told, "utf-8")
+    with file.with_suffix(".csv").open("w", newline="", encoding="utf-8") as table:
+        writer = csv.DictWriter(table, [column.name for column in fields(Row)])
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+    models, wordings = (
+        in_order(getattr(row, name) for row in rows) for name in ("model", "wording")
+    )
+    size = (4 * len(models) + 2, 3.5 * len(wordings) + 0.5)
+    shape, shared = (len(wordings), len(models), size), {"sharex": True, "sharey": "row"}
+    panels = list(product(wordings, models))
+    harness.draw(file.with_suffix(".png"), partial(paint, rows, panels), *shape, **shared)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Quality and speed of the decoding algorithms.")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=list(DEFAULT_MODELS),
-        metavar="MODEL",
-        help="names under models/, or checkpoint directories with a facts.jsonl",
-    )
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
-    parser.add_argument("--wordings", nargs="+", choices=WORDINGS, default=list(WORDINGS))
-    parser.add_argument("--limit", type=positive, help="questions per model (default: all)")
-    parser.add_argument("--gen-length", type=positive, default=32, help="canvas length in tokens")
-    parser.add_argument("--block-length", type=positive, default=8, help="tokens of one block")
-    parser.add_argument("--dtype", default="float32", help="precision of the model")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "quality_speed")
+    parser = harness.Parser("quality_speed", __doc__)
+    told = "names under models/, or checkpoint directories with a facts.jsonl"
+    parser.option("--models", DEFAULT_MODELS, told)
+    parser.option("--algorithms", list(ALGORITHMS), choices=ALGORITHMS)
+    parser.option("--caches", list(CACHES), choices=CACHES)
+    parser.option("--wordings", list(WORDINGS), choices=WORDINGS)
+    parser.option("--limit", None, "questions per model (default: all)", type=positive)
+    parser.option("--gen-length", 32, "canvas length in tokens", type=positive)
+    parser.option("--block-length", 8, "tokens of one block", type=positive)
+    parser.option("--dtype", "float32", "precision of the model")
+    parser.set_defaults(temperature=0.0, seed=0)
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"given {text}; wanted at least 1")
-    return number
 
 
 # --- which cases -----------------------------------------------------------------------------
@@ -236,26 +229,23 @@ def measure_all(
         BenchmarkError: a model is missing and cannot be made, or cannot be loaded.
     """
     folders = [checkpoint(name) for name in options.models]
-    rows: list[Row] = []
-    refused: list[Refused] = []
+    found: list[Row | Refused] = []
+    settings = {"dtype": options.dtype, "max_model_len": options.gen_length + 256}
     num_cases = len(folders) * len(options.wordings) * len(plan)
     with tqdm(total=num_cases, unit="case") as progress:
         for folder in folders:
             facts = read_facts(folder, options.limit)
-            with engine(folder, options) as llm:
+            with in_process.engine(folder, dummy_weights=False, **settings) as (llm, _):
                 request = plan[0].request(options.gen_length, options.block_length)
                 measure(llm, facts[:1], request, ("warm-up", "", "", "", ""))
                 for case, wording in product(plan, options.wordings):
                     progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.told()}")
                     identity = (folder.name, wording, case.algorithm, case.cache, case.told())
                     request = case.request(options.gen_length, options.block_length)
-                    found = measure(llm, worded(facts, wording), request, identity)
-                    if isinstance(found, Row):
-                        rows.append(found)
-                    else:
-                        refused.append(found)
+                    found.append(measure(llm, worded(facts, wording), request, identity))
                     progress.update()
-    return rows, refused
+    rows = [row for row in found if isinstance(row, Row)]
+    return rows, [case for case in found if isinstance(case, Refused)]
 
 
 def checkpoint(name: str) -> Path:
@@ -290,32 +280,6 @@ def worded(facts: Sequence[tuple[str, str]], wording: str) -> list[tuple[str, st
     """The facts with their questions as `wording` asks them."""
     template = WORDINGS[wording]
     return [(template.format(question=question), answer) for question, answer in facts]
-
-
-@contextmanager
-def engine(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
-    """A `vllm.LLM` whose engine lives in this process, and is gone when the block ends.
-
-    Raises:
-        BenchmarkError: the model cannot be loaded.
-    """
-    from vllm import LLM
-
-    try:
-        llm = LLM(
-            model=str(folder),
-            dtype=options.dtype,
-            max_model_len=options.gen_length + 256,
-            disable_log_stats=True,
-        )
-    except ValueError as error:
-        raise BenchmarkError(f"{folder} cannot be loaded: {one_line(error)}") from error
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def measure(
@@ -369,148 +333,63 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-# --- writing ---------------------------------------------------------------------------------
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the numbers depend on."""
-    from importlib.metadata import version
-
-    return {
-        "gen_length": options.gen_length,
-        "block_length": options.block_length,
-        "dtype": options.dtype,
-        "temperature": 0.0,
-        "seed": 0,
-        "vllm": version("vllm"),
-        "torch": version("torch"),
-        "machine": platform.machine(),
-        "num_cpus": os.cpu_count(),
-    }
-
-
-def write_results(
-    folder: Path, rows: Sequence[Row], refused: Sequence[Refused], settings: dict[str, Any]
-) -> None:
-    """Write the tables and the plot into `folder`.
-
-    Raises:
-        BenchmarkError: no case was run.
-    """
-    if not rows:
-        reason = f": {refused[0].reason}" if refused else ""
-        raise BenchmarkError(f"no case was run{reason}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "quality_speed.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [column.name for column in fields(Row)])
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
-    content = {
-        "settings": settings,
-        "rows": list(map(asdict, rows)),
-        "refused": list(map(asdict, refused)),
-    }
-    (folder / "quality_speed.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    (folder / "quality_speed.md").write_text(markdown(rows, refused), "utf-8")
-    plot(folder / "quality_speed.png", rows)
+# --- telling ---------------------------------------------------------------------------------
 
 
 def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
     """One table of all rows, and the refused cases with their reasons."""
-    lines = [
-        "| model | questions | algorithm | parameters | cache | accuracy | forwards per answer "
-        "| tokens per forward | seconds |",
-        "|---|---|---|---|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row.model} | {row.wording} | `{row.algorithm}` | {row.parameters} | {row.cache} "
-        f"| {row.accuracy:.1%} | {row.forwards_per_answer:.1f} | {row.tokens_per_forward:.2f} "
-        f"| {row.seconds:.1f} |"
+    cells = [
+        [
+            *(row.model, row.wording, f"`{row.algorithm}`", row.parameters, row.cache),
+            *(f"{row.accuracy:.1%}", row.forwards_per_answer, row.tokens_per_forward, row.seconds),
+        ]
         for row in rows
     ]
-    lines += [f"\n{r.failed} of {r.questions} answers failed: {told(r)}" for r in rows if r.failed]
-    if refused:
-        lines += ["", "Refused:", ""]
-        lines += [f"- {line}" for line in in_order(map(told_once, refused))]
+    lines = list(harness.markdown(COLUMNS, cells))
+    for row in rows:
+        if row.failed:
+            case = f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}"
+            told = f"{row.failed} of {row.questions} answers failed: {case}, cache {row.cache}"
+            lines += ["", told]
+    # Most refusals hold for all models: each is told once.
+    reasons = in_order(
+        f"- `{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
+        for case in refused
+    )
+    lines += ["", "Refused:", "", *reasons] if reasons else []
     return "\n".join(lines) + "\n"
 
 
-def told(row: Row) -> str:
-    """Which case this was, in words."""
-    return f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}, cache {row.cache}"
-
-
-def told_once(case: Refused) -> str:
-    """What was refused and why, without the model: most refusals hold for all."""
-    return f"`{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
-
-
-def plot(path: Path, rows: Sequence[Row]) -> None:
+def paint(rows: Sequence[Row], panels: Sequence[tuple[str, str]], *axes: Any) -> None:
     """Accuracy against tokens per forward: a colour an algorithm, a mark a cache.
 
-    A column of panels a model, a row a wording.
-
-    Raises:
-        BenchmarkError: matplotlib is not installed.
+    Args:
+        panels: wording and model of each.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise BenchmarkError("matplotlib is missing") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models, wordings = (
-        in_order(getattr(row, name) for row in rows) for name in ("model", "wording")
-    )
-    styles = line_styles(rows, pyplot.get_cmap("tab10"))
-    figure, axes = pyplot.subplots(
-        len(wordings),
-        len(models),
-        figsize=(4 * len(models) + 2, 3.5 * len(wordings) + 0.5),
-        sharex=True,
-        sharey="row",
-        squeeze=False,
-    )
-    for (row, wording), (column, model) in product(enumerate(wordings), enumerate(models)):
-        axis = axes[row][column]
-        for (algorithm, cache), style in styles.items():
-            wanted = (model, wording, algorithm, cache)
-            found = [r for r in rows if (r.model, r.wording, r.algorithm, r.cache) == wanted]
-            found.sort(key=lambda r: r.tokens_per_forward)
-            points = [(r.tokens_per_forward, 100 * r.accuracy) for r in found]
-            axis.plot(*zip(*points, strict=True) if points else ([], []), **style)
-        axis.set_title(f"{model}, {wording} questions", fontsize="medium")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_xscale("log", base=2)
-    axes[0][0].xaxis.set_major_formatter("{x:g}")
-    figure.supxlabel("tokens per forward")
-    figure.supylabel("accuracy, %")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-def line_styles(
-    rows: Sequence[Row], colour: Callable[[int], Any]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """(algorithm, cache) -> how its line is drawn."""
     algorithms, caches = (
         in_order(getattr(row, name) for row in rows) for name in ("algorithm", "cache")
     )
-    marks = "osD^vP"
-    return {
-        (algorithm, cache): {
-            "color": colour(algorithms.index(algorithm)),
-            "marker": marks[caches.index(cache) % len(marks)],
-            "linewidth": 0.8,
-            "alpha": 0.8,
-            "label": algorithm if cache == "none" else f"{algorithm}, {cache} cache",
-        }
-        for algorithm, cache in in_order((row.algorithm, row.cache) for row in rows)
-    }
+    pairs = in_order((row.algorithm, row.cache) for row in rows)
+    for (wording, model), axis in zip(panels, axes, strict=True):
+        for algorithm, cache in pairs:
+            wanted = (model, wording, algorithm, cache)
+            found = [r for r in rows if (r.model, r.wording, r.algorithm, r.cache) == wanted]
+            points = sorted((r.tokens_per_forward, 100 * r.accuracy) for r in found)
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []),
+                color=f"C{algorithms.index(algorithm) % 10}",
+                marker=MARKS[caches.index(cache) % len(MARKS)],
+                linewidth=0.8,
+                alpha=0.8,
+                label=algorithm if cache == "none" else f"{algorithm}, {cache} cache",
+            )
+        axis.set_title(f"{model}, {wording} questions", fontsize="medium")
+    harness.binary(axes[0], "")
+    figure = axes[0].figure
+    figure.supxlabel("tokens per forward")
+    figure.supylabel("accuracy, %")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
 
 
 def in_order(values: Iterable[T]) -> list[T]:

@@ -26,34 +26,34 @@ Written: quantisation_quality.json, .md and .svg.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.quality_speed import (  # noqa: E402
-    BenchmarkError,
-    checkpoint,
-    positive,
-    read_facts,
-    worded,
-)
+from benchmarks import harness
+from benchmarks.harness import Table, positive
+from benchmarks.quality_speed import checkpoint, read_facts, worded
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+COLUMNS = {"model": "<16", "weights": "<8", "layers, MiB": ">11.2f", "right": ">10"}
+COLUMNS |= {"top-1": ">6.4f", "KL": ">8.5f", "order": ">6.3f", "equal steps": ">11.3f"}
+COLUMNS |= {"tokens/forward": ">14.2f"}
+ATTRIBUTES = "model quantization weight_mib right_of top_1 kl order equal_steps tokens_per_forward"
 PLAIN = "plain"
 
 
@@ -89,37 +89,42 @@ class Row:
     equal_steps: float
     tokens_per_forward: float
 
+    @property
+    def weight_mib(self) -> float:
+        return self.weight_bytes / 2**20
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    @property
+    def right_of(self) -> str:
+        return f"{self.right} of {self.questions}"
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = parse_arguments(arguments)
-    rows: list[Row] = []
-    try:
-        for name in options.models:
-            folder = checkpoint(name) if options.facts is None else Path(name)
-            rows += measure_model(folder, options)
-    except (BenchmarkError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    write_results(options.output_dir, rows)
-    print(markdown(rows))
-    print(f"written: {options.output_dir}")
-    return 0
+    table = Table(COLUMNS, ATTRIBUTES, len(options.models) * (1 + len(options.quantization)))
+    for name in options.models:
+        folder = checkpoint(name) if options.facts is None else Path(name)
+        measure_model(folder, options, table)
+    harness.write("quantisation_quality", options, table.rows)
+    file = options.output_dir / "quantisation_quality.md"
+    cells = [table.cells(row) for row in table.rows]
+    file.write_text("\n".join(harness.markdown(list(COLUMNS), cells)) + "\n", "utf-8")
+    harness.draw(file.with_suffix(".svg"), partial(paint, table.rows))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="What quantised weights change.")
-    parser.add_argument("--models", nargs="+", default=["llada-tiny"], metavar="MODEL")
-    parser.add_argument("--quantization", nargs="+", default=["fp8", "int4", "nf4"], metavar="NAME")
-    parser.add_argument("--facts", type=Path, help="JSONL of questions and answers")
-    parser.add_argument("--wording", choices=("taught", "reworded"), default="taught")
-    parser.add_argument("--limit", type=positive, help="questions per model (default: all)")
-    parser.add_argument("--gen-length", type=positive, default=32)
-    parser.add_argument("--block-length", type=positive, default=8)
-    parser.add_argument("--threshold", type=float, default=0.9)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "quantisation")
+    parser = harness.Parser("quantisation", __doc__)
+    parser.option("--models", ["llada-tiny"], "names under models/, or checkpoint directories")
+    parser.option("--quantization", ["fp8", "int4", "nf4"], "kinds of weights")
+    parser.option("--facts", None, "JSONL of questions and answers", type=Path)
+    parser.option("--wording", "taught", "of the questions", choices=("taught", "reworded"))
+    parser.option("--limit", None, "questions per model (default: all)", type=positive)
+    parser.option("--gen-length", 32, "canvas length in tokens", type=positive)
+    parser.option("--block-length", 8, "tokens of one block", type=positive)
+    parser.option("--threshold", 0.9, "of tokens/forward")
+    parser.option("--dtype", "bfloat16", "precision of the model")
     return parser.parse_args(arguments)
 
 
@@ -207,11 +212,10 @@ class Decoder:
 # --- measuring -------------------------------------------------------------------------------
 
 
-def measure_model(folder: Path, options: argparse.Namespace) -> list[Row]:
-    """A row for the plain weights and one for each quantisation, printed as they come."""
+def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> None:
+    """A row for the plain weights and one for each quantisation."""
     facts = worded(facts_of(folder, options), options.wording)
     plain: list[Trace] = []
-    rows = []
     for quantization in (None, *options.quantization):
         settings = {"dtype": options.dtype, "quantization": quantization, "enforce_eager": True}
         with in_process.engine(folder, dummy_weights=False, **settings) as (llm, runner):
@@ -222,7 +226,8 @@ def measure_model(folder: Path, options: argparse.Namespace) -> list[Row]:
             fast = [decoder.decode(prompt, options.threshold) for prompt in prompts]
             texts = [decoder.text(trace.tokens) for trace in traces]
             top_1, kl = compared(decoder, plain)
-            rows.append(
+            pairs = zip(plain, traces, strict=True)
+            table.add(
                 Row(
                     model=folder.name,
                     quantization=quantization or PLAIN,
@@ -231,14 +236,12 @@ def measure_model(folder: Path, options: argparse.Namespace) -> list[Row]:
                     weight_bytes=weight_bytes(runner.model),
                     top_1=top_1,
                     kl=kl,
-                    order=statistics.mean(map(rank_correlation, steps_of(plain), steps_of(traces))),
+                    order=statistics.mean(rank_correlation(a.steps, b.steps) for a, b in pairs),
                     equal_steps=equal_share(plain, traces),
                     tokens_per_forward=sum(len(trace.tokens) for trace in fast)
                     / sum(trace.num_forwards for trace in fast),
                 )
             )
-            print(line_of(rows[-1]), flush=True)
-    return rows
 
 
 def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -270,11 +273,6 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def steps_of(traces: Sequence[Trace]) -> list[list[int]]:
-    """Of each answer the steps of its positions."""
-    return [trace.steps for trace in traces]
-
-
 def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
     """Spearman's, of two orders of the same positions without ties."""
     count = len(first)
@@ -294,59 +292,14 @@ def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-# --- telling ---------------------------------------------------------------------------------
-
-HEADER = (
-    "| model | weights | layers, MiB | right | top-1 | KL | order | equal steps |"
-    " tokens/forward |\n|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def line_of(row: Row) -> str:
-    """One row of the table."""
-    return (
-        f"| {row.model} | {row.quantization} | {row.weight_bytes / 2**20:.2f} | "
-        f"{row.right} of {row.questions} | {row.top_1:.4f} | {row.kl:.5f} | {row.order:.3f} | "
-        f"{row.equal_steps:.3f} | {row.tokens_per_forward:.2f} |"
-    )
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The table."""
-    return "\n".join([HEADER, *map(line_of, rows)])
-
-
-def write_results(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the table as JSON and Markdown, and the plot."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"rows": list(map(asdict, rows))}, indent=2)
-    (folder / "quantisation_quality.json").write_text(content + "\n", encoding="utf-8")
-    (folder / "quantisation_quality.md").write_text(markdown(rows) + "\n", encoding="utf-8")
-    plot(folder / "quantisation_quality.svg", rows)
-
-
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Order against likeliest tokens, a point a row; nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        sys.stderr.write("no plot: matplotlib is missing\n")
-        return
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 4))
+def paint(rows: Sequence[Row], axis: Any) -> None:
+    """Order against likeliest tokens, a point a row."""
     for row in rows:
         if row.quantization != PLAIN:
             axis.scatter(row.top_1, row.order)
             axis.annotate(f"{row.model} {row.quantization}", (row.top_1, row.order), fontsize=7)
     axis.set_xlabel("likeliest token as with plain weights")
     axis.set_ylabel("rank correlation of the commit order")
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -20,35 +20,38 @@ Written: serve_throughput.json, serve_throughput.png and server.log.
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from test_api_request import post  # noqa: E402
+from test_api_request import post
 
-from benchmarks import compare_hf, gpu_timing  # noqa: E402
-from benchmarks.compare_hf import PLAIN_LOOP, SERVER  # noqa: E402
-from benchmarks.shapes import Shape  # noqa: E402
+from benchmarks import compare_hf, harness
+from benchmarks.compare_hf import PLAIN_LOOP, SERVER
+from benchmarks.harness import Table, positive
+from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     Send = Callable[[Sequence[int]], list[int]]  # a prompt's ids -> the answer's
 
 NUM_SUMS = 100  # distinct ones; the tiny models know them
 WARM_UP = 2  # requests before a row, not measured
+COLUMNS = {"system": ">12", "clients": ">7", "requests/s": ">10.2f", "tokens/s": ">9.1f"}
+COLUMNS |= {"p50 s": ">7.3f", "p90 s": ">7.3f", "p99 s": ">7.3f"}
 
 
 @dataclass(frozen=True)
@@ -88,32 +91,34 @@ class Row:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    return compare_hf.run(parse_arguments(arguments), measure_all, write_results)
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse_arguments(arguments)
+    rows = measure_all(options)
+    harness.write("serve_throughput", options, rows)
+    title = options.family or options.model.name
+    path = options.output_dir / "serve_throughput.png"
+    harness.draw(path, partial(paint, rows, title), columns=2, size=(9, 4))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="The server under 1 to 64 clients.")
-    compare_hf.add_model_options(parser)
-    parser.add_argument(
-        "--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64], metavar="N"
-    )
-    parser.add_argument("--requests", type=int, default=128, help="of every row (default: 128)")
-    parser.add_argument("--plain-requests", type=int, default=16, help="0 leaves the loop out")
-    parser.add_argument("--prompt-length", type=int, default=128, help="of random prompts")
-    parser.add_argument("--gen-length", type=int, default=32, help="canvas length in tokens")
-    parser.add_argument("--block-length", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=16, help="forwards of a canvas")
-    parser.add_argument("--algorithm", help="of the server; the loop's by default, semi_ar")
-    parser.add_argument(
-        "--cache", help="of the server (default: none; of block-causal families exact)"
-    )
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "serve_throughput")
+    parser = harness.Parser("serve_throughput", __doc__)
+    parser.shape(None, takes_model=True)
+    parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "how many at a time", type=positive)
+    parser.option("--requests", 128, "of every row, at least 2")
+    parser.option("--plain-requests", 16, "0 leaves the loop out")
+    parser.option("--prompt-length", 128, "of random prompts", type=positive)
+    parser.option("--gen-length", 32, "canvas length in tokens")
+    parser.option("--block-length", 32)
+    parser.option("--steps", 16, "forwards of a canvas")
+    parser.option("--algorithm", None, "of the server; the loop's by default, semi_ar")
+    told = "of the server (default: none; of block-causal families exact)"
+    parser.option("--cache", None, told)
     options = parser.parse_args(arguments)
-    if min(*options.clients, options.prompt_length) < 1 or options.requests < 2:
-        parser.error("--clients, --prompt-length: wanted at least 1; --requests: at least 2")
+    if options.requests < 2:
+        parser.error("--requests: wanted at least 2")
     return options
 
 
@@ -121,34 +126,27 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
-    """The plain loop, then the server with every number of clients; prints each row.
+    """The plain loop, then the server with every number of clients.
 
     Raises:
         ServerFailed: the server does not start.
     """
-    print(HEADER)
-    rows: list[Row] = []
-
-    def add(system: str, num_clients: int, send: Send, prompts: Sequence[Sequence[int]]) -> None:
-        rows.append(measure(system, num_clients, send, prompts))
-        print(line_of(rows[-1]), flush=True)
-
-    with compare_hf.checkpoint(options) as folder:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape = Shape.of(config)
+    attributes = "system num_clients requests_per_s tokens_per_s p50_s p90_s p99_s"
+    table = Table(COLUMNS, attributes, len(options.clients) + bool(options.plain_requests))
+    with harness.checkpoint_of(options) as folder:
+        shape = Shape.of_folder(folder)
         prompts = prompts_for(folder, shape, options)
         if options.plain_requests:
+            stop_ids = stop_ids_of(folder, json.loads((folder / "config.json").read_text("utf-8")))
             with compare_hf.plain_loop(folder, shape, options) as plain:
-                stop_ids = stop_ids_of(folder, config)
 
                 def by_loop(prompt: Sequence[int]) -> list[int]:
                     (answer,) = plain([[prompt]], "none")
                     return up_to_stop(answer.token_ids, stop_ids)
 
-                add(PLAIN_LOOP, 1, by_loop, prompts[: max(options.plain_requests, 2)])
-        length = max(map(len, prompts))
-        settings = argparse.Namespace(**{**vars(options), "prompt_length": length})
-        with compare_hf.running_server(folder, settings) as url:
+                few = prompts[: max(options.plain_requests, 2)]
+                table.add(measure(PLAIN_LOOP, 1, by_loop, few))
+        with compare_hf.running_server(folder, options, max(map(len, prompts))) as url:
 
             def by_server(prompt: Sequence[int]) -> list[int]:
                 text = post(f"{url}/generate", body_of(prompt, shape, options), compare_hf.ANSWER_S)
@@ -156,8 +154,8 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
                 return token_ids
 
             for num_clients in options.clients:
-                add(SERVER, num_clients, by_server, prompts)
-    return rows
+                table.add(measure(SERVER, num_clients, by_server, prompts))
+    return table.rows
 
 
 def body_of(prompt: Sequence[int], shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
@@ -245,43 +243,8 @@ def up_to_stop(token_ids: Sequence[int], stop_ids: set[int]) -> list[int]:
     return list(token_ids[:end])
 
 
-# --- telling ---------------------------------------------------------------------------------
-
-HEADER = (
-    f"{'system':>12} {'clients':>7} | {'requests/s':>10} {'tokens/s':>9} | "
-    f"{'p50 s':>7} {'p90 s':>7} {'p99 s':>7}"
-)
-
-
-def line_of(row: Row) -> str:
-    """One row of the printed table."""
-    return (
-        f"{row.system:>12} {row.num_clients:>7} | {row.requests_per_s:>10.2f} "
-        f"{row.tokens_per_s:>9.1f} | {row.p50_s:>7.3f} {row.p90_s:>7.3f} {row.p99_s:>7.3f}"
-    )
-
-
-def write_results(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Write the JSON file and the plot."""
-    names = ("requests", "gen_length", "block_length", "steps", "algorithm", "cache", "dtype")
-    settings = {name: getattr(options, name) for name in (*names, "num_layers", "shrink")}
-    settings["model"] = options.family or options.model.name
-    content = {"kind": "serve_throughput", "settings": settings, "rows": list(map(asdict, rows))}
-    gpu_timing.write_record(options.output_dir / "serve_throughput.json", content)
-    plot(options.output_dir / "serve_throughput.png", rows, settings["model"])
-
-
-def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Tokens per second, and latency, against clients; nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        sys.stderr.write("no plot: matplotlib is missing\n")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4))
+def paint(rows: Sequence[Row], title: str, left: Any, right: Any) -> None:
+    """Tokens per second, and latency, against clients."""
     served = [row for row in rows if row.system == SERVER]
     clients = [row.num_clients for row in served]
     left.plot(clients, [row.tokens_per_s for row in served], marker="o", label=SERVER)
@@ -293,19 +256,12 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
             # The loop serves one after the other: every client waits for all.
             waits = [count * row.p50_s for count in clients]
             right.plot(clients, waits, linestyle=":", color="black", label=f"{PLAIN_LOOP}, in turn")
-    left.set_ylabel("tokens per second")
-    right.set_ylabel("seconds")
-    for axis in (left, right):
+    for axis, label in ((left, "tokens per second"), (right, "seconds")):
         axis.set_title(title)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel("clients")
+        harness.binary(axis, "clients")
+        axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

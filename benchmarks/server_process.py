@@ -18,26 +18,29 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import requests
 
+from benchmarks.harness import BenchmarkError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[1]
 GUARD = ROOT / "benchmarks" / "process_guard.py"
-STOP_S = 60.0
+START_S, STOP_S = 600.0, 60.0
 POLL_S = 0.2
 TAIL_LINES = 5
 # `EXCEPTION: message` behind what the logger puts before it. The first in a log is the cause.
 CAUSE = re.compile(r"(?:^|[\s\]])((?!RuntimeError: Engine core init)\w*(?:Error|Exception): \S.*)")
 
 
-class ServerFailed(Exception):
+class ServerFailed(BenchmarkError):
     """A server did not do what was waited for; the message is one line with its log's end."""
 
 
@@ -140,6 +143,27 @@ class ServerProcess:
         cause = next((match[1] for line in lines if (match := CAUSE.search(line))), None)
         told = f"{cause}; " if cause else ""
         return f"{told}its log ends with: {' | '.join(lines[-TAIL_LINES:])}"
+
+
+@contextmanager
+def model_server(folder: Path, log: Path, *arguments: object) -> Iterator[str]:
+    """The URL of our server of a checkpoint, stopped when the block ends.
+
+    Args:
+        log: file that takes its output.
+        arguments: more of its command line.
+
+    Raises:
+        ServerFailed: it ends, or is not ready in time.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.api_server", "--model", str(folder)]
+    command += ["--port", str(port), *map(str, arguments)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    with ServerProcess(command, log, port=port, variables=variables) as server:
+        server.wait_until_healthy(START_S)
+        yield server.url
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -7,11 +7,13 @@ E experts, V rows of the head, T rows of one sequence.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 FAMILY_OF_ARCHITECTURE = {
     "LLaDAModelLM": "llada",
@@ -96,32 +98,30 @@ class Shape:
             wanted = ", ".join(FAMILY_OF_ARCHITECTURE)
             raise ValueError(f"architectures: wanted one of {wanted}, got {architecture}")
         if family == "llada":
-            return cls(
-                family=family,
-                width=config["d_model"],
-                num_layers=config["n_layers"],
-                num_heads=config["n_heads"],
-                num_kv_heads=config["n_kv_heads"],
-                head_dim=config["d_model"] // config["n_heads"],
-                mlp_width=config["mlp_hidden_size"],
-                vocab_size=config["embedding_size"],
-                mask_id=config["mask_token_id"],
-            )
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
+            names = ("d_model", "n_layers", "n_heads", "n_kv_heads", "mlp_hidden_size")
+        else:
+            names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+            names += ("num_key_value_heads", EXPERT_WIDTHS.get(family, "intermediate_size"))
+        width, num_layers, num_heads, num_kv_heads, mlp_width = (config[name] for name in names)
         return cls(
             family=family,
-            width=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim", head_dim),
-            mlp_width=config[EXPERT_WIDTHS.get(family, "intermediate_size")],
-            vocab_size=config["vocab_size"],
+            width=width,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=config.get("head_dim", width // num_heads),
+            mlp_width=mlp_width,
+            vocab_size=config["embedding_size" if family == "llada" else "vocab_size"],
             mask_id=config.get("mask_token_id"),
             shifts_rows=family in ("dream", "fast-dllm"),
             **experts_of(family, config),
             **blocks_of(family, config),
         )
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Shape:
+        """The shape of a checkpoint."""
+        return cls.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def experts_of(family: str, config: Mapping[str, Any]) -> dict[str, int]:
@@ -144,8 +144,29 @@ def blocks_of(family: str, config: Mapping[str, Any]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a forward that waits for the one before it, `count` times.
+
+    Attributes:
+        num_bytes: weights, or keys and values, that it must read.
+        flops: that it must compute, at the rate of attention or else of products.
+    """
+
+    name: str
+    num_bytes: float
+    flops: float
+    count: int = 1
+    is_attention: bool = False
+
+    def least_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
+        """The larger of moving and computing; rates in bytes and FLOP per second."""
+        rate = attention_rate if self.is_attention else matmul_rate
+        return 1000 * self.count * max(self.num_bytes / bandwidth, self.flops / rate)
+
+
+@dataclass(frozen=True)
 class Work:
-    """What one forward of several sequences must at least do."""
+    """What one forward of several sequences must at least do, if its parts ran side by side."""
 
     weight_bytes: float
     matmul_flops: float
@@ -165,55 +186,22 @@ def forward_work(
     *,
     head_rows: int = 32,
     touched_experts: float | None = None,
-    bytes_per_weight: int = 2,
 ) -> Work:
     """One forward of `num_sequences` sequences of `num_rows` rows, all rows through all layers.
 
     Args:
-        head_rows: rows of one sequence whose logits are computed.
-        touched_experts: experts of a layer that at least one row passes, on average; None: all.
+        head_rows, touched_experts: as of `window_stages`.
     """
-    rows = num_rows * num_sequences
-    experts_read, experts_passed = 1.0, 1
-    if shape.num_experts:
-        experts_read = shape.num_experts if touched_experts is None else touched_experts
-        experts_passed = shape.num_chosen
-    router = shape.width * shape.num_experts
-    layer_bytes = shape.attention_parameters + router + experts_read * shape.mlp_parameters
-    layer_flops = shape.attention_parameters + router + experts_passed * shape.mlp_parameters
-    head_rows_of_all = min(head_rows, num_rows) * num_sequences
-    return Work(
-        weight_bytes=bytes_per_weight * (shape.num_layers * layer_bytes + shape.head_parameters),
-        matmul_flops=2.0
-        * (rows * shape.num_layers * layer_flops + head_rows_of_all * shape.head_parameters),
-        attention_flops=4.0
-        * shape.num_layers
-        * num_sequences
-        * num_rows**2
-        * shape.num_heads
-        * shape.head_dim,
+    sampled = min(head_rows, num_rows)
+    stages = window_stages(
+        shape, num_rows, 0, num_sequences, head_rows=sampled, touched_experts=touched_experts
     )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a forward that waits for the one before it, `count` times.
-
-    Attributes:
-        num_bytes: weights, or keys and values, that it must read.
-        flops: that it must compute, at the rate of attention or else of products.
-    """
-
-    name: str
-    num_bytes: float
-    flops: float
-    count: int = 1
-    is_attention: bool = False
-
-    def least_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
-        """The larger of moving and computing; rates in bytes and FLOP per second."""
-        rate = attention_rate if self.is_attention else matmul_rate
-        return 1000 * self.count * max(self.num_bytes / bandwidth, self.flops / rate)
+    products = [stage for stage in stages if not stage.is_attention]
+    return Work(
+        weight_bytes=sum(stage.count * stage.num_bytes for stage in products),
+        matmul_flops=sum(stage.count * stage.flops for stage in products),
+        attention_flops=sum(s.count * s.flops for s in stages if s.is_attention),
+    )
 
 
 def window_stages(

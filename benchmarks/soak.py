@@ -21,7 +21,6 @@ hung, nothing was left in the engine, and memory stayed where it was.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
@@ -35,24 +34,27 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import psutil  # noqa: E402
-import requests  # noqa: E402
-from test_api_request import RequestError, post  # noqa: E402
+import psutil
+import requests
+from test_api_request import RequestError, post
+from tqdm import tqdm
 
-from benchmarks import compare_hf, gpu_timing  # noqa: E402
-from benchmarks.server_process import ServerFailed, session  # noqa: E402
-from benchmarks.shapes import Shape  # noqa: E402
+from benchmarks import harness
+from benchmarks.harness import positive
+from benchmarks.server_process import model_server, session
+from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 LONGEST_PROMPT = 200
 LONGEST_CANVAS = 96
+MARGIN = 64  # positions beside prompt and canvas
 NUM_BODIES = 100
 SHARE_LEAVING, SHARE_MALFORMED = 0.1, 0.05
 MALFORMED: tuple[dict[str, Any], ...] = (
@@ -137,17 +139,16 @@ class Clients:
     def run(self, num_clients: int, seconds: float, seed: int) -> Outcome:
         """Send for so long; returns when the last answer is there."""
         started = time.monotonic()
-        early = threading.Timer(seconds / 10, self._note_early)
-        early.start()
+        draws = [random.Random(seed + i) for i in range(num_clients)]
         with ThreadPoolExecutor(num_clients) as pool:
-            draws = [random.Random(seed + i) for i in range(num_clients)]
-            list(pool.map(lambda draw: self._client(draw, started + seconds), draws))
-        early.join()
+            done = [pool.submit(self._client, draw, started + seconds) for draw in draws]
+            for tenth in tqdm(range(10), unit="tenth", leave=False, disable=None):
+                time.sleep(max(0.0, started + seconds * (tenth + 1) / 10 - time.monotonic()))
+                self.outcome.rss_early = self.outcome.rss_early or rss_mib()
+            for client in done:
+                client.result()
         self.outcome.seconds = time.monotonic() - started
         return self.outcome
-
-    def _note_early(self) -> None:
-        self.outcome.rss_early = rss_mib()
 
     def _client(self, draw: random.Random, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -181,33 +182,27 @@ class Clients:
                 self.outcome.failures.append(f"{body}: wanted 400, got {status}")
 
 
+@harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     options = parse_arguments(arguments)
-    try:
-        outcome = soak(options)
-    except (ServerFailed, RequestError, OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    content = {"kind": "soak", "settings": vars(options), "outcome": asdict(outcome)}
-    content["settings"] = {name: str(value) for name, value in vars(options).items()}
-    gpu_timing.write_record(options.output_dir / "soak.json", content)
+    outcome = soak(options)
+    harness.write("soak", options, outcome=asdict(outcome))
     print(told(outcome))
     return 0 if outcome.is_good else 1
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line, and what the server is started with."""
-    parser = argparse.ArgumentParser(description="Many clients for a long time.")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder with weights")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--mixed", type=int, default=0, metavar="LENGTH", help="longest prompt")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "soak")
+    """Options of the command line."""
+    parser = harness.Parser("soak", __doc__)
+    parser.option("--model", None, "checkpoint folder with weights", type=Path, required=True)
+    parser.option("--clients", 64, "how many at a time", type=positive)
+    parser.option("--minutes", 10.0, "of the load")
+    parser.option("--mixed", 0, "longest prompt", metavar="LENGTH")
+    parser.option("--seed", 0, "of the requests")
     options = parser.parse_args(arguments)
-    if options.clients < 1 or options.minutes <= 0:
-        parser.error("--clients: wanted at least 1; --minutes: more than 0")
+    if options.minutes <= 0:
+        parser.error("--minutes: wanted more than 0")
     return options
 
 
@@ -218,16 +213,15 @@ def soak(options: argparse.Namespace) -> Outcome:
         ServerFailed: the server does not start.
         RequestError: a request that is sent alone fails.
     """
-    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
-    longest = options.mixed or LONGEST_PROMPT
-    bodies = random_bodies(Shape.of(config).vocab_size, options.seed, options.mixed)
-    server = argparse.Namespace(
-        **vars(options)
-        | {"prompt_length": longest, "gen_length": LONGEST_CANVAS, "dtype": "float32"}
-        | {"clients": [min(options.clients, 16)]}  # fewer than there are clients: some wait
-    )
-    with compare_hf.running_server(options.model.resolve(), server) as url:
-        wanted = [answer(url, body) for body in bodies]
+    vocab_size = Shape.of_folder(options.model).vocab_size
+    bodies = random_bodies(vocab_size, options.seed, options.mixed)
+    longest = (options.mixed or LONGEST_PROMPT) + LONGEST_CANVAS + MARGIN
+    arguments = ["--dtype", "float32", "--max-model-len", longest]
+    # Fewer than there are clients: some wait.
+    arguments += ["--max-num-seqs", min(options.clients, 16)]
+    log = options.output_dir / "server.log"
+    with model_server(options.model.resolve(), log, *arguments) as url:
+        wanted = [answer(url, body) for body in tqdm(bodies, leave=False, disable=None)]
         clients = Clients(url, bodies, wanted, sends_malformed=bool(options.mixed))
         clients.outcome.rss_before = rss_mib()
         outcome = clients.run(options.clients, 60 * options.minutes, options.seed)

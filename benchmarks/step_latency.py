@@ -41,46 +41,45 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import in_process  # noqa: E402  # isort: skip  (before torch and vllm)
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import torch  # noqa: E402
-from make_dummy_checkpoint import PRESETS, configuration, write_checkpoint  # noqa: E402
+import torch
+from make_dummy_checkpoint import PRESETS
+from tiny_model.decoding import commit_quotas
 
-from benchmarks import gpu_timing, windows  # noqa: E402
-from benchmarks.plain_model import (  # noqa: E402
-    commits_of_steps,
-    counted_experts,
-    denoise_step,
-    random_model,
-)
-from benchmarks.shapes import BLOCK_FAMILIES, Shape, forward_work  # noqa: E402
-from benchmarks.windows import Windows  # noqa: E402
-from vllm.diffusion.engine.turns import Shares  # noqa: E402
+from benchmarks import gpu_timing, harness, windows
+from benchmarks.harness import BenchmarkError, Table, positive
+from benchmarks.plain_model import counted_experts, denoise_step, random_model
+from benchmarks.shapes import BLOCK_FAMILIES, Shape, forward_work
+from benchmarks.windows import Windows
+from vllm.diffusion.engine.turns import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from benchmarks.in_process import Step
     from benchmarks.plain_model import PlainModel
 
-FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
 SIZES = tuple(dict.fromkeys(size for _, size in PRESETS))
 LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096, 16384)
 LONG_LENGTH = 65536
 QUICK_LENGTHS = (32, 256, 1024)
 BLOCK = 32
 MIN_STEPS = 3
-# Attention over few rows is bound by its launch, not by the card: a rate from there on is the
-# card's.
-MIN_ATTENTION_LENGTH = 2048
+COLUMNS = {"family": ">10", "T": ">8", "N": ">3", "step ms": ">9.2f", "min": ">9.2f"}
+COLUMNS |= {"device": ">9.2f", "interval": ">9.2f", "floor": ">9.2f", "x floor": ">7.2f"}
+COLUMNS |= {"reference": ">9.2f", "speed-up": ">8.2f"}
+ATTRIBUTES = (
+    "family rows num_requests step_ms step_min_ms device_ms interval_ms floor_ms over_floor "
+    "reference_ms speed_up"
+)
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,9 @@ class Row:
     served_ms: float | None = None  # of a forward of all, where a server takes shares of them
 
     @property
-    def served_over_floor(self) -> float | None:
-        """The same as a multiple of the floor."""
-        return self.served_ms / self.floor_ms if self.served_ms and self.floor_ms else None
+    def rows(self) -> str:
+        """Of a request, behind those that are kept."""
+        return f"{self.context}+{self.length}" if self.context else str(self.length)
 
     @property
     def over_floor(self) -> float | None:
@@ -141,82 +140,57 @@ class Row:
         return self.reference_ms / self.step_ms if self.reference_ms else None
 
 
+@harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     options = parse_arguments(arguments)
-    rows: list[Row] = []
-    ceilings: dict[str, Any] = {}
-    print(HEADER)
+    table, ceilings = Table(COLUMNS, ATTRIBUTES), {}
     try:
         for family in options.families:
+            sizes = [size for size in options.sizes if (family, size) in PRESETS]
+            model = {"family": family, "size": next(iter(sizes), None)}
             measure = measure_windows if family in BLOCK_FAMILIES else measure_family
-            rows += measure(family, options, ceilings)
+            measure(argparse.Namespace(**vars(options) | model), ceilings, table)
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted; the families before are kept\n")
-    if not rows:
+    if not table.rows:
         return 1
-    write_results(options, rows, ceilings)
-    print(f"written: {options.output_dir}")
+    harness.write("step_latency", options, table.rows, ceilings=ceilings)
+    families = list(dict.fromkeys(row.family for row in table.rows))
+    path, size = options.output_dir / "step_latency.png", (4.5 * len(families), 4)
+    harness.draw(path, partial(paint, table.rows), 1, len(families), size, sharey=True)
     return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Time of one denoise step.")
-    full = [family for family in FAMILIES if family not in BLOCK_FAMILIES]
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=full)
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        choices=SIZES,
-        default=[],
-        help="models that are not their family's first",
-    )
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, metavar="T", help="rows of a request, at least 2"
-    )
-    parser.add_argument(
-        "--requests", nargs="+", type=int, metavar="N", help="default 1 8 32; 1 64 128 windows"
-    )
-    parser.add_argument(
-        "--context", type=int, default=1024, help="prompt of a request of a block-causal family"
-    )
-    parser.add_argument(
-        "--block-lengths", nargs="+", type=int, metavar="B", help="default: as released"
-    )
-    parser.add_argument("--quick", action="store_true", help="three lengths, few steps")
-    parser.add_argument("--long", action="store_true", help=f"with length {LONG_LENGTH}, too")
-    parser.add_argument(
-        "--max-rows", type=int, default=16384, help="leave out more rows of several requests"
-    )
-    parser.add_argument("--steps", type=int, default=16, help="measured steps of a case, at most")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="of a case, at most (three steps at least)"
-    )
-    parser.add_argument("--no-reference", action="store_true", help="leave plain PyTorch out")
-    parser.add_argument(
-        "--reference-confidence",
-        choices=("logits", "float32", "float64"),
-        default="logits",
-        help="precision of the reference's softmax (LLaDA's published loop: that of the logits)",
-    )
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument(
-        "--profile", action="store_true", help="print the longest kernels of every case, too"
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--quantization", nargs="+", default=[], metavar="NAME", help="beside the plain weights"
-    )
-    parser.add_argument("--num-layers", type=int, help="instead of the released model's number")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all widths (for a test run)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "results" / "step_latency")
+    parser = harness.Parser("step_latency", __doc__)
+    full = [family for family in harness.FAMILIES if family not in BLOCK_FAMILIES]
+    parser.option("--families", full, choices=harness.FAMILIES)
+    parser.option("--sizes", (), "models not their family's first", choices=SIZES, type=str)
+    parser.option("--lengths", (), "rows of a request, from 2", type=int)
+    parser.option("--requests", (), "at once (default: 1 8 32; windows 1 64 128)", type=positive)
+    parser.option("--context", 1024, "prompt of a request of a block-causal family")
+    parser.option("--block-lengths", (), "default: as released", type=positive)
+    parser.option("--quick", False, "three lengths, few steps")
+    parser.option("--long", False, f"with length {LONG_LENGTH}, too")
+    parser.option("--max-rows", 16384, "leave out more rows of several requests")
+    parser.option("--steps", 16, f"measured steps of a case, at most; from {MIN_STEPS}")
+    parser.option("--seconds", 3.0, "of a case, at most (three steps at least)")
+    parser.option("--no-reference", False, "leave plain PyTorch out")
+    told = "precision of the reference's softmax; LLaDA's published loop: that of the logits"
+    precisions = ("logits", "float32", "float64")
+    parser.option("--reference-confidence", "logits", told, choices=precisions)
+    parser.option("--enforce-eager", False, "no CUDA graphs")
+    parser.option("--profile", False, "print the longest kernels of every case, too")
+    parser.option("--quantization", (), "beside the plain weights", type=str)
+    parser.scale()
     options = parser.parse_args(arguments)
-    options.lengths = options.lengths or list(QUICK_LENGTHS if options.quick else LENGTHS)
+    options.lengths = list(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
     if options.long:
         options.lengths.append(LONG_LENGTH)
-    if min(options.lengths) < 2 or min(options.requests or [1]) < 1 or options.steps < MIN_STEPS:
-        parser.error(f"wanted --lengths from 2, --requests from 1, --steps from {MIN_STEPS}")
+    if min(options.lengths) < 2 or options.steps < MIN_STEPS:
+        parser.error(f"wanted --lengths from 2 and --steps from {MIN_STEPS}")
     if options.quick:
         options.seconds = min(options.seconds, 1.0)
     return options
@@ -235,92 +209,68 @@ def cases_of(lengths: Sequence[int], requests: Sequence[int], max_rows: int) -> 
 # --- measuring -------------------------------------------------------------------------------
 
 
-def measure_family(family: str, options: argparse.Namespace, ceilings: dict[str, Any]) -> list[Row]:
-    """All cases of a family, printed as they come; adds what was measured to `ceilings`."""
-    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
-    config = configuration(family, **shrunk)
-    shape = Shape.of(config)
-    requests = options.requests or [1, 8, 32]
+def measure_family(options: argparse.Namespace, ceilings: dict[str, Any], table: Table) -> None:
+    """All cases of a family; adds what was measured to `ceilings`."""
+    config = harness.configuration_of(options)
+    shape, requests = Shape.of(config), options.requests or [1, 8, 32]
     references = measure_references(config, options)
     in_process.free_memory()
     cases = cases_of(options.lengths, requests, options.max_rows)
     floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
     in_process.free_memory()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), family, **shrunk)
-        for quantization in (None, *options.quantization):
-            name = family if quantization is None else f"{family} {quantization}"
-            with in_process.engine(
-                Path(folder),
-                dummy_weights=True,
-                dtype=options.dtype,
-                quantization=quantization,
-                max_model_len=max(options.lengths),
-                max_num_seqs=max(requests),
-                max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
-                enforce_eager=options.enforce_eager,
-            ) as (llm, runner):
-                for case in cases:
-                    run = partial(run_case, llm, runner, shape, case)
-                    steps = measure_steps(run, options)
-                    floor = floors[case] if quantization is None else None
-                    rows.append(row_of(name, case, steps, floor, references))
-                    print(line_of(rows[-1]), flush=True)
-                    if options.profile:
-                        print_kernels(in_process.kernel_times(partial(run, len(steps))))
-    return rows
-
-
-def measure_windows(
-    family: str, options: argparse.Namespace, ceilings: dict[str, Any]
-) -> list[Row]:
-    """The same of a block-causal family."""
-    size = next((size for size in options.sizes if (family, size) in PRESETS), None)
-    shrunk = {"num_layers": options.num_layers, "shrink": options.shrink}
-    shape = Shape.of(configuration(family, size, **shrunk))
-    block_lengths = options.block_lengths or [shape.block_length]
-    requests = options.requests or [1, 64, 128]
-    cases = [Windows(options.context, b, n) for b in block_lengths for n in requests]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), family, size, **shrunk)
-        with in_process.engine(
-            Path(folder),
-            dummy_weights=True,
-            dtype=options.dtype,
-            max_model_len=options.context
-            + max(length * windows.blocks_of(options.steps, length) for length in block_lengths),
+    for quantization in (None, *options.quantization):
+        name = " ".join(filter(None, [options.family, quantization]))
+        with in_process.engine_of(
+            options,
+            quantization=quantization,
+            max_model_len=max(options.lengths),
             max_num_seqs=max(requests),
+            max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):
-            if shape.num_experts:
-                alone = Windows(options.context, max(block_lengths), 1)
-                run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
-                windows.spread_experts(runner, alone.num_rows, run)
-            served, together = runner.shares, Shares(rows=sys.maxsize, requests=max(requests))
             for case in cases:
-                # One step of all requests, also where a server takes shares of them.
-                runner.shares = together
-                run = partial(windows.run_windows, llm, runner, shape, case)
-                steps = measure_steps(run, options)[: options.steps]
-                touched = None
-                if shape.num_experts:
-                    again = partial(run, len(steps))
-                    touched = windows.touched_experts(runner, case.num_rows, again)
-                floor = windows.floor_ms(shape, case, steps, touched, ceilings)
-                rows.append(window_row(family, case, steps, floor, touched))
-                print(line_of(rows[-1]), flush=True)
-                if touched is not None:
-                    print(f"    {touched:.0f} of {shape.num_experts} experts a layer", flush=True)
-                if options.profile:
-                    print_kernels(in_process.kernel_times(partial(run, len(steps))))
-                if case.num_requests > served.requests or case.num_rows > served.rows:
-                    runner.shares = served
-                    found = windows.served_round(llm, runner, shape, case, len(steps))
-                    rows[-1] = replace(rows[-1], served_ms=found.round_ms)
-                    print(served_line(rows[-1], found.device_ms), flush=True)
-    return rows
+                run = partial(run_case, llm, runner, shape, case)
+                steps = measure_steps(run, options)
+                floor = floors[case] if quantization is None else None
+                table.add(row_of(name, case, steps, floor, references))
+                tell_kernels(options, table, run, len(steps))
+
+
+def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table: Table) -> None:
+    """The same of a block-causal family."""
+    shape = Shape.of(harness.configuration_of(options))
+    block_lengths = options.block_lengths or [shape.block_length]
+    requests = options.requests or [1, 64, 128]
+    longest = max(length * windows.blocks_of(options.steps, length) for length in block_lengths)
+    with in_process.engine_of(
+        options,
+        max_model_len=options.context + longest,
+        max_num_seqs=max(requests),
+        enforce_eager=options.enforce_eager,
+    ) as (llm, runner):
+        if shape.num_experts:
+            alone = Windows(options.context, max(block_lengths), 1)
+            run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
+            windows.spread_experts(runner, alone.num_rows, run)
+        served, together = runner.shares, Shares(rows=sys.maxsize, requests=max(requests))
+        for case in (Windows(options.context, b, n) for b in block_lengths for n in requests):
+            # One step of all requests, also where a server takes shares of them.
+            runner.shares = together
+            run = partial(windows.run_windows, llm, runner, shape, case)
+            steps, touched = measure_steps(run, options)[: options.steps], None
+            if shape.num_experts:
+                again = partial(run, len(steps))
+                touched = windows.touched_experts(runner, case.num_rows, again)
+            floor = windows.floor_ms(shape, case, steps, touched, ceilings)
+            table.add(window_row(options.family, case, steps, floor, touched))
+            if touched is not None:
+                table.note(f"    {touched:.0f} of {shape.num_experts} experts a layer")
+            tell_kernels(options, table, run, len(steps))
+            if case.num_requests > served.requests or case.num_rows > served.rows:
+                runner.shares = served
+                found = windows.served_round(llm, runner, shape, case, len(steps))
+                table.rows[-1] = replace(table.rows[-1], served_ms=found.round_ms)
+                table.note(served_line(found, floor))
 
 
 def measure_references(config: dict[str, Any], options: argparse.Namespace) -> dict[int, Reference]:
@@ -371,7 +321,7 @@ def touched_experts(model: PlainModel, row: torch.Tensor, steps: int) -> float:
     num_masked = int((row == model.shape.mask_id).sum())
     with counted_experts(model) as counts:
         try:
-            for num_commits in commits_of_steps(num_masked, min(steps, num_masked)):
+            for num_commits in commit_quotas(num_masked, min(steps, num_masked)):
                 denoise_step(model, row, row.shape[1], num_commits)
         except torch.OutOfMemoryError:
             in_process.free_memory()
@@ -401,22 +351,11 @@ def floor_ms(
     work = forward_work(
         shape, case.length, case.num_requests, head_rows=case.canvas, touched_experts=touched
     )
-    heads = (shape.num_heads, shape.head_dim)
-    length = max(case.length, MIN_ATTENTION_LENGTH)
-    bandwidth = gpu_timing.copy_bandwidth()
-    matmul_rate = gpu_timing.matmul_rate()
-    attention_rate = gpu_timing.attention_rate(length, *heads)
-    ceilings["copy_tb_per_s"] = bandwidth / 1e12
-    ceilings["matmul_tflop_per_s"] = matmul_rate / 1e12
-    ceilings.setdefault("attention_tflop_per_s", {})[f"{length} x {heads[0]} heads"] = (
-        attention_rate / 1e12
-    )
-    return work.floor_ms(bandwidth, matmul_rate, attention_rate)
+    rates = gpu_timing.rates(case.length, shape.num_heads, shape.head_dim, ceilings)
+    return work.floor_ms(*rates)
 
 
-def measure_steps(
-    run: Callable[[int], list[in_process.Step]], options: argparse.Namespace
-) -> list[in_process.Step]:
+def measure_steps(run: Callable[[int], list[Step]], options: argparse.Namespace) -> list[Step]:
     """The measured steps of a case; `run` is run_case with all but the number of steps.
 
     The warm-up commits another number of tokens a step: what costs time at every new number of
@@ -426,27 +365,23 @@ def measure_steps(
     return run(num_steps(expected_ms, options.steps, options.seconds))
 
 
-def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> list[in_process.Step]:
+def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> list[Step]:
     """One canvas of every request in so many steps; those steps that had all of the requests.
 
     Raises:
-        RuntimeError: the engine did not run the requests together.
+        BenchmarkError: the engine did not run the requests together.
     """
     prompts = [
         in_process.random_prompt(case.length - case.canvas, shape.vocab_size, seed)
         for seed in range(case.num_requests)
     ]
-    parameters = {
-        "algorithm": "semi_ar",
-        "gen_length": case.canvas,
-        "block_length": case.canvas,
-        "steps": min(steps, case.canvas),
-    }
+    parameters = {"algorithm": "semi_ar", "steps": min(steps, case.canvas)}
+    parameters |= {"gen_length": case.canvas, "block_length": case.canvas}
     with in_process.StepLog().attached(runner) as log:
         in_process.run_requests(llm, prompts, parameters)
     found = [step for step in log.steps() if step.num_requests == case.num_requests]
     if len(found) < MIN_STEPS:
-        raise RuntimeError(
+        raise BenchmarkError(
             f"wanted {MIN_STEPS} steps with all {case.num_requests} requests of {case.length} "
             f"rows, got {len(found)}"
         )
@@ -456,7 +391,7 @@ def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> lis
 def row_of(
     family: str,
     case: Case,
-    steps: Sequence[in_process.Step],
+    steps: Sequence[Step],
     floor: float | None,
     references: dict[int, Reference],
 ) -> Row:
@@ -483,7 +418,7 @@ def row_of(
 def window_row(
     family: str,
     case: Windows,
-    steps: Sequence[in_process.Step],
+    steps: Sequence[Step],
     floor: float | None,
     touched: float | None,
 ) -> Row:
@@ -494,97 +429,51 @@ def window_row(
 
 # --- telling ---------------------------------------------------------------------------------
 
-HEADER = (
-    f"{'family':>10} {'T':>8} {'N':>3} | {'step ms':>9} {'min':>9} {'device':>9} {'interval':>9} | "
-    f"{'floor':>9} {'x floor':>7} | {'reference':>9} {'speed-up':>8}"
-)
 
-
-def line_of(row: Row) -> str:
-    """One row of the printed table."""
-    length = f"{row.context}+{row.length}" if row.context else row.length
-    return (
-        f"{row.family:>10} {length:>8} {row.num_requests:>3} | {row.step_ms:>9.2f} "
-        f"{row.step_min_ms:>9.2f} {told(row.device_ms):>9} {row.interval_ms:>9.2f} | "
-        f"{told(row.floor_ms):>9} {told(row.over_floor):>7} | "
-        f"{told(row.reference_ms):>9} {told(row.speed_up):>8}"
-    )
-
-
-def served_line(row: Row, device_ms: float | None) -> str:
+def served_line(found: windows.Round, floor: float | None) -> str:
     """What is printed below a case that a server runs in shares."""
-    return (
-        f"    in shares, as served: {told(row.served_ms)} ms a forward of all, device "
-        f"{told(device_ms)}, {told(row.served_over_floor)} x floor"
-    )
+    over = harness.told(floor and found.round_ms / floor, ">.2f")
+    device = harness.told(found.device_ms, ">.2f")
+    served = f"in shares, as served: {found.round_ms:.2f} ms a forward of all"
+    return f"    {served}, device {device}, {over} x floor"
 
 
-def print_kernels(kernels: dict[str, tuple[float, float]], most: int = 15) -> None:
-    """The longest kernels with the milliseconds and launches of one step, under their sum."""
-    print(f"    device busy {sum(time_ms for time_ms, _ in kernels.values()):.3f} ms of a step")
-    for name, (time_ms, launches) in list(kernels.items())[:most]:
-        print(f"    {time_ms:>9.3f} ms {launches:>6.1f} x  {name[:100]}")
-
-
-def told(number: float | None) -> str:
-    """Two decimals, or a dash."""
-    return "-" if number is None else f"{number:.2f}"
-
-
-def write_results(
-    options: argparse.Namespace, rows: Sequence[Row], ceilings: dict[str, Any]
+def tell_kernels(
+    options: argparse.Namespace, table: Table, run: Callable[[int], list[Step]], steps: int
 ) -> None:
-    """Write the JSON file and the plot."""
-    settings = {
-        name: getattr(options, name)
-        for name in ("dtype", "enforce_eager", "num_layers", "shrink", "reference_confidence")
-    }
-    content = {
-        "kind": "step_latency",
-        "settings": settings,
-        "ceilings": ceilings,
-        "rows": list(map(asdict, rows)),
-    }
-    gpu_timing.write_record(options.output_dir / "step_latency.json", content)
-    plot(options.output_dir / "step_latency.png", rows)
+    """With --profile, where a step's time goes on the device."""
+    if options.profile:
+        for line in kernel_lines(in_process.kernel_times(partial(run, steps))):
+            table.note(line)
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Time against length, both logarithmic, a panel a family; nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        sys.stderr.write("no plot: matplotlib is missing\n")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def kernel_lines(kernels: dict[str, tuple[float, float]], most: int = 15) -> list[str]:
+    """The longest kernels with the milliseconds and launches of one step, under their sum."""
+    busy = sum(time_ms for time_ms, _ in kernels.values())
+    return [f"    device busy {busy:.3f} ms of a step"] + [
+        f"    {time_ms:>9.3f} ms {launches:>6.1f} x  {name[:100]}"
+        for name, (time_ms, launches) in list(kernels.items())[:most]
+    ]
 
-    families = list(dict.fromkeys(row.family for row in rows))
-    figure, axes = pyplot.subplots(
-        1, len(families), figsize=(4.5 * len(families), 4), sharey=True, squeeze=False
-    )
-    for axis, family in zip(axes[0], families, strict=True):
+
+def paint(rows: Sequence[Row], *axes: Any) -> None:
+    """Time against length, both logarithmic, a panel a family."""
+    families = dict.fromkeys(row.family for row in rows)
+    for axis, family in zip(axes, families, strict=True):
         own = [row for row in rows if row.family == family]
         for number, count in enumerate(dict.fromkeys(row.num_requests for row in own)):
             some = [row for row in own if row.num_requests == count]
-            draw = partial(_draw, axis, some)
-            draw("step_ms", f"{count} at once", color=f"C{number}", marker="o")
-            draw("reference_ms", "reference", color=f"C{number}", linestyle=":")
-            draw("floor_ms", "floor", color=f"C{number}", linestyle="--", alpha=0.6)
+            _line(axis, some, "step_ms", f"{count} at once", color=f"C{number}", marker="o")
+            _line(axis, some, "reference_ms", "reference", color=f"C{number}", linestyle=":")
+            _line(axis, some, "floor_ms", "floor", color=f"C{number}", linestyle="--", alpha=0.6)
         axis.set_title(family)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
+        harness.binary(axis, "rows of a request")
         axis.set_yscale("log")
-        axis.set_xlabel("rows of a request")
-        axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("step, ms")
-    axes[0][0].legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    axes[0].set_ylabel("step, ms")
+    axes[0].legend(fontsize="x-small")
 
 
-def _draw(axis: Any, rows: Sequence[Row], name: str, label: str, **style: Any) -> None:
+def _line(axis: Any, rows: Sequence[Row], name: str, label: str, **style: Any) -> None:
     points = [(row.length, getattr(row, name)) for row in rows if getattr(row, name) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), label=label, **style)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmarks import gpu_timing, in_process
+from benchmarks.harness import BenchmarkError
 from benchmarks.shapes import Shape, window_stages
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from benchmarks.in_process import Step
 
-MIN_ATTENTION_LENGTH = 2048  # attention over few rows is bound by its launch, not by the card
 QK_GAIN = 3.0
 
 
@@ -65,25 +65,29 @@ def blocks_of(steps: int, block_length: int) -> int:
     return 2 + -(-steps // max(block_length - 1, 1))
 
 
-def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
-    """All steps of a run that has at least so many, in which every request computes one block.
-
-    One token a forward.
+def logged_steps(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
+    """All steps, in their order, of a run that has at least so many windows; one token a forward.
 
     Prompts are the same in every call: from the second one on their keys and values are found in
     the prefix cache, and the requests keep step with each other.
-
-    Raises:
-        RuntimeError: the engine had fewer such steps.
     """
     num_blocks = blocks_of(steps, case.block_length)
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
     with in_process.StepLog().attached(runner) as log:
         in_process.run_requests(llm, prompts_of(shape, case), parameters)
-    found = [step for step in log.steps() if case.is_window(step)]
+    return sorted(log.steps(), key=lambda step: step.started)
+
+
+def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
+    """All steps of `logged_steps` in which every request computes one block.
+
+    Raises:
+        BenchmarkError: the engine had fewer than so many.
+    """
+    found = [step for step in logged_steps(llm, runner, shape, case, steps) if case.is_window(step)]
     together = [step for step in found if step.num_requests == case.num_requests]
     if len(together) < steps:
-        raise RuntimeError(f"wanted {steps} steps of {case}, got {len(together)}")
+        raise BenchmarkError(f"wanted {steps} steps of {case}, got {len(together)}")
     return together
 
 
@@ -100,12 +104,8 @@ class Round(NamedTuple):
 
 
 def served_round(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> Round:
-    """The mean round of requests that the engine puts together as it likes; as `run_windows`."""
-    num_blocks = blocks_of(steps, case.block_length)
-    parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, prompts_of(shape, case), parameters)
-    logged = sorted(log.steps(), key=lambda step: step.started)
+    """The mean round of requests that the engine puts together as it likes."""
+    logged = logged_steps(llm, runner, shape, case, steps)
     pairs = [(a, b) for a, b in pairwise(logged) if case.is_window(a) and case.is_window(b)]
     rounds = sum(a.num_requests for a, _ in pairs) / case.num_requests
     device = [a.device_ms for a, _ in pairs if a.device_ms is not None]
@@ -155,15 +155,7 @@ def floor_ms(
         head_rows=head_rows,
         touched_experts=touched_experts,
     )
-    length, heads = MIN_ATTENTION_LENGTH, (shape.num_heads, shape.head_dim)
-    rates = (
-        gpu_timing.copy_bandwidth(),
-        gpu_timing.matmul_rate(),
-        gpu_timing.attention_rate(length, *heads),
-    )
-    ceilings["copy_tb_per_s"], ceilings["matmul_tflop_per_s"] = rates[0] / 1e12, rates[1] / 1e12
-    attention = ceilings.setdefault("attention_tflop_per_s", {})
-    attention[f"{length} x {heads[0]} heads"] = rates[2] / 1e12
+    rates = gpu_timing.rates(0, shape.num_heads, shape.head_dim, ceilings)
     return sum(stage.least_ms(*rates) for stage in stages)
 
 

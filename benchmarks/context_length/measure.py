@@ -7,36 +7,21 @@ import json
 import random
 import re
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import requests
+from test_api_request import FAMILIES, refusal
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from test_api_request import FAMILIES, refusal  # noqa: E402
-
-from benchmarks.context_length import records  # noqa: E402
-from benchmarks.context_length.memory import (  # noqa: E402
-    GpuMemory,
-    MemoryUse,
-    PeakMemory,
-    memory_of,
-)
-from benchmarks.context_length.records import Point  # noqa: E402
-from benchmarks.server_process import (  # noqa: E402
-    ServerFailed,
-    ServerProcess,
-    is_healthy,
-    session,
-)
+from benchmarks.context_length import records
+from benchmarks.context_length.memory import GpuMemory, MemoryUse, PeakMemory, memory_of
+from benchmarks.context_length.records import Point
+from benchmarks.server_process import ServerFailed, ServerProcess, is_healthy, session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 STEP_TIME = re.compile(r"execute_diffusion_once time = ([\d.]+) ms")
 PLAN = re.compile(r"plan for T = .*")

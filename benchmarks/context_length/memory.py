@@ -51,11 +51,6 @@ class GpuMemory:
         self._select = [] if gpu is None else ["-i", gpu]
         self._before = self._in_use()
 
-    @property
-    def is_there(self) -> bool:
-        """Whether this machine has such a GPU."""
-        return self._before is not None
-
     def used_by(self, process_ids: Sequence[int]) -> int | None:
         """Bytes used by processes; None without a GPU."""
         if self._before is None:

@@ -9,6 +9,8 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.harness import BenchmarkError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -24,9 +26,17 @@ NOT_STARTED = "not started"
 NAME = "context_length"
 GIB = 2**30
 JSON_ONLY = ("diffusion",)
+MOST_REASON = 160  # characters of a reason in the table
+COLUMNS = {"length": ">9", "prompt": ">9", "canvas": ">9", "steps": ">5", "first ms": ">11.2f"}
+COLUMNS |= {"median ms": ">11.2f", "last ms": ">11.2f", "GPU GiB": ">8.2f", "host GiB": ">8.2f"}
+COLUMNS |= {"act. GiB": ">8.2f", "KiB/token": ">9.2f", "peak/avg": ">8.2f", "status": "<6"}
+ATTRIBUTES = (
+    "length prompt_tokens gen_tokens num_steps first_ms median_ms last_ms gpu_gib host_gib "
+    "activation_gib kib_per_token peak_over_average told"
+)
 
 
-class SettingsDiffer(Exception):
+class SettingsDiffer(BenchmarkError):
     """A folder holds measurements with other settings; the message is one line for the user."""
 
 
@@ -81,6 +91,37 @@ class Point:
     def is_final(self) -> bool:
         """Whether it says something about the length; a server that never ran does not."""
         return self.status != NOT_STARTED
+
+    @property
+    def gpu_gib(self) -> float | None:
+        return _over(self.gpu_peak_bytes, GIB)
+
+    @property
+    def host_gib(self) -> float | None:
+        return _over(self.host_peak_bytes, GIB)
+
+    @property
+    def activation_gib(self) -> float | None:
+        return _over(self.activation_peak_bytes, GIB)
+
+    @property
+    def kib_per_token(self) -> float | None:
+        return _over(self.activation_peak_bytes, 1024 * self.length)
+
+    @property
+    def peak_over_average(self) -> float | None:
+        return _over(self.activation_peak_bytes, self.activation_average_bytes)
+
+    @property
+    def told(self) -> str:
+        """How it went, with the start of the reason."""
+        short = len(self.reason) <= MOST_REASON
+        reason = self.reason if short else f"{self.reason[: MOST_REASON - 3]}..."
+        return self.status if self.runs else f"{self.status}: {reason}"
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
 
 
 class Results:
@@ -148,41 +189,3 @@ class Results:
                 "--output-dir"
             )
         self._points = {point.length: point for point in points}
-
-
-# --- telling ---------------------------------------------------------------------------------
-
-HEADER = (
-    f"{'length':>9} {'prompt':>9} {'canvas':>9} | {'steps':>5} {'first ms':>11} {'median ms':>11} "
-    f"{'last ms':>11} | {'GPU GiB':>8} {'host GiB':>8} {'act. GiB':>8} {'KiB/token':>9} "
-    f"{'peak/avg':>8} | status"
-)
-
-
-def line_of(point: Point) -> str:
-    """One row of the printed table."""
-    activation, average = point.activation_peak_bytes, point.activation_average_bytes
-    per_token = None if activation is None else activation / 1024 / point.length
-    ratio = activation / average if activation and average else None
-    told = point.status if point.runs else f"{point.status}: {_shortened(point.reason)}"
-    return (
-        f"{point.length:>9} {point.prompt_tokens:>9} {point.gen_tokens:>9} | "
-        f"{point.num_steps:>5} {_cell(point.first_ms):>11} {_cell(point.median_ms):>11} "
-        f"{_cell(point.last_ms):>11} | {_gib(point.gpu_peak_bytes):>8} "
-        f"{_gib(point.host_peak_bytes):>8} {_gib(activation):>8} {_cell(per_token):>9} "
-        f"{_cell(ratio):>8} | {told}"
-    )
-
-
-def _gib(num_bytes: int | None) -> str:
-    return _cell(None if num_bytes is None else num_bytes / GIB)
-
-
-def _cell(number: float | None) -> str:
-    if number is None:
-        return "-"
-    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
-
-
-def _shortened(text: str, limit: int = 160) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -17,27 +17,30 @@ what each server printed. The same command goes on where it was interrupted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
+from benchmarks import harness
 from benchmarks.context_length import records
 from benchmarks.context_length.measure import Request, Server, measure, ordinary_ids
-from benchmarks.context_length.plot import plot
-from benchmarks.context_length.records import HEADER, Results, SettingsDiffer, line_of
+from benchmarks.context_length.plot import paint
+from benchmarks.context_length.records import ATTRIBUTES, COLUMNS, Results
 from benchmarks.context_length.search import Found, Range, search
+from benchmarks.harness import BenchmarkError, Table
 from benchmarks.run_record import first_line, software_record
 from benchmarks.server_process import free_port, is_free
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
 
     from benchmarks.context_length.records import Point
@@ -45,10 +48,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class BenchmarkError(Exception):
-    """The benchmark cannot go on; the message is one line for the user."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,15 +62,13 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+@harness.command
 def main(family: str, arguments: Sequence[str] | None = None) -> int:
     """Run the command for a family; returns the exit status."""
     options = parse_arguments(family, arguments)
     try:
         with interrupting(SIGNALS):
             run(family, options)
-    except (BenchmarkError, SettingsDiffer, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
     except Interrupted as error:
         sys.stderr.write(f"error: interrupted; the same command goes on in {options.output_dir}\n")
         return 128 + error.number
@@ -100,34 +97,32 @@ def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 
 def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=f"The longest {NAMES[family]} request, and what its steps cost."
-    )
-
-    def add(name: str, kind: Any, about: str, default: Any = None, **more: Any) -> None:
-        told = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(name, type=kind, default=default, help=about + told, **more)
-
-    add("--project-path", absolute, "repository whose scripts start the server", ROOT)
-    add("--model-path", absolute, "checkpoint folder", required=True)
-    results = ROOT / "results" / records.NAME / family
-    add("--output-dir", absolute, "for the results; an interrupted run goes on there", results)
-    add("--start", int, "first length, prompt and canvas, in tokens", 8192)
-    add("--step", int, "from one length to the next", 8192)
-    add("--max", int, "last length", 204800)
-    add("--precision", int, "how exactly the limit is searched, in tokens", 1024)
-    add("--steps", int, "denoise steps of a request", 1)
-    add("--alpha", float, "share of the prompt in a length", 0.5)
-    add("--gpu", str, "CUDA_VISIBLE_DEVICES of the server (default: as it is set)")
-    add("--port", int, "port of the server (default: a free one)")
+    about = f"The longest {NAMES[family]} request, and what its steps cost.\n\n{__doc__}"
+    parser = harness.Parser("", about)
     seconds = {"metavar": "SECONDS"}
-    add("--startup-timeout", float, "for a server to become healthy", 1800.0, **seconds)
-    add("--request-timeout", float, "for an answer", 64800.0, **seconds)
-    add("--shutdown-timeout", float, "for a server to end, then it is killed", 300.0, **seconds)
-    add("--gpu-memory-utilization", float, "share of the GPU's memory", 0.92)
-    add("--activation-pool-size-bytes", int, "budget of activations (default: the server's)")
-    add("--max-model-len", int, "longest length of the server (default: that of --max)")
-    add("--load-format", str, "of the weights; dummy for a checkpoint without any")
+    told = "repository whose scripts start the server"
+    parser.option("--project-path", ROOT, told, type=absolute)
+    parser.option("--model-path", None, "checkpoint folder", type=absolute, required=True)
+    results = ROOT / "results" / records.NAME / family
+    told = "for the results; an interrupted run goes on there"
+    parser.option("--output-dir", results, told, type=absolute)
+    parser.option("--start", 8192, "first length, prompt and canvas, in tokens")
+    parser.option("--step", 8192, "from one length to the next")
+    parser.option("--max", 204800, "last length")
+    parser.option("--precision", 1024, "how exactly the limit is searched, in tokens")
+    parser.option("--steps", 1, "denoise steps of a request")
+    parser.option("--alpha", 0.5, "share of the prompt in a length")
+    parser.option("--gpu", None, "CUDA_VISIBLE_DEVICES of the server (default: as it is set)")
+    parser.option("--port", None, "port of the server (default: a free one)", type=int)
+    parser.option("--startup-timeout", 1800.0, "for a server to become healthy", **seconds)
+    parser.option("--request-timeout", 64800.0, "for an answer", **seconds)
+    parser.option("--shutdown-timeout", 300.0, "for a server to end, else it is killed", **seconds)
+    parser.option("--gpu-memory-utilization", 0.92, "share of the GPU's memory")
+    told = "budget of activations (default: the server's)"
+    parser.option("--activation-pool-size-bytes", None, told, type=int)
+    told = "longest length of the server (default: that of --max)"
+    parser.option("--max-model-len", None, told, type=int)
+    parser.option("--load-format", None, "of the weights; dummy for a checkpoint without any")
     options = parser.parse_args(arguments)
     if min(options.start - 1, options.step, options.precision, options.steps) < 1:
         parser.error("wanted --start from 2, and --step, --precision and --steps from 1")
@@ -230,21 +225,20 @@ class Sweep:
         print(f"server of each length: {told_command(server)}")
         print(
             f"lengths: {options.start} to {options.max} by {options.step}; if one fails, its limit "
-            f"to {options.precision} tokens\n\n{HEADER}",
-            flush=True,
+            f"to {options.precision} tokens\n"
         )
+        table = Table(COLUMNS, ATTRIBUTES)
         with tqdm(total=len(tried.lengths), unit="length", leave=False) as progress:
-            return search(tried, lambda length, left: self._runs(length, left, progress))
+            return search(tried, lambda *length: self._runs(*length, progress, table))
 
-    def _runs(self, length: int, left: int, progress: tqdm) -> bool:
+    def _runs(self, length: int, left: int, progress: tqdm, table: Table) -> bool:
         """Whether a length runs; see `search`."""
         progress.total = progress.n + left
         point, told = self.results.final(length), " (measured before)"
         if point is None:
             point, told = self._measure(length, progress), ""
             self.results.add(point)
-        progress.write(line_of(point) + told)
-        sys.stdout.flush()
+        table.note(table.line(point) + told)
         progress.update()
         if not point.is_final:
             raise BenchmarkError(f"{point.reason}; all of it is in {self._log(length)}")
@@ -307,14 +301,18 @@ class Sweep:
         points = self.results.points()
         if not points:
             return
-        print("", HEADER, *map(line_of, points), "", sep="\n")
+        print()
+        table = Table(COLUMNS, ATTRIBUTES)
+        for point in points:
+            table.add(point)
         longest = max((point.length for point in points if point.runs), default=None)
         failure = next((point for point in points if not point.runs and point.is_final), None)
-        print(f"longest length that runs: {longest or 'none'}")
+        print(f"\nlongest length that runs: {longest or 'none'}")
         if failure is not None:
             print(f"shortest that fails: {failure.length} ({failure.status}: {failure.reason})")
         title = f"{self.options.model_path.name}, {self.options.steps} steps"
-        plot(self.results.path("png"), points, title)
+        look = partial(paint, points, title)
+        harness.draw(self.results.path("png"), look, columns=2, size=(11, 4.5))
         print(f"written: {self.options.output_dir}", flush=True)
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of every backend of attention, and which of them is chosen.
 
-    python -m benchmarks.kernels.bench_attention [--families llada dream] [--json FILE]
-    python -m benchmarks.kernels.bench_attention --tiles [--json FILE]
+    benchmarks/kernels/bench_attention.py [--families llada dream] [--json FILE]
+    benchmarks/kernels/bench_attention.py --tiles [--json FILE]
 
 bf16, random numbers, heads of LLaDA-8B (32 of 128) and Dream-7B (28 of 128 to 4 of keys and
 values). All times are replays of CUDA graphs over inputs that no cache holds, the backends in
@@ -25,7 +25,7 @@ turns.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu_timing import attention_flops, compare, rotating, write_record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu_timing import KernelParser, attention_flops, compare, report, rotating
+from benchmarks.gpu_timing import random_rows as random
 from vllm.diffusion.layers.attention_backends import Backend, attend, can_serve, choose_backend
 from vllm.diffusion.layers.split_attention import CONFIG, SplitConfig, split_attention
 from vllm.diffusion.pages import PAGE_SIZE
@@ -82,10 +85,9 @@ TILES = (
 )
 MOST_SPLIT_QUERIES = 2048
 LEAST_CALLS = 8  # in one graph, so that its own launch does not count
-COLUMNS = (
-    *("family", "sequences", "queries x keys", "sdpa", "first ms", "flash", "flash3", "split"),
-    *("in pages", "chosen", "of best", "TFLOP/s", "TB/s"),
-)
+CASE = {"family": "<6", "sequences": ">9", "queries x keys": ">16"}
+TIMES = ("sdpa", "first ms", "flash", "flash3", "split", "in pages", "chosen", "of best")
+TIMES += ("TFLOP/s", "TB/s")
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,6 @@ class Case:
             return product.split(split, dim=1)
         pool = (self.num_sequences * self.num_keys, num_kv_heads, HEAD_DIM)
         return random(num_rows, num_heads, HEAD_DIM), random(*pool), random(*pool)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def cases(shapes: dict[str, Sequence[tuple[int, int, int]]], families: list[str]) -> Iterator[Case]:
@@ -232,34 +230,19 @@ def rounded(us: float | None) -> float | None:
     return None if us is None else round(us, 1)
 
 
-def show(columns: Sequence[object]) -> None:
-    family, num_sequences, shape, *rest = ("-" if value is None else value for value in columns)
-    cells = " ".join(f"{value:>11}" for value in rest)
-    print(f"{family:6} {num_sequences:>9} {shape:>16} {cells}", flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--tiles", action="store_true", help="compare tiles of the split kernel")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="file for the record of the run")
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    title, columns = "attention by backend, bf16", COLUMNS
-    if args.tiles:
-        title = "tiles of the split kernel, bf16, us"
-        columns = (*COLUMNS[:3], *(name_of(config) for config in TILES))
-    show(columns)
-    table = []
-    for case in cases(TILE_CASES if args.tiles else CASES, args.families):
-        table.append((measure_tiles if args.tiles else measure)(case, args.repeats))
-        show(table[-1])
-    if args.json is not None:
-        write_record(args.json, {"title": title, "columns": columns, "rows": table})
+    parser = KernelParser(__doc__)
+    parser.option("--families", list(CASES), "whose heads", choices=CASES)
+    parser.option("--tiles", False, "compare tiles of the split kernel")
+    parser.option("--repeats", 10, "of each time")
+    options = parser.parse(arguments)
+    title, names, shapes, run = "attention by backend, bf16", TIMES, CASES, measure
+    if options.tiles:
+        title, shapes, run = "tiles of the split kernel, bf16, us", TILE_CASES, measure_tiles
+        names = tuple(name_of(config) for config in TILES)
+    columns = CASE | dict.fromkeys(names, ">11")
+    rows = (run(case, options.repeats) for case in cases(shapes, options.families))
+    report(options.json, title, columns, rows)
 
 
 if __name__ == "__main__":

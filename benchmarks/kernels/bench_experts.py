@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time the experts of LLaDA-MoE: routing, grouped products, the whole feed-forward stage.
+"""Time experts, by default LLaDA-MoE's: routing, grouped products, the whole feed-forward stage.
 
     benchmarks/kernels/bench_experts.py [--rows 1 32 256 ...] [--sweep] [--json FILE]
+    benchmarks/kernels/bench_experts.py --experts 256 --width 512             LLaDA2.0-mini's
 
 All times are replays of CUDA graphs over the weights of several layers in turn, which no cache
 holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
@@ -17,7 +18,6 @@ marked by a star.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,26 +26,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu_timing import (  # noqa: E402
-    compare,
-    copy_bandwidth,
-    matmul_rate,
-    write_record,
-)
-from gather_gemm import add_terms, route  # noqa: E402
-from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product  # noqa: E402
-from vllm.diffusion.ops.experts import (  # noqa: E402
-    Matrices,
-    gated_products,
-    route_rows,
-    weighted_terms,
-)
-from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
+from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, matmul_rate, report
+from benchmarks.gpu_timing import random_rows as random
+from gather_gemm import add_terms, route
+from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product
+from vllm.diffusion.ops.experts import Matrices, gated_products, route_rows, weighted_terms
+from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
@@ -53,14 +44,12 @@ if TYPE_CHECKING:
     from gather_gemm import Routing
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-HIDDEN, NUM_EXPERTS, NUM_CHOSEN, WIDTH = 2048, 64, 8, 1024
 NUM_LAYERS = 3
 NUM_ROUNDS = 4  # over the layers in one graph, so that its own launch does not count
 EPS = 1e-5
-COLUMNS = (
-    *("rows", "experts touched", "floor us", "stage us", "of floor", "torch stage us"),
-    *("gated us", "weighted us", "route us", "sum us", "torch route us"),
-)
+NAMES = ("experts touched", "floor us", "stage us", "of floor", "torch stage us", "gated us")
+NAMES += ("weighted us", "route us", "sum us", "torch route us")
+COLUMNS = dict.fromkeys(("rows", *NAMES), ">15.4g")
 # Launches to be timed: columns, depth, warps and stages of a tile, of as many rows as are chosen
 # today and of half as many.
 GATED_TILES = (
@@ -79,6 +68,7 @@ CHOICES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16), (40
 class Layer:
     """Weights of one layer, and rows on their way through it."""
 
+    num_chosen: int
     norm: Tensor  # [D]
     gate: Tensor  # [E, D]
     w1: Tensor  # [E, 2I, D]
@@ -90,55 +80,48 @@ class Layer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = KernelParser(__doc__, ROWS)
+    parser.option("--hidden", 2048, "D, of the rows")
+    parser.option("--experts", 64, "E, how many there are")
+    parser.option("--chosen", 8, "k, those of one row")
+    parser.option("--width", 1024, "I of this rank's experts")
+    parser.option("--repeats", 10, "of each time")
+    parser.option("--sweep", False, "time the launches that could be chosen")
+    options = parser.parse(arguments)
+    weights = [make_weights(options) for _ in range(NUM_LAYERS)]
+    layers = (
+        [make_layer(num_rows, options.chosen, *each) for each in weights]
+        for num_rows in options.rows
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--width", type=int, default=WIDTH, help="I of this rank's experts")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument(
-        "--sweep", action="store_true", help="time the launches that could be chosen"
-    )
-    parser.add_argument("--json", type=Path, help="write the table here")
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    table = []
-    weights = [make_weights(args.width) for _ in range(NUM_LAYERS)]
-    if args.sweep:
-        for num_rows in args.rows:
-            sweep([make_layer(num_rows, *each) for each in weights], args.repeats)
+    if options.sweep:
+        for each in layers:
+            sweep(each, options.repeats)
         return
-    print(" | ".join(COLUMNS))
-    for num_rows in args.rows:
-        table.append(measure([make_layer(num_rows, *each) for each in weights], args.repeats))
-        print(" | ".join(f"{value:.4g}" for value in table[-1]), flush=True)
-    if args.json is not None:
-        title = f"experts: {NUM_EXPERTS} x ({HIDDEN} -> {args.width}), {NUM_CHOSEN} chosen, bf16"
-        write_record(args.json, {"title": title, "columns": COLUMNS, "rows": table})
+    sizes = f"{options.experts} x ({options.hidden} -> {options.width})"
+    title = f"experts: {sizes}, {options.chosen} chosen, bf16"
+    report(options.json, title, COLUMNS, (measure(each, options.repeats) for each in layers))
 
 
-def make_weights(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_weights(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm, router, w1 and w2 with the spread of trained weights."""
+    hidden, num_experts, width = options.hidden, options.experts, options.width
     return (
-        torch.rand(HIDDEN, device="cuda").bfloat16(),
-        random(NUM_EXPERTS, HIDDEN, scale=HIDDEN**-0.5),
-        random(NUM_EXPERTS, 2 * width, HIDDEN, scale=HIDDEN**-0.5),
-        random(NUM_EXPERTS, HIDDEN, width, scale=width**-0.5),
+        torch.rand(hidden, device="cuda").bfloat16(),
+        random(num_experts, hidden, scale=hidden**-0.5),
+        random(num_experts, 2 * width, hidden, scale=hidden**-0.5),
+        random(num_experts, hidden, width, scale=width**-0.5),
     )
 
 
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
-
-
-def make_layer(num_rows: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Layer:
-    x = random(num_rows, HIDDEN)
+def make_layer(
+    num_rows: int, num_chosen: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor
+) -> Layer:
+    x = random(num_rows, len(norm))
     normed = fused_ops.rms_norm(x, norm, EPS)
-    routing = route_rows(normed, gate, NUM_CHOSEN)
+    routing = route_rows(normed, gate, num_chosen)
     inner = gated_products(normed, Matrices(w1), routing)
     terms = weighted_terms(inner, Matrices(w2), routing)
-    return Layer(norm, gate, w1, w2, x, routing, inner, terms)
+    return Layer(num_chosen, norm, gate, w1, w2, x, routing, inner, terms)
 
 
 def measure(layers: list[Layer], repeats: int) -> list[float]:
@@ -171,71 +154,102 @@ def times_us(
 
 def sweep(layers: list[Layer], repeats: int) -> None:
     """Print the time of every launch of every kernel at this number of rows."""
-    from gather_gemm import grouped_kernel, routing_kernel
+    for kernel, variants in (
+        ("gated", gated_launches(layers[0])),
+        ("weighted", weighted_launches(layers[0])),
+        ("route", route_launches(layers[0])),
+    ):
+        print_sweep(kernel, layers, times_us(layers, repeats, variants))
 
-    num_slots = len(layers[0].inner)
-    shared_bytes = grouped_kernel._shared_bytes(layers[0].x.device)
 
-    def launch_gated(layer: Layer, config: GroupedConfig) -> None:
+def gated_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
+    """Of the product with silu(gate) * up."""
+    from gather_gemm import grouped_kernel
+
+    def launch(layer: Layer, config: GroupedConfig) -> None:
         slots, ends = layer.routing.slots, layer.routing.ends
-        grouped_kernel.launch_gated(layer.x, slots, NUM_CHOSEN, layer.w1, ends, layer.inner, config)
+        grouped_kernel.launch_gated(
+            layer.x, slots, layer.num_chosen, layer.w1, ends, layer.inner, config
+        )
 
-    def launch_product(layer: Layer, config: GroupedConfig) -> None:
+    def compiled(layer: Layer) -> None:
+        slots, ends = layer.routing.slots, layer.routing.ends
+        fused_ops.gated_gemm(layer.x, slots, layer.num_chosen, layer.w1, ends)
+
+    return grouped_launches(first, launch, compiled, choose_gated, GATED_TILES, 2)
+
+
+def weighted_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
+    """Of the product that is weighted."""
+    from gather_gemm import grouped_kernel
+
+    def launch(layer: Layer, config: GroupedConfig) -> None:
         weights, slots, ends = layer.routing
         terms = layer.terms.flatten(0, 1)
         grouped_kernel.launch_weighted(
             layer.inner, layer.w2, ends, slots, weights, terms, early=True, config=config
         )
 
-    def compiled_gated(layer: Layer) -> None:
-        slots, ends = layer.routing.slots, layer.routing.ends
-        fused_ops.gated_gemm(layer.x, slots, NUM_CHOSEN, layer.w1, ends)
-
-    def compiled_product(layer: Layer) -> None:
+    def compiled(layer: Layer) -> None:
         weights, slots, ends = layer.routing
         fused_ops.weighted_gemm(layer.inner, layer.w2, ends, slots, weights, early=True)
 
-    def launch_route(layer: Layer, block: tuple[int, int]) -> None:
+    return grouped_launches(first, launch, compiled, choose_product, PRODUCT_TILES, 1)
+
+
+def grouped_launches(
+    first: Layer,
+    launch: Callable[..., None],
+    compiled: Callable[[Layer], None],
+    choose: Callable[..., GroupedConfig],
+    tiles: Sequence[tuple[int, int, int, int]],
+    num_weights: int,
+) -> dict[str, Callable[[Layer], object]]:
+    """The tiles that fit, the chosen one with a star, and the compiled kernel where there is one.
+
+    Args:
+        num_weights: matrices whose tiles a stage holds.
+    """
+    from gather_gemm import grouped_kernel
+
+    shared_bytes = grouped_kernel._shared_bytes(first.x.device)
+    chosen = choose(len(first.inner), len(first.gate), 2, shared_bytes)
+    configs = [replace(chosen, ahead=ahead) for ahead in (0, 4, 8)] + [
+        GroupedConfig(rows, *tile, ahead=chosen.ahead)
+        for rows in sorted({chosen.rows, max(16, chosen.rows // 2)})
+        for tile in tiles
+    ]
+    variants: dict[str, Callable[[Layer], object]] = {
+        f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
+        for config in configs
+        if config.num_stages * config.stage_bytes(2, num_weights) <= shared_bytes
+    }
+    if fused_ops.has_grouped_gemm(first.x, first.w1):
+        variants["compiled"] = compiled
+    return variants
+
+
+def route_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
+    """Of the product with the router and the choice."""
+    from gather_gemm import routing_kernel
+
+    def launch(layer: Layer, block: tuple[int, int]) -> None:
         parts = routing_kernel.launch_score(layer.x, layer.gate)
-        routing_kernel.launch_route(parts, NUM_CHOSEN, None, *layer.routing, block)
+        routing_kernel.launch_route(parts, layer.num_chosen, None, *layer.routing, block)
 
-    def compiled_route(layer: Layer) -> None:
-        fused_ops.route_rows(layer.x, layer.gate, NUM_CHOSEN)
+    def compiled(layer: Layer) -> None:
+        fused_ops.route_rows(layer.x, layer.gate, layer.num_chosen)
 
-    grouped = (
-        ("gated", launch_gated, choose_gated, GATED_TILES, 2),
-        ("weighted", launch_product, choose_product, PRODUCT_TILES, 1),
-    )
-    for kernel, launch, choose, tiles, num_weights in grouped:
-        chosen = choose(num_slots, NUM_EXPERTS, 2, shared_bytes)
-        configs = [replace(chosen, ahead=ahead) for ahead in (0, 4, 8)] + [
-            GroupedConfig(rows, *tile, ahead=chosen.ahead)
-            for rows in sorted({chosen.rows, max(16, chosen.rows // 2)})
-            for tile in tiles
-        ]
-        fitting = [
-            config
-            for config in configs
-            if config.num_stages * config.stage_bytes(2, num_weights) <= shared_bytes
-        ]
-        variants: dict[str, Callable[[Layer], object]] = {
-            f"{config}{' *' * (config == chosen)}": partial(launch, config=config)
-            for config in fitting
-        }
-        if fused_ops.has_grouped_gemm(layers[0].x, layers[0].w1):
-            variants["compiled"] = compiled_gated if kernel == "gated" else compiled_product
-        print_sweep(kernel, layers, times_us(layers, repeats, variants))
-    routes: dict[str, Callable[[Layer], object]] = {
-        f"{block[0]} elements a block, {block[1]} warps": partial(launch_route, block=block)
+    def plain(layer: Layer) -> None:
+        route(layer.x @ layer.gate.t(), layer.num_chosen)
+
+    variants: dict[str, Callable[[Layer], object]] = {
+        f"{block[0]} elements a block, {block[1]} warps": partial(launch, block=block)
         for block in CHOICES
     }
-    if fused_ops.has_router(layers[0].x, layers[0].gate):
-        routes["compiled"] = compiled_route
-    routes["as chosen *"] = routed
-    routes["PyTorch's product, then the choice"] = lambda layer: route(
-        layer.x @ layer.gate.t(), NUM_CHOSEN
-    )
-    print_sweep("route", layers, times_us(layers, repeats, routes))
+    if fused_ops.has_router(first.x, first.gate):
+        variants["compiled"] = compiled
+    return {**variants, "as chosen *": routed, "PyTorch's product, then the choice": plain}
 
 
 def print_sweep(kernel: str, layers: list[Layer], us: dict[str, float]) -> None:
@@ -264,7 +278,7 @@ def weighted(layer: Layer) -> Tensor:
 
 
 def routed(layer: Layer) -> Routing:
-    return route_rows(layer.x, layer.gate, NUM_CHOSEN)
+    return route_rows(layer.x, layer.gate, layer.num_chosen)
 
 
 def summed(layer: Layer) -> None:
@@ -274,22 +288,22 @@ def summed(layer: Layer) -> None:
 def stage(layer: Layer) -> None:
     """The feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
-    routing = route_rows(normed, layer.gate, NUM_CHOSEN)
+    routing = route_rows(normed, layer.gate, layer.num_chosen)
     inner = gated_products(normed, Matrices(layer.w1), routing)
     add_terms(layer.x, weighted_terms(inner, Matrices(layer.w2), routing))
 
 
 def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_route(layer.x @ layer.gate.t())
+    return torch_route(layer.x @ layer.gate.t(), layer.num_chosen)
 
 
-def torch_route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def torch_route(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, slots and group ends by PyTorch's operations."""
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     ranked = probabilities.sort(dim=-1, descending=True, stable=True).indices
-    chosen = ranked[:, :NUM_CHOSEN].sort(dim=-1).values
+    chosen = ranked[:, :num_chosen].sort(dim=-1).values
     weights = probabilities.gather(-1, chosen).to(logits.dtype)
-    counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=logits.device)
+    counts = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
     ones = torch.ones((), dtype=torch.int32, device=logits.device)
     counts.scatter_add_(0, chosen.flatten(), ones.expand(chosen.numel()))
     slots = chosen.flatten().argsort(stable=True)
@@ -299,8 +313,8 @@ def torch_route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def torch_stage(layer: Layer) -> None:
     """The same stage on PyTorch's grouped product, with gathered copies."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
-    weights, slots, ends = torch_route(normed @ layer.gate.t())
-    rows = normed.index_select(0, slots // NUM_CHOSEN)
+    weights, slots, ends = torch_route(normed @ layer.gate.t(), layer.num_chosen)
+    rows = normed.index_select(0, slots // layer.num_chosen)
     gate_up = torch._grouped_mm(rows, layer.w1.transpose(-2, -1), offs=ends)
     inner = fused_ops.silu_mul(gate_up)
     down = torch._grouped_mm(inner, layer.w2.transpose(-2, -1), offs=ends)
@@ -308,7 +322,7 @@ def torch_stage(layer: Layer) -> None:
     terms[slots] = down
     terms = terms.view(*weights.shape, -1).mul_(weights[:, :, None])
     total = terms[:, 0]
-    for index in range(1, NUM_CHOSEN):
+    for index in range(1, layer.num_chosen):
         total = total.add_(terms[:, index])
     layer.x.add_(total)
 

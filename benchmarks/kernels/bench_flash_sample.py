@@ -19,7 +19,6 @@ launched while the one before still runs and waits for its end.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -29,19 +28,19 @@ import torch
 import triton
 import triton.language as tl
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import flash_sample  # noqa: E402
-from benchmarks.gpu_timing import compare, copy_bandwidth, l2_bytes, write_table  # noqa: E402
-from flash_sample import Rows, Sampled, Score, reference  # noqa: E402
+import flash_sample
+from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, l2_bytes, report
+from flash_sample import Rows, Sampled, Score, reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-COLUMNS = ("op", "rows", "us", "TB/s", "% of copy", "read us", "of read", "torch", "compiled")
+NUMBERS = ("us", "TB/s", "% of copy", "read us", "of read", "torch", "compiled")
+COLUMNS = {"op": "<22", "rows": ">9"} | dict.fromkeys(NUMBERS, ">9.4g")
 ROWS = (1, 8, 32, 64, 128, 512, 1024, 2048)
 VOCABULARY = 126_464
 CACHES = 4  # that the inputs fill together
@@ -92,14 +91,14 @@ def time_us(
     return {name: timing.median_us for name, timing in times.items()}
 
 
-def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> list[list[object]]:
+def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> Iterator[list[object]]:
     """The rows of the table for a number of rows of logits."""
     count = max(2, CACHES * l2_bytes() // (2 * num_rows * VOCABULARY))
     inputs = [
         (torch.randn(num_rows, VOCABULARY, device="cuda") * 4).bfloat16() for _ in range(count)
     ]
     reads = time_us(inputs, {"sum": read, "amax": partial(torch.amax, dim=-1)})
-    table = []
+    read_us = min(reads.values())
     for op in ops:
         score, parameters = OPS[op]
         rows = make_rows(parameters, num_rows)
@@ -108,22 +107,11 @@ def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> list[list[object
             # Of the noise's integer arithmetic torch.compile takes minutes.
             variants = torch_variants(rows, score, compiles and "temperature" not in parameters)
             us |= time_us(inputs[:2], variants)
-        rate = inputs[0].nbytes / us["ours"] * 1e6
-        slower = [us[name] / us["ours"] if name in us else None for name in ("torch", "compiled")]
-        table.append(
-            [
-                op,
-                num_rows,
-                us["ours"],
-                rate / 1e12,
-                100 * rate / copy_bandwidth(),
-                min(reads.values()),
-                us["ours"] / min(reads.values()),
-                *slower,
-            ]
-        )
-        print(line(table[-1]), flush=True)
-    return table
+        ours = us["ours"]
+        rate = inputs[0].nbytes / ours * 1e6
+        slower = [us[name] / ours if name in us else None for name in ("torch", "compiled")]
+        numbers = (ours, rate / 1e12, 100 * rate / copy_bandwidth(), read_us, ours / read_us)
+        yield [op, num_rows, *numbers, *slower]
 
 
 def torch_variants(
@@ -137,37 +125,15 @@ def torch_variants(
     )
 
 
-def line(row: Sequence[Any]) -> str:
-    op, *numbers = row
-    shown = ["-" if number is None else f"{number:.4g}" for number in numbers]
-    return ("{:22}" + " {:>9}" * len(shown)).format(op, *shown)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument(
-        "--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--compiled-rows",
-        nargs="*",
-        type=int,
-        help="those at which torch.compile takes part, which takes seconds each; default: all",
-    )
-    parser.add_argument("--json", type=Path, help="file for the record of the run")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available() or not flash_sample.is_built():
-        parser.error("needs a CUDA device and the compiled module (scripts/test.sh builds it)")
-    print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
-    print(("{:22}" + " {:>9}" * (len(COLUMNS) - 1)).format(*COLUMNS))
-    table: list[list[Any]] = []
-    for num_rows in arguments.rows:
-        compiles = arguments.compiled_rows is None or num_rows in arguments.compiled_rows
-        table += bench(num_rows, arguments.ops, compiles)
-        write_table(arguments.json, "flash_sample: candidates from logits", COLUMNS, table)
+    parser = KernelParser(__doc__, ROWS)
+    parser.option("--ops", list(OPS), choices=OPS)
+    told = "those at which torch.compile takes part, which takes seconds each (default: all)"
+    parser.option("--compiled-rows", None, told, nargs="*", type=int)
+    options = parser.parse(is_built=flash_sample.is_built())
+    few = options.rows if options.compiled_rows is None else options.compiled_rows
+    rows = (row for count in options.rows for row in bench(count, options.ops, count in few))
+    report(options.json, "flash_sample: candidates from logits", COLUMNS, rows)
 
 
 if __name__ == "__main__":

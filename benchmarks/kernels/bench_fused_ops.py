@@ -18,8 +18,6 @@ with its PyTorch reference.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -28,19 +26,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu_timing import compare, copy_bandwidth, rotating, write_table  # noqa: E402
-from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
-from vllm_add_llada.cuda_kernels.fused_ops import reference  # noqa: E402
+from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, report, rotating
+from benchmarks.gpu_timing import random_rows as random
+from vllm_add_llada.cuda_kernels import fused_ops
+from vllm_add_llada.cuda_kernels.fused_ops import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-COLUMNS = ("op", "shape", "us", "TB/s", "% of copy", "torch us", "ratio")
+COLUMNS = {"op": "<18", "shape": "<44", "us": ">9.2f", "TB/s": ">6.2f", "% of copy": ">10.1f"}
+COLUMNS |= {"torch us": ">10.1f", "ratio": ">6.1f"}
 ROWS = (32, 256, 1024, 4096, 16384)
 MIN_CALLS = 32
 
@@ -53,12 +52,6 @@ class Case:
     shape: str
     num_bytes: int
     make: Callable[[], tuple[object, ...]]
-    ours: Callable[..., object]
-    torch: Callable[..., object]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, device="cuda")
 
 
 def norm_cases(rows: int) -> Iterator[Case]:
@@ -68,8 +61,7 @@ def norm_cases(rows: int) -> Iterator[Case]:
         def make(width: int = width, weight: Tensor = weight) -> tuple[object, ...]:
             return random(rows, width), weight, 1e-5, random(rows, width)
 
-        shape, size = f"{rows} x {width}", 4 * rows * width
-        yield Case("rms_norm", shape, size, make, fused_ops.rms_norm, reference.rms_norm)
+        yield Case("rms_norm", f"{rows} x {width}", 4 * rows * width, make)
 
 
 def table_cases(rows: int) -> Iterator[Case]:
@@ -82,14 +74,8 @@ def table_cases(rows: int) -> Iterator[Case]:
             tables = torch.empty(2, rows, rotary_dim, dtype=dtype, device="cuda")
             return positions, 1.0 / 500_000**exponents, *tables.unbind()
 
-        yield Case(
-            "rotary_tables",
-            f"{rows} x {rotary_dim}, {str(dtype).removeprefix('torch.')} tables",
-            rows * (8 + 2 * rotary_dim * dtype.itemsize),
-            make,
-            fused_ops.rotary_tables,
-            reference.rotary_tables,
-        )
+        shape = f"{rows} x {rotary_dim}, {name_of(dtype)} tables"
+        yield Case("rotary_tables", shape, rows * (8 + 2 * rotary_dim * dtype.itemsize), make)
 
 
 def rotary_cases(rows: int) -> Iterator[Case]:
@@ -112,16 +98,8 @@ def rotary_cases(rows: int) -> Iterator[Case]:
             return q, k, *norm, angles.cos().to(table_dtype), angles.sin().to(table_dtype)
 
         size = 2 * rows * head_dim * (2 * (num_heads + num_kv_heads) + table_dtype.itemsize)
-        op = "norm_rotary" if has_norm else "apply_rotary"
-        dtype = str(table_dtype).removeprefix("torch.")
-        yield Case(
-            op,
-            f"{rows} x ({num_heads} + {num_kv_heads}) x {head_dim}, {dtype} tables",
-            size,
-            make,
-            getattr(fused_ops, op),
-            getattr(reference, op),
-        )
+        told = f"({num_heads} + {num_kv_heads}) x {head_dim}, {name_of(table_dtype)} tables"
+        yield Case("norm_rotary" if has_norm else "apply_rotary", f"{rows} x {told}", size, make)
 
 
 def silu_cases(rows: int) -> Iterator[Case]:
@@ -130,14 +108,7 @@ def silu_cases(rows: int) -> Iterator[Case]:
         def make(width: int = width) -> tuple[object, ...]:
             return random(rows, 2 * width), random(rows, width)
 
-        yield Case(
-            "silu_mul",
-            f"{rows} x {width}",
-            6 * rows * width,
-            make,
-            fused_ops.silu_mul,
-            reference.silu_mul,
-        )
+        yield Case("silu_mul", f"{rows} x {width}", 6 * rows * width, make)
 
 
 def store_cases(rows: int) -> Iterator[Case]:
@@ -151,14 +122,12 @@ def store_cases(rows: int) -> Iterator[Case]:
             slots = torch.randperm(2 * rows, device="cuda")[:rows]
             return k, v, *caches, slots
 
-        yield Case(
-            "store_keys_values",
-            f"{rows} x {num_kv_heads} x {head_dim}",
-            8 * rows * num_kv_heads * head_dim,
-            make,
-            fused_ops.store_keys_values,
-            reference.store_keys_values,
-        )
+        shape = f"{rows} x {num_kv_heads} x {head_dim}"
+        yield Case("store_keys_values", shape, 8 * rows * num_kv_heads * head_dim, make)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def measure(case: Case) -> list[object]:
@@ -166,49 +135,27 @@ def measure(case: Case) -> list[object]:
     inputs = rotating(case.make, num_bytes=case.num_bytes)
     # The start of a graph is spread over many calls.
     inputs = inputs * -(-MIN_CALLS // len(inputs))
-    ours = [partial(case.ours, *arguments) for arguments in inputs]
-    plain = [partial(case.torch, *arguments) for arguments in inputs]
-    times = compare({"ours": ours, "torch": plain})
+    ours, plain = getattr(fused_ops, case.op), getattr(reference, case.op)
+    times = compare(
+        {
+            "ours": [partial(ours, *arguments) for arguments in inputs],
+            "torch": [partial(plain, *arguments) for arguments in inputs],
+        }
+    )
     speed = case.num_bytes / times["ours"].seconds
     us, torch_us = times["ours"].median_us, times["torch"].median_us
-    return [
-        case.op,
-        case.shape,
-        round(us, 2),
-        round(speed / 1e12, 2),
-        round(100 * speed / copy_bandwidth(), 1),
-        round(torch_us, 1),
-        round(torch_us / us, 1),
-    ]
-
-
-def cases(rows: list[int]) -> Iterator[Case]:
-    for kind in (norm_cases, table_cases, rotary_cases, silu_cases, store_cases):
-        yield from itertools.chain.from_iterable(kind(number) for number in rows)
+    rates = (round(speed / 1e12, 2), round(100 * speed / copy_bandwidth(), 1))
+    return [case.op, case.shape, round(us, 2), *rates, round(torch_us, 1), round(torch_us / us, 1)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ops", nargs="+", help="names of operations; default: all")
-    parser.add_argument(
-        "--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s"
-    )
-    parser.add_argument("--json", type=Path, help="file for the record of the run")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available() or not fused_ops.is_built():
-        parser.error("needs a CUDA device and the compiled module (scripts/test.sh builds it)")
-    chosen = [case for case in cases(arguments.rows) if case.op in (arguments.ops or [case.op])]
-    print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
-    print("{:18} {:44} {:>9} {:>6} {:>10} {:>10} {:>6}".format(*COLUMNS))
-    table = []
-    for case in chosen:
-        row = measure(case)
-        table.append(row)
-        print("{:18} {:44} {:9.2f} {:6.2f} {:10.1f} {:10.1f} {:6.1f}".format(*row), flush=True)
-    title = "fused_ops: row-wise operations"
-    write_table(arguments.json, title, COLUMNS, table)
+    parser = KernelParser(__doc__, ROWS)
+    parser.option("--ops", None, "names of operations (default: all)", nargs="+")
+    options = parser.parse(is_built=fused_ops.is_built())
+    kinds = (norm_cases, table_cases, rotary_cases, silu_cases, store_cases)
+    cases = (case for kind in kinds for rows in options.rows for case in kind(rows))
+    chosen = (measure(case) for case in cases if case.op in (options.ops or [case.op]))
+    report(options.json, "fused_ops: row-wise operations", COLUMNS, chosen)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ bf16, random numbers, shapes of LLaDA-8B. Each variant is a CUDA graph, and the 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -29,22 +28,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu_timing import compare, copy_bandwidth, write_table  # noqa: E402
-from flash_sample import low_confidence  # noqa: E402
-from gather_gemm import gather_gemm, gather_top  # noqa: E402
-from vllm.diffusion.ops import dispatch  # noqa: E402
-from vllm_add_llada.cuda_kernels import fused_ops  # noqa: E402
-from vllm_add_llada.cuda_kernels.fused_ops import Epilogue  # noqa: E402
+from benchmarks.gpu_timing import KernelParser, compare, report
+from benchmarks.gpu_timing import random_rows as random
+from flash_sample import low_confidence
+from gather_gemm import gather_gemm, gather_top
+from vllm.diffusion.ops import dispatch
+from vllm_add_llada.cuda_kernels import fused_ops
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-COLUMNS = ("op", "shape", "rows", "us", "torch", "chosen", "ratio", "TFLOP/s", "TB/s")
+COLUMNS = {"op": "<9", "shape": "<22", "rows": ">5", "us": ">9", "torch": ">9", "chosen": ">9"}
+COLUMNS |= {"ratio": ">6", "TFLOP/s": ">8", "TB/s": ">6"}
+OPS = ("top", "gather", "linear", "residual", "gated")
+EPILOGUES = {
+    "gated": Epilogue.SILU_MUL,
+    "linear": Epilogue.STORE,
+    "residual": Epilogue.RESIDUAL,
+}
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
 WIDTH, VOCABULARY = 4096, 126464
 FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
@@ -60,13 +66,9 @@ class Case:
     num_rows: int
     flops: float
     num_bytes: float
-    ours: Sequence[Callable[[], object]] | None
+    ours: Sequence[Callable[[], object]]
     torch: Sequence[Callable[[], object]]
     is_ours_chosen: bool
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
 
 
 def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
@@ -82,27 +84,22 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
         x, out = random(num_rows, WIDTH), stored[:num_rows]
         flops = 2.0 * num_rows * VOCABULARY * WIDTH
         read = weight.nbytes + 2.0 * num_rows * WIDTH
+        case = partial(Case, shape=shape, num_rows=num_rows, flops=flops)
         if "top" in ops:
-            yield Case(
-                "top",
-                shape,
-                num_rows,
-                flops,
-                read,
-                [partial(gather_top, x, None, weight)],
-                [partial(sample, x)],
-                dispatch.samples_in_head(num_rows, VOCABULARY, device),
+            yield case(
+                op="top",
+                num_bytes=read,
+                ours=[partial(gather_top, x, None, weight)],
+                torch=[partial(sample, x)],
+                is_ours_chosen=dispatch.samples_in_head(num_rows, VOCABULARY, device),
             )
         if "gather" in ops:
-            yield Case(
-                "gather",
-                shape,
-                num_rows,
-                flops,
-                read + out.nbytes,
-                [partial(gather_gemm, x, None, weight, out)],
-                [partial(torch.mm, x, weight.t(), out=out)],
-                dispatch.multiplies_head(num_rows, VOCABULARY, device),
+            yield case(
+                op="gather",
+                num_bytes=read + out.nbytes,
+                ours=[partial(gather_gemm, x, None, weight, out)],
+                torch=[partial(torch.mm, x, weight.t(), out=out)],
+                is_ours_chosen=dispatch.multiplies_head(num_rows, VOCABULARY, device),
             )
 
 
@@ -112,11 +109,6 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
         op = {"gate_up": "gated", "qkv": "linear"}.get(name, "residual")
         if op not in ops:
             continue
-        epilogue = {
-            "gated": Epilogue.SILU_MUL,
-            "linear": Epilogue.STORE,
-            "residual": Epilogue.RESIDUAL,
-        }[op]
         # Together several times the cache, as the weights of a model's layers are.
         weights = [random(num_columns, depth) * 0.02 for _ in range(16)]
         for num_rows in (rows for rows in all_rows if op == "gated" or rows <= FEW_ROWS):
@@ -128,7 +120,9 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 gated=op == "gated",
                 multiprocessors=multiprocessors,
             )
-            ours = partial(fused_ops.fused_linear, tiling=tiling, epilogue=epilogue, early=True)
+            ours = partial(
+                fused_ops.fused_linear, tiling=tiling, epilogue=EPILOGUES[op], early=True
+            )
             yield Case(
                 op,
                 f"{name} {num_columns} x {depth}",
@@ -154,8 +148,7 @@ def measure(case: Case) -> list[object]:
     """The row of the table."""
     variants = {"torch": case.torch}
     # Where there is no kernel of ours it would only be PyTorch's once more.
-    has_ours = case.is_ours_chosen or case.op in ("top", "gather")
-    if has_ours and case.ours is not None:
+    if case.is_ours_chosen or case.op in ("top", "gather"):
         variants["ours"] = case.ours
     times = compare(variants, repeats=10, warm_up_s=0.04)
     chosen = times["ours" if case.is_ours_chosen else "torch"]
@@ -173,29 +166,13 @@ def measure(case: Case) -> list[object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    every = ("top", "gather", "linear", "residual", "gated")
-    parser.add_argument("--ops", nargs="+", choices=every, default=list(every))
-    parser.add_argument(
-        "--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s"
-    )
-    parser.add_argument("--json", type=Path, help="file for the record of the run")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
-    print("{:9} {:22} {:>5} {:>9} {:>9} {:>9} {:>6} {:>8} {:>6}".format(*COLUMNS))
-    table = []
-    for kind in (layer_cases, head_cases):
-        for case in kind(arguments.ops, arguments.rows):
-            row = measure(case)
-            table.append(row)
-            shown = ["-" if value is None else value for value in row]
-            print("{:9} {:22} {:5} {:>9} {:9} {:9} {:6} {:8} {:6}".format(*shown), flush=True)
+    parser = KernelParser(__doc__, ROWS)
+    parser.option("--ops", OPS, choices=OPS)
+    options = parser.parse()
+    kinds = (layer_cases, head_cases)
+    rows = (measure(case) for kind in kinds for case in kind(options.ops, options.rows))
     title = "products: sample rows with the output matrix, and few rows with a layer's"
-    write_table(arguments.json, title, COLUMNS, table)
+    report(options.json, title, COLUMNS, rows)
 
 
 if __name__ == "__main__":

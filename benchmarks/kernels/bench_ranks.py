@@ -11,10 +11,9 @@ What our kernel adds is compared with NCCL's sum first.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,10 @@ import torch
 from torch import distributed
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu_timing import KernelParser, write_record
+from benchmarks.harness import Table
 from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
@@ -133,30 +136,27 @@ def check(memory: Memory, x: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    options = KernelParser(__doc__, ROWS).parse()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     distributed.init_process_group("nccl", device_id=device)
+    is_first = distributed.get_rank() == 0
     torch.manual_seed(distributed.get_rank())
-    memory = Memory(max(arguments.rows) * WIDTH * 2, device)
-    rows: list[dict[str, float]] = []
-    for num_rows in arguments.rows:
+    memory = Memory(max(options.rows) * WIDTH * 2, device)
+    table, found = None, []
+    for num_rows in options.rows:
         x = torch.zeros(num_rows, WIDTH, device=device, dtype=torch.bfloat16)
         check(memory, x)
         row: dict[str, float] = {"rows": num_rows}
         for name, run in ways(memory, x).items():
             row[name] = round(graph_us(run), 2)
             x.zero_()
-        rows.append(row)
-        if distributed.get_rank() == 0:
-            print(row, flush=True)
-    if arguments.json and distributed.get_rank() == 0:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        found.append(row)
+        if is_first:
+            table = table or Table(dict.fromkeys(row, ">16"))
+            table.add(list(row.values()))
+    if options.json and is_first:
+        write_record(options.json, {"rows": found})
     distributed.destroy_process_group()
 
 

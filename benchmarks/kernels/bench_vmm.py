@@ -1,38 +1,46 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Time of mapping memory, and speed of mapped memory.
 
-    python benchmarks/kernels/bench_vmm.py --json vmm.json
+    benchmarks/kernels/bench_vmm.py [--json vmm.json]
 
 * Mapping: microseconds a chunk, for one call over many chunks and for one call a chunk. `grow`
   creates and maps, `keep` unmaps to spares, `regrow` maps spares, `shrink` unmaps and releases.
-  Medians of several rounds.
+  Medians of several rounds; then of each driver call within all of them.
 * Speed: a matrix product and a copy into the arena against the same into ordinary memory, turn by
   turn; medians of event times.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu_timing import KernelParser, compare, write_record
+from benchmarks.harness import Table
 from vmm_allocator import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 MIB = 1 << 20
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
 OPERATIONS = ("grow", "keep", "regrow", "shrink")
 PHASES = ("create", "map", "access", "unmap", "release", "wait")
+CHUNKS = {"chunk_mib": ">9", "num_chunks": ">10", "batched": ">7"}
+MAPPING = CHUNKS | dict.fromkeys([*OPERATIONS, *(f"{name}_call" for name in PHASES)], ">12.2f")
+SPEED = {"call": "<38", "ordinary_us": ">11.2f", "mapped_us": ">11.2f"}
 
 
 def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> dict[str, float]:
@@ -64,86 +72,56 @@ def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> 
     return row
 
 
-def mapping_table(rounds: int) -> list[dict[str, float | bool]]:
-    rows: list[dict[str, float | bool]] = []
+def mapping_table(rounds: int) -> list[dict[str, Any]]:
+    """A row for each size of chunks, in one call and in as many as there are chunks."""
+    table, rows = Table(MAPPING), []
     for chunk_mib in (2, 16, 64, 256):
+        num_chunks = max(16, min(512, 8192 // chunk_mib))
         for batched in (True, False):
-            num_chunks = max(16, min(512, 8192 // chunk_mib))
-            row = map_times(chunk_mib * MIB, num_chunks, batched, rounds)
-            rows.append(
-                {"chunk_mib": chunk_mib, "num_chunks": num_chunks, "batched": batched, **row}
-            )
+            row = {"chunk_mib": chunk_mib, "num_chunks": num_chunks, "batched": batched}
+            rows.append(row | map_times(chunk_mib * MIB, num_chunks, batched, rounds))
+            table.add(list(rows[-1].values()))
     return rows
 
 
-def event_times(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median microseconds of each call, turn by turn."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repeats + 5):
-        for index, call in enumerate(calls):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(5):
-                call()
-            end.record()
-            end.synchronize()
-            if turn >= 5:
-                times[index].append(start.elapsed_time(end) * 1e3 / 5)
-    return [statistics.median(values) for values in times]
+def speed_table(repeats: int) -> list[dict[str, Any]]:
+    """A row for each call into ordinary memory and into the arena's, turn by turn."""
+    table, rows = Table(SPEED), []
 
+    def add(name: str, call: Callable[..., object], outs: Sequence[Tensor]) -> None:
+        # Each call takes microseconds, so that five stand between two events.
+        calls = {str(i): [partial(call, out)] * 5 for i, out in enumerate(outs)}
+        times = compare(calls, repeats=repeats, use_graphs=False).values()
+        rows.append(dict(zip(SPEED, [name, *(time.median_us for time in times)], strict=True)))
+        table.add(list(rows[-1].values()))
 
-def speed_table(repeats: int) -> list[dict[str, float | str]]:
-    rows: list[dict[str, float | str]] = []
     with Arena(64 * GIB) as arena:
         arena.grow(4 * GIB)
         for num_rows in (32, 1024, 8192):
             left = torch.randn(num_rows, 4096, device=CUDA, dtype=torch.bfloat16)
             right = torch.randn(4096, 12288, device=CUDA, dtype=torch.bfloat16)
             ordinary = torch.empty(num_rows, 12288, device=CUDA, dtype=torch.bfloat16)
-            mapped = arena.tensor(0, (num_rows, 12288), torch.bfloat16)
-            outs = (ordinary, mapped)
-            times = event_times([partial(torch.mm, left, right, out=out) for out in outs], repeats)
-            assert torch.equal(*outs)
+            outs = (ordinary, arena.tensor(0, (num_rows, 12288), torch.bfloat16))
             name = f"mm [{num_rows}, 4096] x [4096, 12288]"
-            rows.append({"call": name, "ordinary_us": times[0], "mapped_us": times[1]})
-            del mapped, outs
+            add(name, lambda out, a=left, b=right: torch.mm(a, b, out=out), outs)
+            assert torch.equal(*outs)
+            del outs
         source = torch.randint(0, 255, (GIB,), device=CUDA, dtype=torch.uint8)
         outs = (torch.empty_like(source), arena.tensor(GIB, (GIB,), torch.uint8))
-        times = event_times([partial(out.copy_, source) for out in outs], repeats)
-        rows.append({"call": "copy 1 GiB", "ordinary_us": times[0], "mapped_us": times[1]})
+        add("copy 1 GiB", lambda out: out.copy_(source), outs)
         del outs
     return rows
 
 
-def show(rows: list[dict[str, float | str]] | list[dict[str, float | bool]]) -> None:
-    """A table on standard output."""
-    lines = [list(rows[0])]
-    lines += [[f"{v:.2f}" if type(v) is float else str(v) for v in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        sys.stdout.write("  ".join(cells) + "\n")
-    sys.stdout.write("\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write the tables to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="of the mapping times")
-    parser.add_argument("--repeats", type=int, default=30, help="of the speed times")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_vmm: needs a CUDA device")
-    tables = {
-        "device": torch.cuda.get_device_name(),
-        "mapping_us_a_chunk": mapping_table(arguments.rounds),
-        "speed": speed_table(arguments.repeats),
-    }
-    for rows in tables.values():
-        if isinstance(rows, list):
-            show(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(tables, indent=2) + "\n")
+    parser = KernelParser(__doc__)
+    parser.option("--rounds", 5, "of the mapping times")
+    parser.option("--repeats", 30, "of the speed times")
+    options = parser.parse()
+    mapping, speed = mapping_table(options.rounds), speed_table(options.repeats)
+    if options.json:
+        tables = {"mapping_us_a_chunk": mapping, "speed": speed}
+        write_record(options.json, {"device": torch.cuda.get_device_name(), **tables})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The longest LLaDA-MoE request and what its steps cost; see benchmarks/context_length/runner.py.
-
-    benchmarks/llada_moe/run_benchmark.py --model-path CHECKPOINT --output-dir results/llada_moe \
-        --start 8192 --step 8192 --max 204800 --precision 1024
-"""
+"""The longest LLaDA-MoE request and what its steps cost; see context_length/runner.py."""
 
 import sys
 from pathlib import Path

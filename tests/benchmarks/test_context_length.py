@@ -190,7 +190,7 @@ def test_all_lengths_run(project: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (project / "out" / "context_length.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "longest length that runs: 192" in printed.out
-    assert "24.00     1.20 | ok" in printed.out
+    assert "24.00     1.20 ok" in printed.out
     assert "shortest that fails" not in printed.out
     assert f"MODEL_DIR={project / 'model'}" in printed.out
     assert "3/3" in printed.err
@@ -482,7 +482,6 @@ def test_gpu_memory_where_processes_are_not_listed(
 def test_no_gpu_memory_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     gpu = GpuMemory("0")
-    assert not gpu.is_there
     assert gpu.used_by([os.getpid()]) is None
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from make_dummy_checkpoint import configuration
 
-from benchmarks import in_process, performance_tables, step_latency
+from benchmarks import harness, in_process, performance_tables, step_latency
 from benchmarks.in_process import Step, StepLog, median_interval_ms
 from benchmarks.step_latency import Case, Reference, cases_of, num_steps, row_of
 
@@ -49,17 +50,17 @@ def test_without_the_reference_experts_are_still_counted() -> None:
     options = step_latency.parse_arguments(["--no-reference", "--lengths", "16", "64"])
     options.dtype = "float32"
     small = {"num_layers": 1, "shrink": 16}
-    experts = step_latency.configuration("llada-moe", **small)
+    experts = configuration("llada-moe", **small)
     found = step_latency.measure_references(experts, options)
     assert [reference.step_ms for reference in found.values()] == [None, None]
     assert 8 <= found[16].touched_experts <= found[64].touched_experts <= 64
-    dense = step_latency.configuration("llada", **small)
+    dense = configuration("llada", **small)
     assert step_latency.measure_references(dense, options) == {}
 
 
 def test_experts_are_those_of_all_steps() -> None:
     """The mean over the canvases that the steps begin with, each run anew."""
-    config = step_latency.configuration("llada-moe", num_layers=2, shrink=16)
+    config = configuration("llada-moe", num_layers=2, shrink=16)
     model = step_latency.random_model(config, "cpu", torch.float32)
     row = step_latency.masked_row(model.shape, Case(16, 1))
     kept, canvases = row.clone(), [row.clone()]
@@ -101,7 +102,8 @@ def test_rows_take_medians_and_count_the_reference_once_a_request() -> None:
     assert (row.over_floor, row.speed_up) == (3.0, 4.0)
     missing = row_of("llada", Case(32, 1), steps, None, {32: Reference(None, None)})
     assert (missing.over_floor, missing.speed_up, missing.floor_ms) == (None, None, None)
-    assert step_latency.line_of(missing).count(" - ") >= 2
+    table = harness.Table(step_latency.COLUMNS, step_latency.ATTRIBUTES)
+    assert table.line(missing).split()[-4:] == ["-"] * 4  # no floor, no reference
 
 
 def test_steps_are_measured_after_a_warm_up_of_other_sizes() -> None:
@@ -116,12 +118,10 @@ def test_steps_are_measured_after_a_warm_up_of_other_sizes() -> None:
     assert asked == [3, 5]
 
 
-def test_kernels_are_printed_longest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    step_latency.print_kernels({"gemm": (2.0, 7.0), "copy": (0.5, 1.0)}, most=1)
-    printed = capsys.readouterr().out
-    assert "device busy 2.500 ms" in printed
-    assert "7.0 x  gemm" in printed
-    assert "copy" not in printed
+def test_kernels_are_told_longest_first() -> None:
+    busy, longest = step_latency.kernel_lines({"gemm": (2.0, 7.0), "copy": (0.5, 1.0)}, most=1)
+    assert "device busy 2.500 ms" in busy
+    assert "7.0 x  gemm" in longest
 
 
 def test_intervals_are_between_starts() -> None:
