@@ -40,7 +40,7 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Table
+from benchmarks.harness import BenchmarkError, Table
 
 if TYPE_CHECKING:
     import argparse
@@ -259,6 +259,8 @@ class Bench:
         return rows
 
     def _latencies(self, client: Client, short_s: float) -> list[Row]:
+        if not client.latencies:
+            raise BenchmarkError("--length, --steps: the long request ends before a short one")
         median, longest = statistics.median(client.latencies), max(client.latencies)
         more = MORE_OVER_RANKS if self._options.sequence_parallel_size > 1 else 1.0
         bounds = SECONDS.get(self._options.length) if self._is_on_gpu else None
@@ -328,7 +330,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """All parts that were asked for."""
-    names = ("long_share", "longest_pause_ms", "sequence_parallel_size")
+    names = ["long_share", "longest_pause_ms", "sequence_parallel_size"]
+    if options.sequence_parallel_min_tokens is not None:
+        names.append("sequence_parallel_min_tokens")
     table = Table(COLUMNS, "measure value unit bound verdict")
     with in_process.engine_of(
         options,
@@ -365,6 +369,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--watch", 0.0, "seconds of `beside`, at most; 0: to the long one's end")
     parser.option("--learn", 2.0, "seconds before `alone`")
     parser.option("--sequence-parallel-size", 1, "ranks that share long steps")
+    told = "rows from which a step is shared (default: where that pays)"
+    parser.option("--sequence-parallel-min-tokens", None, told, type=int)
     parser.option("--long-share", 0.5, "of the time, that long requests keep")
     parser.option("--longest-pause-ms", 100.0, "that a short request waits")
     options = parser.parse_args(arguments)
