@@ -31,7 +31,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ ENGINE = "engine in process"
 ANSWER_S = 600.0
 MAX_PROMPT_MARGIN = 64  # positions beside prompt and canvas
 COLUMNS = {"system": ">18", "cache": ">6", "clients": ">7"}
-COLUMNS |= {"tokens/s": ">9.1f", "ms a forward": ">12.2f"}
+COLUMNS |= {"tokens/s": ">9.1f", "ms a forward": ">12.2f", "x first": ">8.2f"}
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Row:
     seconds: float
     tokens_per_s: float
     ms_per_forward: float
+    over_first: float = 1.0  # tokens per second over those of the first row
 
 
 @harness.command
@@ -131,7 +132,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
         caches = options.caches or (["exact"] if shape.block_length else ["none", "dual"])
         table = Table(
             COLUMNS,
-            "system cache num_clients tokens_per_s ms_per_forward",
+            "system cache num_clients tokens_per_s ms_per_forward over_first",
             len(caches) * len(options.clients) + (not options.no_reference),
         )
         if not options.no_reference:
@@ -141,7 +142,9 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
         with serve(folder, options) as send:
             for cache in caches:
                 for num_clients in options.clients:
-                    table.add(measure(send, shape, options, (name, cache, num_clients)))
+                    row = measure(send, shape, options, (name, cache, num_clients))
+                    first = table.rows[0] if table.rows else row
+                    table.add(replace(row, over_first=row.tokens_per_s / first.tokens_per_s))
     return table.rows
 
 

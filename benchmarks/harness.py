@@ -210,13 +210,14 @@ class Table:
         if self._bar.n == self._bar.total:
             self._bar.close()
 
-    def cells(self, row: Any) -> Sequence[Any]:
-        """What the columns have of a row."""
-        return [getattr(row, name) for name in self._attributes] or row
+    def cells(self, row: Any) -> list[str]:
+        """A row as it is printed, cell by cell."""
+        values = [getattr(row, name) for name in self._attributes] or row
+        return list(map(told, values, self.columns.values()))
 
     def line(self, row: Any) -> str:
         """A row as it is printed."""
-        return " ".join(map(told, self.cells(row), self.columns.values())).rstrip()
+        return " ".join(self.cells(row)).rstrip()
 
     def note(self, text: str) -> None:
         """Print a line between the rows."""

@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_model(folder, options, table)
     harness.write("quantisation_quality", options, table.rows)
     file = options.output_dir / "quantisation_quality.md"
-    cells = [table.cells(row) for row in table.rows]
+    cells = [[cell.strip() for cell in table.cells(row)] for row in table.rows]
     file.write_text("\n".join(harness.markdown(list(COLUMNS), cells)) + "\n", "utf-8")
     harness.draw(file.with_suffix(".svg"), partial(paint, table.rows))
 
