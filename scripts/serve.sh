@@ -11,16 +11,45 @@ refuse() {
   exit 1
 }
 
-# serve_family FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
+# tell_usage TITLE VARIABLE DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN
+tell_usage() {
+  cat <<END
+Serve $1 checkpoint over HTTP.
+
+usage: scripts/$(basename -- "$0") [server arguments]
+
+Environment:
+  MODEL_DIR                        the checkpoint, a folder or a name on the Hugging Face Hub;
+                                   wins over the two below
+$(printf '  %-32s the same' "$2")
+  MOSAIC_MODEL_ROOT                folder that holds $3
+                                   (default \$MOSAIC_HOME/models)
+  MOSAIC_HOME                      this repository (default: where this script lies)
+  HOST, PORT                       default 127.0.0.1 and $4
+  MAX_MODEL_LEN                    prompt and canvas together, in tokens (default $5)
+  GPU_MEMORY_UTILIZATION           share of the GPU's memory (default 0.92)
+  CUDA_VISIBLE_DEVICES             the GPUs to use (default: as the driver gives them)
+  VLLM_ALLOW_LONG_MAX_MODEL_LEN    1 unless set: lengths above the checkpoint's own are allowed
+  EXTRA_VLLM_ARGS                  more server arguments, quoted as in a shell
+END
+}
+
+# serve_family TITLE FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
 #
 # The model is the first that is set of $MODEL_DIR, the family's own variable ($LLADA_MODEL_DIR), and
 # $MOSAIC_MODEL_ROOT/DEFAULT_NAME; $PORT and $MAX_MODEL_LEN win over the last two defaults. Replaces
 # the shell by the server, so signals reach it.
 serve_family() {
-  local family=$1 default_name=$2 default_port=$3 default_max_len=$4
-  shift 4
+  local title=$1 family=$2 default_name=$3 default_port=$4 default_max_len=$5
+  shift 5
   local variable=${family^^}
   variable=${variable//-/_}_MODEL_DIR
+  case "${1:-}" in
+    -h | --help)
+      tell_usage "$title" "$variable" "$default_name" "$default_port" "$default_max_len"
+      exit
+      ;;
+  esac
   local home=${MOSAIC_HOME:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
