@@ -64,23 +64,45 @@ class Preset:
     like: str | None = None
 
 
-SDAR_TOKEN_IDS = {
-    "<|endoftext|>": 151643,
-    "<|im_start|>": 151644,
-    "<|im_end|>": 151645,
-    "<think>": 151667,
-    "</think>": 151668,
-    "<|MASK|>": 151669,
-}
-
-
-LLADA2_TOKEN_IDS = {
+QWEN_TOKEN_IDS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+SDAR_TOKEN_IDS = QWEN_TOKEN_IDS | {"<think>": 151667, "</think>": 151668, "<|MASK|>": 151669}
+LING_TOKEN_IDS = {
     "<|startoftext|>": 156891,
     "<|endoftext|>": 156892,
     "<|mask|>": 156895,
     "<role>": 156898,
     "</role>": 156899,
     "<|role_end|>": 156900,
+}
+
+
+def layers(number: int) -> dict[str, int]:
+    """The keys of so many layers."""
+    return {"max_window_layers": number, "num_hidden_layers": number}
+
+
+QWEN_7B_SIZES = layers(28) | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+LLADA2_SIZES = {
+    "head_dim": 128,
+    "n_group": 8,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "rotary_dim": 64,
+    "topk_group": 4,
+    "vocab_size": 157184,
+}
+SDAR_SIZES = layers(36) | {
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
 }
 
 
@@ -108,23 +130,8 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ),
     # Dream-v0-Base-7B, Dream-v0-Instruct-7B
     ("dream", "7b"): Preset(
-        sizes={
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "max_position_embeddings": 131072,
-            "max_window_layers": 28,
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-        },
-        token_ids={
-            "<|endoftext|>": 151643,
-            "<|im_start|>": 151644,
-            "<|im_end|>": 151645,
-            "<|beginoftext|>": 151665,
-            "<|mask|>": 151666,
-        },
+        sizes=QWEN_7B_SIZES | {"max_position_embeddings": 131072},
+        token_ids=QWEN_TOKEN_IDS | {"<|beginoftext|>": 151665, "<|mask|>": 151666},
     ),
     # LLaDA-MoE-7B-A1B-Base, LLaDA-MoE-7B-A1B-Instruct
     ("llada-moe", "7b-a1b"): Preset(
@@ -140,123 +147,66 @@ PRESETS: dict[tuple[str, str], Preset] = {
             "num_key_value_heads": 16,
             "vocab_size": 157184,
         },
-        token_ids={
-            "<|startoftext|>": 156891,
-            "<|endoftext|>": 156892,
-            "<|mask|>": 156895,
-            "<role>": 156898,
-            "</role>": 156899,
-            "<|role_end|>": 156900,
-        },
+        token_ids=LING_TOKEN_IDS,
     ),
     # LLaDA2.0-mini, LLaDA2.1-mini
     ("llada2", "mini"): Preset(
         sizes={
-            "head_dim": 128,
+            **LLADA2_SIZES,
+            **layers(20),
             "hidden_size": 2048,
             "intermediate_size": 5120,
-            "max_window_layers": 20,
             "moe_intermediate_size": 512,
-            "n_group": 8,
             "num_attention_heads": 16,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 20,
-            "num_key_value_heads": 4,
-            "rotary_dim": 64,
-            "topk_group": 4,
-            "vocab_size": 157184,
         },
-        token_ids=LLADA2_TOKEN_IDS,
+        token_ids=LING_TOKEN_IDS,
     ),
     # LLaDA2.0-flash, LLaDA2.1-flash
     ("llada2", "flash"): Preset(
         sizes={
-            "head_dim": 128,
+            **LLADA2_SIZES,
+            **layers(32),
             "hidden_size": 4096,
             "intermediate_size": 9216,
-            "max_window_layers": 32,
             "moe_intermediate_size": 1024,
-            "n_group": 8,
             "num_attention_heads": 32,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 4,
-            "rotary_dim": 64,
-            "topk_group": 4,
-            "vocab_size": 157184,
         },
-        token_ids=LLADA2_TOKEN_IDS,
+        token_ids=LING_TOKEN_IDS,
     ),
     # SDAR-8B-Chat, TraDo-8B
     ("sdar", "8b"): Preset(
-        sizes={
-            "head_dim": 128,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "max_window_layers": 36,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 36,
-            "num_key_value_heads": 8,
-            "vocab_size": 151936,
-        },
+        sizes=SDAR_SIZES | {"hidden_size": 4096, "intermediate_size": 12288},
         token_ids=SDAR_TOKEN_IDS,
     ),
     # SDAR-4B-Chat, TraDo-4B
     ("sdar", "4b"): Preset(
-        sizes={
-            "head_dim": 128,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "max_window_layers": 36,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 36,
-            "num_key_value_heads": 8,
-            "vocab_size": 151936,
-        },
+        sizes=SDAR_SIZES | {"hidden_size": 2560, "intermediate_size": 9728},
         token_ids=SDAR_TOKEN_IDS,
     ),
     # SDAR-30B-A3B-Chat
     ("sdar-moe", "30b-a3b"): Preset(
         sizes={
+            **SDAR_SIZES,
+            **layers(48),
             "architectures": ["SDARMoeForCausalLM"],
             "decoder_sparse_step": 1,
-            "head_dim": 128,
             "hidden_size": 2048,
             "intermediate_size": 6144,
-            "max_window_layers": 48,
             "mlp_only_layers": [],
             "model_type": "sdar_moe",
             "moe_intermediate_size": 768,
             "norm_topk_prob": True,
-            "num_attention_heads": 32,
             "num_experts": 128,
             "num_experts_per_tok": 8,
-            "num_hidden_layers": 48,
             "num_key_value_heads": 4,
-            "vocab_size": 151936,
         },
         token_ids=SDAR_TOKEN_IDS,
         like="sdar",
     ),
     # Fast_dLLM_v2_7B
     ("fast-dllm", "7b"): Preset(
-        sizes={
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "max_window_layers": 28,
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-        },
-        token_ids={
-            "<|endoftext|>": 151643,
-            "<|im_start|>": 151644,
-            "<|im_end|>": 151645,
-            "|<MASK>|": 151665,
-        },
+        sizes=QWEN_7B_SIZES,
+        token_ids=QWEN_TOKEN_IDS | {"|<MASK>|": 151665},
     ),
 }
 """(family, size) -> the model; the first size of a family is its default."""
