@@ -153,15 +153,9 @@ def measure(
 ) -> Row:
     """All rounds of all clients of one (system, cache, number of clients), after a warm-up."""
     _, cache, num_clients = identity
-
-    def prompts(seed: int, count: int) -> list[list[int]]:
-        return [
-            in_process.random_prompt(options.prompt_length, shape.vocab_size, seed + i)
-            for i in range(count)
-        ]
-
-    send([[prompt] for prompt in prompts(0, num_clients)], cache)
-    asked = prompts(num_clients, num_clients * options.rounds)
+    sizes = (options.prompt_length, shape.vocab_size)
+    send([[prompt] for prompt in in_process.random_prompts(num_clients, *sizes)], cache)
+    asked = in_process.random_prompts(num_clients * options.rounds, *sizes, seed=num_clients)
     started = time.perf_counter()
     answers = send([asked[i::num_clients] for i in range(num_clients)], cache)
     seconds = time.perf_counter() - started

@@ -170,7 +170,7 @@ def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def _step_ms(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
-    prompts = [in_process.random_prompt(128, vocab_size, seed) for seed in range(requests)]
+    prompts = in_process.random_prompts(requests, 128, vocab_size)
     asked = {"gen_length": 128, "block_length": 64, "steps": 16, **more}
     outputs = in_process.run_requests(llm, prompts, asked)
     reports = [output.kv_transfer_params["dllm"] for output in outputs]

@@ -212,6 +212,20 @@ def run_requests(
     return outputs
 
 
+def timed_steps(
+    llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+) -> list[Step]:
+    """The steps that `run_requests` takes, in the order of their starts."""
+    with StepLog().attached(runner) as log:
+        run_requests(llm, prompts, parameters)
+    return sorted(log.steps(), key=lambda step: step.started)
+
+
+def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """So many of `random_prompt`, another for each."""
+    return [random_prompt(num_tokens, vocab_size, seed + i) for i in range(count)]
+
+
 def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
     """Ids of ordinary tokens; the special ones of the released models are the last of all."""
     generator = torch.Generator().manual_seed(seed)

@@ -202,10 +202,7 @@ def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequenc
 def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list[list[int]]:
     """Token ids of the prompts: sums in the chat template, or random where there is none."""
     if not (folder / "tokenizer_config.json").is_file():
-        return [
-            in_process.random_prompt(options.prompt_length, shape.vocab_size, seed)
-            for seed in range(options.requests)
-        ]
+        return in_process.random_prompts(options.requests, options.prompt_length, shape.vocab_size)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

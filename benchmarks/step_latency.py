@@ -371,15 +371,12 @@ def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> lis
     Raises:
         BenchmarkError: the engine did not run the requests together.
     """
-    prompts = [
-        in_process.random_prompt(case.length - case.canvas, shape.vocab_size, seed)
-        for seed in range(case.num_requests)
-    ]
+    length = case.length - case.canvas
+    prompts = in_process.random_prompts(case.num_requests, length, shape.vocab_size)
     parameters = {"algorithm": "semi_ar", "steps": min(steps, case.canvas)}
     parameters |= {"gen_length": case.canvas, "block_length": case.canvas}
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, prompts, parameters)
-    found = [step for step in log.steps() if step.num_requests == case.num_requests]
+    logged = in_process.timed_steps(llm, runner, prompts, parameters)
+    found = [step for step in logged if step.num_requests == case.num_requests]
     if len(found) < MIN_STEPS:
         raise BenchmarkError(
             f"wanted {MIN_STEPS} steps with all {case.num_requests} requests of {case.length} "

@@ -73,9 +73,7 @@ def logged_steps(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int)
     """
     num_blocks = blocks_of(steps, case.block_length)
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, prompts_of(shape, case), parameters)
-    return sorted(log.steps(), key=lambda step: step.started)
+    return in_process.timed_steps(llm, runner, prompts_of(shape, case), parameters)
 
 
 def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
@@ -119,18 +117,13 @@ def timed_requests(
     llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
 ) -> tuple[int, float]:
     """Steps that requests take, and seconds from the first step's start to the last one's end."""
-    with in_process.StepLog().attached(runner) as log:
-        in_process.run_requests(llm, prompts, parameters)
-    steps = log.steps()
-    return len(steps), max(step.ended for step in steps) - min(step.started for step in steps)
+    steps = in_process.timed_steps(llm, runner, prompts, parameters)
+    return len(steps), max(step.ended for step in steps) - steps[0].started
 
 
 def prompts_of(shape: Shape, case: Windows) -> list[list[int]]:
     """Random prompts, another for every request."""
-    return [
-        in_process.random_prompt(case.context, shape.vocab_size, seed)
-        for seed in range(case.num_requests)
-    ]
+    return in_process.random_prompts(case.num_requests, case.context, shape.vocab_size)
 
 
 def floor_ms(
