@@ -264,10 +264,10 @@ class Bench:
         median, longest = statistics.median(client.latencies), max(client.latencies)
         more = MORE_OVER_RANKS if self._options.sequence_parallel_size > 1 else 1.0
         bounds = SECONDS.get(self._options.length) if self._is_on_gpu else None
-        most_median, most = bounds or (math.inf, MOST_TIMES_ALONE * short_s)
+        most_median, most = bounds or (None, MOST_TIMES_ALONE * short_s)
         kind = f"short request beside the long one, of {len(client.latencies)}"
         return [
-            Row(f"{kind}: median", median, "s", more * most_median),
+            Row(f"{kind}: median", median, "s", most_median and more * most_median),
             Row(f"{kind}: longest", longest, "s", more * most),
             Row("  longest over alone", longest / short_s, "x"),
         ]
