@@ -94,3 +94,17 @@ def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> N
     report = made.report()
     assert report.num_committed == 4 and report.canvas is not None
     assert list(report.canvas.committed) == [1] * 4 + [0] * 12
+
+
+def test_a_token_keeps_the_probability_with_which_it_was_committed() -> None:
+    """Also where a rule that edits asks for another one and leaves it."""
+    made = canvas(SDAR, algorithm="joint_threshold", stream_canvas=True, editing_threshold=0.8)
+    for tokens, scores in (([7] * 4, [0.99] * 4), ([5] * 4, [0.9, 0.6, 0.6, 0.6])):
+        positions, logprobs = made.begin().eligible, np.log(scores)
+        rows = np.stack([logprobs, np.ones(4)] * 2)
+        found = np.array(tokens), np.array(scores)
+        made.commit(Candidates(positions, *found, logprobs=rows))
+    view = made.report().canvas
+    assert view is not None
+    assert np.frombuffer(view.token_ids, "<i4")[:4].tolist() == [5, 7, 7, 7]
+    assert np.frombuffer(view.confidence, "<f4")[:4] == pytest.approx([0.9, 0.99, 0.99, 0.99])

@@ -317,9 +317,10 @@ class Canvas:
         """Write what the rule chooses; the positions [K] of that."""
         self._work = None
         commit = self._select(candidates)
-        self.tokens[commit.positions] = commit.tokens
         if self._proposals is not None:
-            self._proposals.note(candidates, commit)
+            was_masked = self.tokens[candidates.positions] == self.params.mask_id
+            self._proposals.note(candidates, commit, was_masked)
+        self.tokens[commit.positions] = commit.tokens
         self.num_forwards += 1
         return commit.positions
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Proposals:
     """Tokens and log probabilities by canvas position.
 
-    A committed position gets no more proposals, so what is kept for it is of the forward that
-    committed it.
+    What is kept for a committed position is of the forward that committed its token, also where a
+    rule goes on asking whether another one should stand there.
 
     Args:
         params: the request's parameters; `num_logprobs` is not None.
@@ -45,17 +45,23 @@ class Proposals:
         self._tokens[known] = canvas[known, None]
         self._logprobs[known] = 0.0
 
-    def note(self, candidates: Candidates, commit: Commit) -> None:
+    def note(self, candidates: Candidates, commit: Commit, was_masked: NDArray[np.bool_]) -> None:
         """Take in what a forward proposed, and what was committed instead.
 
         Of a committed token that was neither proposed nor the greedy one nothing is known: a
         selector chose it.
+
+        Args:
+            candidates: R of them.
+            commit: of these.
+            was_masked: [R], which of their positions were masked in the forward.
         """
         if candidates.logprobs is None or candidates.positions.size == 0:
             return
         found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
-        tokens = candidates.tokens.copy()
-        tokens[np.searchsorted(candidates.positions, commit.positions)] = commit.tokens
+        tokens, is_new = candidates.tokens.copy(), was_masked.copy()
+        committed = np.searchsorted(candidates.positions, commit.positions)
+        tokens[committed], is_new[committed] = commit.tokens, True
         value, rank = np.full(tokens.size, np.nan), np.ones(tokens.size)
         for known, own_value, own_rank in (
             (candidates.greedy, found.greedy, found.greedy_rank),
@@ -65,13 +71,13 @@ class Proposals:
                 value = np.where(tokens == known, own_value, value)
                 rank = np.where(tokens == known, own_rank, rank)
         positions = candidates.positions - self._prompt_length
-        on_canvas = (positions >= 0) & (positions < len(self._ranks))
-        at = positions[on_canvas]
-        self._tokens[at, 0] = tokens[on_canvas]
-        self._logprobs[at, 0] = value[on_canvas]
-        self._ranks[at] = rank[on_canvas]
-        self._tokens[at, 1:] = found.top_tokens.numpy()[:, on_canvas].T
-        self._logprobs[at, 1:] = found.top.numpy()[:, on_canvas].T
+        noted = is_new & (positions >= 0) & (positions < len(self._ranks))
+        at = positions[noted]
+        self._tokens[at, 0] = tokens[noted]
+        self._logprobs[at, 0] = value[noted]
+        self._ranks[at] = rank[noted]
+        self._tokens[at, 1:] = found.top_tokens.numpy()[:, noted].T
+        self._logprobs[at, 1:] = found.top.numpy()[:, noted].T
 
     def fill(self, start: int, token: int) -> None:
         """Positions from `start` on are `token` by the rule's decision: it is certain."""
