@@ -22,7 +22,7 @@ from vllm.diffusion.engine.slicing import Pace
 from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, cost
-from vllm.diffusion.memory.planner import Plan, StageSeconds
+from vllm.diffusion.memory.plan import Plan, StageSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

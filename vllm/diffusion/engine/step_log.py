@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import envs
-from vllm.diffusion.memory.planner import readable
+from vllm.diffusion.memory.plan import readable
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:

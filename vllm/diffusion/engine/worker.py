@@ -21,7 +21,7 @@ from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.status import status_of
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
-from vllm.diffusion.memory.planner import readable
+from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.ranks import Group, Ranks

@@ -7,11 +7,13 @@ from vllm.diffusion.memory.activation_pool import (
     PoolExhaustedError,
     activation_pool,
 )
+from vllm.diffusion.memory.demand import Demand
 from vllm.diffusion.memory.footprint import Experts, ModelShape, Products, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
-from vllm.diffusion.memory.planner import Demand, Plan, Planner, chunks
+from vllm.diffusion.memory.plan import Plan, chunks
+from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
 

@@ -13,8 +13,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.diffusion.memory.footprint import is_streamed
+from vllm.diffusion.memory.plan import StageSeconds
+
 if TYPE_CHECKING:
-    from vllm.diffusion.memory.footprint import ModelShape
+    from vllm.diffusion.memory.drafts import Sizes
+    from vllm.diffusion.memory.footprint import Layout, ModelShape, StepShape
 
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3
@@ -69,7 +73,7 @@ class Work(NamedTuple):
 
 
 class Costs:
-    """Seconds of the stages of one model; every method is about one layer, but for `logits`."""
+    """Seconds of the stages of one model, of a step or of one layer."""
 
     def __init__(self, shape: ModelShape, rates: Rates = H200) -> None:
         self._shape, self._rates = shape, rates
@@ -92,12 +96,56 @@ class Costs:
         wave = QUERY_TILE * (units // math.gcd(units, heads))
         return rows - rows % wave if rows > wave else rows
 
-    def keys_values(self, work: Work, *, with_queries: bool, groups: int) -> float:
+    def step(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
+        """Of all layers."""
+        rows, layers = step.rows, self._shape.num_layers
+        # Of the last layer only the rows that are read are attended to and fed forward.
+        is_whole = is_streamed(layout)
+        updated = layers if is_whole else layers - 1 + step.sample_rows / max(rows, 1)
+        works = (Work(rows, chunk) for chunk in sizes[:3])
+        keys_values, attend, feed_forward = self._layer(layout, step.longest, *works)
+        logits = self._logits(Work(step.sample_rows, sizes.read))
+        return StageSeconds(layers * keys_values, updated * attend, updated * feed_forward, logits)
+
+    def longest_chunks(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
+        """Of the longest chunk of each stage, for one group of heads of one layer."""
+        groups, keys = layout.head_groups, step.longest
+        *works, read = (Work(rows, rows) for rows in sizes)
+        keys_values, attend, feed_forward = self._layer(layout, keys, *works)
+        read_s = self._logits(read)
+        if not is_streamed(layout):  # of these rows the last layer is still to come
+            read_s += self._attend(read, keys=keys, with_queries=True, groups=1)
+            read_s += self._feed_forward(read)
+        return StageSeconds(keys_values / groups, attend / groups, feed_forward, read_s)
+
+    def _layer(
+        self, layout: Layout, keys: int, keys_values: Work, attend: Work, feed_forward: Work
+    ) -> tuple[float, float, float]:
+        """The stages of one layer, for all groups of heads."""
+        shape, groups, shards = self._shape, layout.head_groups, layout.shards
+        keep = layout.keep_queries
+        keys_values_s = self._keys_values(keys_values, with_queries=keep, groups=groups)
+        attend_s = self._attend(attend, keys=keys, with_queries=not keep, groups=groups)
+        feed_s = self._feed_forward(feed_forward)
+        # Keys of all heads, and values; queries, and what comes back of them.
+        for_keys, for_queries = shape.key_value_bytes // 2 // groups, shape.query_bytes // groups
+        keys_values_s += groups * self._exchange(keys_values, for_keys, shards=shards, count=2)
+        attend_s += groups * self._exchange(attend, for_queries, shards=shards, count=2)
+        if layout.host_residual:
+            # Each group reads the rows twice, and adds to the updated ones; copies both ways and
+            # computing overlap.
+            keys_values_s = max(keys_values_s, groups * self._visit(keys_values.rows))
+            num_stores = 2 if groups > 1 else 1
+            attend_s = max(attend_s, groups * self._visit(attend.rows) * num_stores)
+            feed_s = max(feed_s, self._visit(feed_forward.rows))
+        return keys_values_s, attend_s, feed_s
+
+    def _keys_values(self, work: Work, *, with_queries: bool, groups: int) -> float:
         """Projections of all rows, by groups of heads."""
         weights = self._key_value_weights + with_queries * self._query_weights
         return self._product(work, weights // groups, LAUNCHES_KEYS_VALUES) * groups
 
-    def attend(self, work: Work, *, keys: int, with_queries: bool, groups: int) -> float:
+    def _attend(self, work: Work, *, keys: int, with_queries: bool, groups: int) -> float:
         """Attention of all rows to `keys` keys each, and the projections around it."""
         shape = self._shape
         weights = self._query_weights * (1 + with_queries)
@@ -108,21 +156,21 @@ class Costs:
         num_launches = LAUNCHES_ATTEND + with_queries * LAUNCHES_QUERIES
         return groups * (attention + self._product(work, weights // groups, num_launches))
 
-    def feed_forward(self, work: Work) -> float:
+    def _feed_forward(self, work: Work) -> float:
         """The widest MLP for all rows."""
         return self._product(
             work, self._mlp_weights, LAUNCHES_FEED_FORWARD, self._stored_mlp_weights
         )
 
-    def logits(self, work: Work) -> float:
+    def _logits(self, work: Work) -> float:
         """The output head for the rows that are read."""
         return self._product(work, self._shape.num_columns * self._shape.hidden_size, 3)
 
-    def visit(self, rows: int) -> float:
+    def _visit(self, rows: int) -> float:
         """Rows of the residual stream between host and device, one way."""
         return rows * self._shape.row_bytes / self._rates.host_bytes
 
-    def exchange(self, work: Work, row_bytes: int, *, shards: int, count: int) -> float:
+    def _exchange(self, work: Work, row_bytes: int, *, shards: int, count: int) -> float:
         """So many exchanges of `row_bytes` of each row with other ranks."""
         if shards == 1:
             return 0.0

@@ -13,6 +13,7 @@ this rank, e bytes of an element of the model dtype, G head groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -163,6 +164,16 @@ class StepShape(NamedTuple):
         """What one of so many ranks has of it: rows, but all keys of its heads."""
         rows, sample_rows = -(-self.rows // count), -(-self.sample_rows // count)
         return self._replace(rows=rows, sample_rows=sample_rows)
+
+    def scaled(self, rows: int) -> StepShape:
+        """A step of fewer rows of the same kind."""
+        part = rows / self.rows
+        return self._replace(
+            rows=rows,
+            sample_rows=math.ceil(self.sample_rows * part),
+            longest=int(self.longest * part),
+            kept_keys=int(self.kept_keys * part),
+        )
 
 
 class Layout(NamedTuple):

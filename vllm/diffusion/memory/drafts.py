@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps whose chunks are still open: what a row of every stage takes, and how many rows fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES, buffered, temporary, total
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.diffusion.memory.footprint import Footprint, Layout, Phases, StepShape
+
+MIN_CHUNK_ROWS = 16
+TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
+# Up to here a step that fits runs as a whole. Beyond, the row-wise stages gain nothing from longer
+# chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
+WHOLE_STEP_ROWS = 16_384
+FULL_SPEED_ROWS = 4_096
+ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
+
+
+class Sizes(NamedTuple):
+    """Rows of a chunk of every stage."""
+
+    keys_values: int
+    attend: int
+    feed_forward: int
+    read: int
+
+    @classmethod
+    def equal(cls, rows: int) -> Sizes:
+        return cls(*[rows] * len(cls._fields))
+
+    def at_most(self, other: Sizes) -> Sizes:
+        return Sizes(*map(min, self, other))
+
+
+class StageBytes(NamedTuple):
+    """What a row of a stage's chunk takes.
+
+    Attributes:
+        buffers: of the pool; all that it takes, where the pool is not split.
+        temporaries: that PyTorch allocates, where the pool is split.
+        few_buffers, few_rows: what it takes of the pool in a chunk of at most so many rows, where
+            that is more.
+    """
+
+    buffers: int
+    temporaries: int
+    few_buffers: int = 0
+    few_rows: int = 0
+
+    @classmethod
+    def of(cls, phases: Phases, is_split: bool) -> StageBytes:
+        if not is_split:
+            return cls(max(map(total, phases)), 0)
+        return cls(max(map(buffered, phases)), max(map(temporary, phases)))
+
+    @classmethod
+    def of_feed_forward(cls, footprint: Footprint, layout: Layout, is_split: bool) -> StageBytes:
+        few = cls.of(footprint.feed_forward(layout), is_split)
+        few_rows = footprint.shape.most_gated_rows
+        if few_rows is None:
+            return few
+        many = cls.of(footprint.feed_forward(layout, is_long=True), is_split)
+        return many._replace(few_buffers=few.buffers, few_rows=few_rows)
+
+    def buffers_in(self, rows: int) -> int:
+        """Buffers of a chunk of so many rows, which the last of several may not have."""
+        return max(rows * self.buffers, min(rows, self.few_rows) * self.few_buffers)
+
+    def rows_in(self, buffers: int, temporaries: int) -> int:
+        """Rows that fit into so many bytes of each."""
+        is_few = buffers < self.few_rows * self.few_buffers
+        rows = buffers // (self.few_buffers if is_few else self.buffers)
+        return min(rows, temporaries // self.temporaries) if self.temporaries else rows
+
+
+class RowBytes(NamedTuple):
+    """What a row takes: of the step, of those that are read, and of a chunk of every stage.
+
+    `collected` is what a kept key takes.
+    """
+
+    resident: int
+    results: int
+    collected: int
+    keys_values: StageBytes
+    attend: StageBytes
+    feed_forward: StageBytes
+    read: StageBytes
+
+    @property
+    def stages(self) -> tuple[StageBytes, StageBytes, StageBytes, StageBytes]:
+        return self.keys_values, self.attend, self.feed_forward, self.read
+
+    @classmethod
+    def of(
+        cls, footprint: Footprint, layout: Layout, is_packed: bool, *, is_split: bool
+    ) -> RowBytes:
+        return cls(
+            total(footprint.resident(layout)),
+            total(footprint.read_results(layout)),
+            footprint.collected_keys(layout),
+            StageBytes.of(footprint.keys_values(layout), is_split),
+            StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
+            StageBytes.of_feed_forward(footprint, layout, is_split),
+            StageBytes.of(footprint.read(layout, is_packed=is_packed), is_split),
+        )
+
+
+class Draft:
+    """One way to keep a step's rows, its chunks still open.
+
+    Args:
+        layout: the way.
+        step: the step.
+        row_bytes: of this layout.
+        most_read: rows that may have logits at a time.
+        longest: rows that a chunk of every stage may have, however much memory there is.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        step: StepShape,
+        row_bytes: RowBytes,
+        most_read: int,
+        longest: Sizes,
+    ) -> None:
+        self.layout, self.step, self._of_row = layout, step, row_bytes
+        self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
+        self._resident += row_bytes.collected * step.kept_keys + ROUNDING_BYTES
+        most_read = min(step.sample_rows, most_read, longest.read)
+        self._longest = longest._replace(read=most_read)
+
+    @property
+    def smallest_bytes(self) -> int:
+        return self.bytes_with(MIN_CHUNK_ROWS)
+
+    def bytes_with(self, chunk_rows: int) -> int:
+        """Bytes with chunks of at most so many rows, or the smallest that there are."""
+        return max(self.peaks(self._at_most(max(chunk_rows, MIN_CHUNK_ROWS))))
+
+    @property
+    def whole_bytes(self) -> int:
+        return max(self.peaks(self._at_most(self.step.rows)))
+
+    def _at_most(self, rows: int) -> Sizes:
+        """Chunks of at most so many rows in every stage."""
+        return self._longest.at_most(Sizes.equal(rows))
+
+    def ways_to_cut(self, available: int) -> Iterator[Sizes]:
+        """Chunks that fit into `available` bytes.
+
+        In a split pool long chunks of attention may leave the others too little of one kind.
+        """
+        parts = ATTEND_PARTS if self._of_row.attend.temporaries else (1,)
+        return (self.sizes(available, part) for part in parts)
+
+    def sizes(self, available: int, attend_part: int = 1) -> Sizes:
+        """The longest chunks that fit into `available` bytes; attention comes first.
+
+        What attention leaves, buffers or temporaries, the other stages share.
+
+        Args:
+            available: bytes.
+            attend_part: attention takes one of so many parts of what it could.
+        """
+        rows, of_row, free = self.step.rows, self._of_row, available - self._resident
+        longest = self._longest
+        fitting = free // (attend_part * sum(of_row.attend))
+        attend = longest.attend  # in whole waves, which equal chunks would not be
+        if fitting < attend:
+            attend = _chunk_rows(rows, fitting)
+        attending = attend * of_row.attend.buffers
+        temporaries = attend * of_row.attend.temporaries
+        enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
+        of_others = max(of_row.keys_values.temporaries, of_row.feed_forward.temporaries)
+        temporaries = min(max(temporaries, enough_rows * of_others), free - attending)
+        buffers = free - temporaries
+        if rows > WHOLE_STEP_ROWS:
+            enough = of_row.feed_forward.buffers_in(FULL_SPEED_ROWS)
+            buffers = min(buffers, max(attending, enough))
+        fitting = of_row.feed_forward.rows_in(buffers, temporaries)
+        feed_forward = _chunk_rows(rows, min(fitting, longest.feed_forward))
+        fitting = of_row.keys_values.rows_in(buffers, temporaries)
+        most_read = max(min(longest.read, attend, feed_forward), 1)
+        return Sizes(
+            _chunk_rows(rows, min(fitting, longest.keys_values)),
+            attend,
+            feed_forward,
+            _chunk_rows(most_read, of_row.read.rows_in(buffers, temporaries)),
+        )
+
+    def peaks(self, sizes: Sizes) -> tuple[int, int, int, int]:
+        """Bytes of each stage while it runs, with what is resident."""
+        rows = Sizes.equal(self.step.rows)._replace(read=self.step.sample_rows)
+        stages = list(zip(sizes.at_most(rows), self._of_row.stages, strict=True))
+        stays = self._resident + max(count * stage.temporaries for count, stage in stages)
+        keys_values, attend, feed_forward, read = (
+            stays + stage.buffers_in(count) for count, stage in stages
+        )
+        return keys_values, attend, feed_forward, read
+
+
+def _chunk_rows(num_rows: int, most: int) -> int:
+    """Rows of as few chunks as possible, of equal size, in whole tiles where that fits."""
+    if most >= num_rows:
+        return max(num_rows, 1)
+    most = max(most, 1)
+    most -= most % TILE_ROWS if most > TILE_ROWS else 0
+    even = -(-num_rows // -(-num_rows // most))
+    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rows of a step are cut into chunks, so that the step stays within a budget of bytes.
+
+A plan is found when a step of its shape first comes: nothing is measured or stored beforehand. A
+step that fits as a whole runs as a whole. Else every way to keep its rows (`Layout`) is tried; each
+stage takes the longest chunks that fit beside what is resident, and of the plans that fit the one
+with the least predicted time is taken. Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.memory.cost import H200, Costs
+from vllm.diffusion.memory.drafts import (
+    MIN_CHUNK_ROWS,
+    WHOLE_STEP_ROWS,
+    Draft,
+    RowBytes,
+    Sizes,
+)
+from vllm.diffusion.memory.footprint import Footprint, Layout, StepShape
+from vllm.diffusion.memory.plan import Plan, StageSeconds
+
+if TYPE_CHECKING:
+    from vllm.diffusion.memory.cost import Rates
+    from vllm.diffusion.memory.footprint import ModelShape
+
+LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
+MAX_KNOWN_PLANS = 4_096
+WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
+MOST_MIN_ROWS = 65_536  # rows that are divided in any case
+
+
+class Plans:
+    """Plans of the steps of one model under a budget.
+
+    Args:
+        shape: the model's sizes on one rank.
+        budget_bytes: of the activation pool: buffers of a step, kept keys and values, graphs.
+        row_budget: rows that several requests may share in one step.
+        uses_host: the residual stream may lie in host memory where nothing else fits as well.
+        host_bytes: of host memory, for keys and values that the device has no room for.
+        is_split: memory that PyTorch's temporaries have had in one stage does not serve the buffers
+            of another before the step ends, as it is in a pool on virtual memory.
+        rates: of the device.
+        shards: sequence-parallel ranks, which may divide the rows of a step.
+        min_rows: rows of a step from which they do; None for where that pays.
+
+    Attributes:
+        num_found: plans that were not known.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        budget_bytes: int,
+        row_budget: int,
+        *,
+        uses_host: bool = True,
+        host_bytes: int = 0,
+        is_split: bool = False,
+        rates: Rates = H200,
+        shards: int = 1,
+        min_rows: int | None = None,
+    ) -> None:
+        self.shape = shape
+        self.budget_bytes, self.host_bytes = budget_bytes, host_bytes
+        self.row_budget = row_budget
+        self._is_split = is_split
+        self._footprint = Footprint(shape)
+        self._costs = Costs(shape, rates)
+        self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
+        self._shards, self._min_rows = shards, min_rows
+        # Ways to run with chunks, from the one that computes least to the one that takes least:
+        # by how many ranks divide the rows.
+        self._layouts = {
+            count: [
+                Layout(False, groups, host_residual, count)
+                for host_residual in ((False, True) if uses_host else (False,))
+                for groups in shape.head_groups
+                if shape.num_kv_heads // groups % count == 0
+            ]
+            for count in {1, shards}
+        }
+        self._row_bytes: dict[tuple[Layout, bool], RowBytes] = {}
+        self._known: dict[tuple[StepShape, int, float], Plan] = {}
+        self.num_found = 0
+
+    def plan(self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf) -> Plan:
+        """The plan of a step.
+
+        Args:
+            step: its sizes.
+            kept_bytes: of the budget, taken by what outlives the step.
+            longest_chunk_s: predicted seconds of a chunk, at most, where `MIN_CHUNK_ROWS` take
+                less; a step can be paused between chunks only.
+
+        Raises:
+            ActivationBudgetError: no plan fits.
+        """
+        key = (step, kept_bytes, longest_chunk_s)
+        plan = self._known.get(key)
+        if plan is None:
+            if len(self._known) >= MAX_KNOWN_PLANS:
+                self._known.clear()
+            plan = self._known[key] = self._find(*key)
+            self.num_found += 1
+        return plan
+
+    def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
+        """Whether a step of so many rows, whatever is read of them, needs no chunks."""
+        step = StepShape(num_rows, num_rows, num_rows)
+        try:
+            return self.plan(step, kept_bytes).is_whole(num_rows)
+        except ActivationBudgetError:
+            return False
+
+    def divides(self, step: StepShape) -> bool:
+        """Whether ranks divide the rows of a step; what is kept of one is kept by every rank."""
+        return self._shards > 1 and step.rows >= self.min_rows and not step.keeps
+
+    @cached_property
+    def min_rows(self) -> int:
+        """Rows of a step from which ranks divide them: as set, else where it saves a fifth."""
+        if self._min_rows is not None:
+            return self._min_rows
+        rows = MIN_CHUNK_ROWS
+        while rows < MOST_MIN_ROWS and not self._gains_by_dividing(StepShape(rows, 1, rows)):
+            rows *= 2
+        return rows
+
+    def _gains_by_dividing(self, step: StepShape) -> bool:
+        share, layout = step.share(self._shards), self._layouts[self._shards][0]
+        alone = self._costs.step(step, Layout(keep_queries=True), Sizes.equal(step.rows))
+        divided = self._costs.step(share, layout, Sizes.equal(share.rows))
+        return sum(divided) < WORTH_DIVIDING * sum(alone)
+
+    def _as_computed(self, step: StepShape) -> tuple[StepShape, list[Layout]]:
+        """What one rank has of a step, and the ways in which it can be cut."""
+        if self.divides(step):
+            return step.share(self._shards), self._layouts[self._shards]
+        return step, self._layouts[1]
+
+    def _find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
+        available = self.budget_bytes - kept_bytes
+        asked, is_divided = step, self.divides(step)
+        step, layouts = self._as_computed(step)
+        whole = self._draft(Layout(keep_queries=True), step, longest_chunk_s)
+        may_be_whole = step.rows <= WHOLE_STEP_ROWS and not is_divided
+        if may_be_whole and whole.whole_bytes <= available:
+            return self._finish(whole, whole.sizes(available), kept_bytes)
+        drafts = [whole] if may_be_whole else []
+        drafts += [self._draft(layout, step, longest_chunk_s) for layout in layouts]
+        fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
+        if not fitting:
+            raise self._refusal(asked, kept_bytes, min(d.smallest_bytes for d in drafts))
+        plans = (
+            self._finish(draft, sizes, kept_bytes)
+            for draft in fitting
+            for sizes in draft.ways_to_cut(available)
+        )
+        return min(plans, key=lambda plan: plan.predicted_seconds)
+
+    def _draft(self, layout: Layout, step: StepShape, longest_chunk_s: float = math.inf) -> Draft:
+        key = (layout, step.num_sequences > 1)
+        row_bytes = self._row_bytes.get(key)
+        if row_bytes is None:
+            row_bytes = RowBytes.of(self._footprint, *key, is_split=self._is_split)
+            self._row_bytes[key] = row_bytes
+        longest = self._longest_chunks(layout, step, longest_chunk_s)
+        return Draft(layout, step, row_bytes, self._most_read, longest)
+
+    def _longest_chunks(self, layout: Layout, step: StepShape, seconds: float) -> Sizes:
+        """Rows of a chunk of every stage that take so long, at most."""
+        if seconds == math.inf:
+            return Sizes.equal(step.rows)
+        longest = []
+        for stage in StageSeconds._fields:
+            fits, too_many = min(MIN_CHUNK_ROWS, step.rows), step.rows + 1
+            while fits + 1 < too_many:
+                rows = (fits + too_many) // 2
+                chunks = self._costs.longest_chunks(step, layout, Sizes.equal(rows))
+                if getattr(chunks, stage) <= seconds:
+                    fits = rows
+                else:
+                    too_many = rows
+            longest.append(fits)
+        sizes = Sizes(*longest)
+        if sizes.attend < step.rows:
+            waves = self._costs.whole_waves(sizes.attend, layout.head_groups)
+            sizes = sizes._replace(attend=waves)
+        return sizes
+
+    def _finish(self, draft: Draft, sizes: Sizes, kept_bytes: int) -> Plan:
+        """The plan of chosen chunks, with what it costs."""
+        layout = draft.layout
+        peaks = draft.peaks(sizes)
+        times = self._costs.step(draft.step, layout, sizes)
+        seconds = sum(times)
+        weighted = sum(peak * time for peak, time in zip(peaks, times, strict=True))
+        return Plan(
+            keep_queries=layout.keep_queries,
+            keys_values_rows=sizes.keys_values,
+            attend_rows=sizes.attend,
+            feed_forward_rows=sizes.feed_forward,
+            logits_rows=sizes.read,
+            head_groups=layout.head_groups,
+            host_residual=layout.host_residual,
+            predicted_peak_bytes=kept_bytes + max(peaks),
+            predicted_average_bytes=kept_bytes + int(weighted / seconds),
+            predicted_seconds=seconds,
+            chunk_seconds=self._costs.longest_chunks(draft.step, layout, sizes),
+            shards=layout.shards,
+        )
+
+    def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
+        available = self.budget_bytes - kept_bytes
+        fits, too_many = 0, step.rows
+        while fits + 1 < too_many:
+            rows = (fits + too_many) // 2
+            if self._smallest_bytes(step.scaled(rows)) <= available:
+                fits = rows
+            else:
+                too_many = rows
+        longest = step.scaled(fits).longest
+        return ActivationBudgetError(
+            step.longest, required + kept_bytes, self.budget_bytes, longest
+        )
+
+    def _smallest_bytes(self, step: StepShape, chunk_rows: int = MIN_CHUNK_ROWS) -> int:
+        """Of all layouts, with chunks of so many rows at least."""
+        step, layouts = self._as_computed(step)
+        return min(self._draft(layout, step).bytes_with(chunk_rows) for layout in layouts)
