@@ -16,9 +16,16 @@ _TIMEOUT_S = 300
 
 # Triton decides at import, so a process of its own runs the programs: each in a fork of it, as most
 # of them take less time than the imports. It ends with its standard input.
+# The interpreter replaces Triton's language anew at every call of a function within a kernel, such
+# as `tl.sum`; once is enough.
 _SERVER = """
 import json, os, sys, traceback
+from triton import language as tl
+from triton.language import core
+from triton.runtime import interpreter
 from vllm.diffusion import ops
+interpreter._patch_lang(lambda: (tl, core))
+interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 answers, sys.stdout = sys.stdout, sys.stderr
 for line in sys.stdin:
     ours, theirs = os.pipe()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from functools import cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -179,10 +180,11 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_draws(temperature: float, filters: dict[str, Any], number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "temperature", "filters"),
+    [(number, *sampling) for number, sampling in enumerate(product((0.0, 0.7, 1.3), FILTERS))],
+)
+def test_draws(number: int, temperature: float, filters: dict[str, Any]) -> None:
     """At temperature 0 filters change nothing; confidences are the family's."""
     case = Case(number)
     sampling = {"temperature": temperature, "seed": number, **filters}
@@ -238,8 +240,7 @@ def test_confidence_of_sdar_is_taken_before_top_k() -> None:
 # ---- the mask token ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("mask_bias", [0.0, 1.0, 50.0])
+@pytest.mark.parametrize(("number", "mask_bias"), enumerate([0.0, 0.0, 1.0, 1.0, 50.0, 50.0]))
 @pytest.mark.parametrize(
     ("family", "algorithm", "loop"),
     [

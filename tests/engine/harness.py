@@ -116,21 +116,35 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
 
 def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
     torch.set_num_threads(1)  # many threads on tiny matrices only wait for each other
-    freeze_imports()
-    with mock.patch.object(gc, "freeze"):  # else the engine is kept for good
+    with quick():
         engine = Engine(folder, **settings)
     try:
         yield engine
     finally:
-        with mock.patch.object(gc, "unfreeze"):
+        with quick():
             engine.llm.llm_engine.engine_core.shutdown()
         del engine.llm
         gc.collect()
 
 
+@contextmanager
+def quick() -> Iterator[None]:
+    """Without what upstream does to garbage at start and end: it would keep the engine for good.
+
+    It collects six times an engine, which takes longer than all else of a tiny one.
+    """
+    freeze_imports()
+    with (
+        mock.patch.object(gc, "collect"),
+        mock.patch.object(gc, "freeze"),
+        mock.patch.object(gc, "unfreeze"),
+    ):
+        yield
+
+
 @cache
 def freeze_imports() -> None:
-    """Upstream collects garbage seven times an engine: two seconds of looking at its imports."""
+    """The collector need not look at upstream's modules after every engine."""
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
 

@@ -40,7 +40,7 @@ def test_answers_depend_neither_on_neighbours_nor_on_chunks(
     asks = [
         as_request(random_prompt(length, seed), **asked, cache=cache)
         for cache in caches
-        for seed, length in enumerate((20, 5, 33))
+        for seed, length in enumerate((5, 33))
     ]
     kind, _, head = quantization.partition(" ")
     settings = {"additional_config": {"dllm": {"fp8_head": bool(head)}}}

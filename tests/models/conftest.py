@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 def load_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Load a checkpoint folder in this process, a tensor-parallel world of one."""
     init_file = tmp_path_factory.mktemp("world") / "init"
-    gc.freeze()  # upstream's loader collects garbage twice: a second of looking at its imports
 
     def load_from(path: Path, dtype: str = "float32", **engine_args: Any) -> DiffusionModel:
         config = engine_config(path, dtype, **engine_args)
@@ -33,7 +31,6 @@ def load_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     yield load_from
     destroy_model_parallel()
     destroy_distributed_environment()
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="package")

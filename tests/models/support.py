@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -71,9 +72,10 @@ def join_world(config: VllmConfig, init_file: Path, rank: int = 0, size: int = 1
 
 def load(config: VllmConfig) -> DiffusionModel:
     """Build the model and fill it, as a worker does."""
-    # upstream's loader empties the cache of an accelerator, and fails where there is none
+    # upstream's loader empties the cache of an accelerator, and fails where there is none; its
+    # collections of garbage take longer than a tiny model
     no_cache = mock.patch.object(torch.accelerator, "empty_cache", lambda: None)
-    with set_current_vllm_config(config), no_cache:
+    with set_current_vllm_config(config), no_cache, mock.patch.object(gc, "collect"):
         model = get_model(vllm_config=config)
     assert isinstance(model, DiffusionModel)
     return model
