@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from types import ModuleType
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.interpreted import run_interpreted
 from tests.pages import in_pages
 from vllm.diffusion.layers import attention_backends
 from vllm.diffusion.layers.attention_backends import (
@@ -352,13 +350,7 @@ def test_flash3_gets_the_keys_of_its_sequence(hopper: ModuleType) -> None:
     assert torch.equal(out, result)
 
 
-# --- the kernel that splits the keys -----------------------------------------------------------
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
-def test_split_kernel_under_the_interpreter() -> None:
-    """The kernel itself on CPU tensors."""
-    run_interpreted("from tests.models.test_attention import run_split as r; r()")
+# --- the kernel that splits the keys; `run_split` where Triton is interpreted -------------------
 
 
 def run_split() -> None:

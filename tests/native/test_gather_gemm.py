@@ -4,9 +4,8 @@
 import pytest
 import torch
 
-from gather_gemm import gather_gemm, gather_top, has_top, is_built
+from gather_gemm import gather_gemm, gather_top, has_top
 from gather_gemm.launch import choose_config, choose_top_config
-from tests.interpreted import run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -46,19 +45,16 @@ def test_no_rows(device):
     assert gather_gemm(x, torch.empty(0, dtype=torch.int64, device=device), weight).shape == (0, 5)
 
 
-@pytest.mark.skipif(not is_built(), reason="Triton is not installed")
-def test_kernel_under_the_interpreter():
-    """The kernel itself on CPU tensors; a process of its own, since Triton decides at import."""
-    program = f"""
+INTERPRETED = """
 import torch
 from gather_gemm import _ops, _triton, gather_gemm, gather_top
-from tests.native.test_gather_gemm import masks_of
+from tests.native.test_gather_gemm import SHAPES, TOP_SHAPES, masks_of
 from gather_gemm.launch import TopConfig
 assert _triton._IS_INTERPRETED
 del _ops.reference.gather_gemm  # the kernel must not need it
 generator = torch.Generator().manual_seed(5)
 kinds = ((torch.float32, 1e-6), (torch.float16, 1e-3))
-for number, (num_rows, num_columns, depth) in enumerate({SHAPES[:5]}):
+for number, (num_rows, num_columns, depth) in enumerate(SHAPES[:5]):
     dtype, limit = kinds[number % 2]
     x = torch.randn(90, depth + 5, generator=generator).to(dtype)[:, :depth]
     weight = torch.randn(num_columns, depth, generator=generator).to(dtype)
@@ -74,7 +70,7 @@ for number, (num_rows, num_columns, depth) in enumerate({SHAPES[:5]}):
 reference = _ops.reference.gather_top
 del _ops.reference.gather_top
 tiles = [TopConfig(16, 64, 32, True, 4, 2), TopConfig(64, 64, 32, False, 4, 2)]
-for number, (num_rows, num_columns, depth) in enumerate({TOP_SHAPES}):
+for number, (num_rows, num_columns, depth) in enumerate(TOP_SHAPES):
     dtype, config = kinds[number % 2][0], tiles[number // 2 % 2]
     x = torch.randint(-2, 3, (90, depth + 8), generator=generator).to(dtype)[:, :depth]
     weight = torch.randint(-2, 3, (num_columns, depth), generator=generator).to(dtype) / 16
@@ -91,7 +87,6 @@ for number, (num_rows, num_columns, depth) in enumerate({TOP_SHAPES}):
         torch.testing.assert_close(found.sum_exp, wanted[2], rtol=1e-5, atol=0)
         torch.testing.assert_close(found.probability, wanted[3], rtol=1e-5, atol=0)
 """
-    run_interpreted(program)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -17,7 +17,6 @@ from gather_gemm.grouped_launch import (
     choose_product,
     max_tiles,
 )
-from tests.interpreted import run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -240,12 +239,6 @@ for number, sizes in enumerate(([1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 30])):
         wanted = weighted_wanted(inner, m2, sizes, slots, weights)
         assert relative_error(terms, wanted) < limit, case
 """
-
-
-@pytest.mark.skipif(not is_built(), reason="Triton is not installed")
-def test_kernels_under_the_interpreter():
-    """The kernels themselves on CPU; a process of its own, since Triton decides at import."""
-    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("choose", [choose_gated, choose_product])

@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gather_gemm import SOFTMAX, Scoring, add_terms, is_built, route, route_rows, sum_terms
+from gather_gemm import SOFTMAX, Scoring, add_terms, route, route_rows, sum_terms
 from gather_gemm import grouped_reference as reference
-from tests.interpreted import run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -386,11 +385,6 @@ for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-3]):
     x, gate = exact_rows(generator, num_rows, num_experts, depth, torch.float16)
     check_rows(x, gate, num_chosen, torch.randn(num_experts, generator=generator))
 """
-
-
-@pytest.mark.skipif(not is_built(), reason="Triton is not installed")
-def test_kernels_under_the_interpreter():
-    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize(
