@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -110,7 +111,11 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
 
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         disable_envs_cache()  # that engine has made upstream remember what it was
-    with mock.patch.dict(os.environ, environment):
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    # Who waits for another process must not keep a core from it.
+    waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(2e-4))
+    with mock.patch.dict(os.environ, environment), waits:
         yield from _running(folder, settings)
 
 

@@ -169,7 +169,8 @@ def test_two_ranks(checkpoint: Callable[[str], Path]) -> None:
     ) as engine:
         same(engine.ask(*asks), wanted)
         engine.llm.collective_rpc(run_ahead)
-        same(engine.ask(*asks, *with_cache(wanted, "none")), [*wanted, *wanted])
+        asks[1::2] = with_cache(wanted, "none")[1::2]
+        same(engine.ask(*asks), wanted)
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -184,8 +185,9 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
 
 
 @pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
-def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
+    return str(request.param)
 
 
 def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
@@ -202,21 +204,24 @@ def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
     return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
-@pytest.mark.parametrize("cache", ["exact", "none"])
-def test_alone(served: tuple[Engine, list[Wanted]], cache: str, fuses: None) -> None:
+def test_alone(served: tuple[Engine, list[Wanted]], fuses: str) -> None:
     engine, wanted = served
-    same([engine.ask(ask)[0] for ask in with_cache(wanted, cache)], wanted)
+    same([engine.ask(ask)[0] for ask in with_cache(wanted, "exact")], wanted)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_alone_with_nothing_kept(served: tuple[Engine, list[Wanted]]) -> None:
+    engine, wanted = served
+    same([engine.ask(ask)[0] for ask in with_cache(wanted, "none")], wanted)
+
+
 def test_in_mixed_batches(
     served: tuple[Engine, list[Wanted]],
-    ahead: bool,
-    fuses: None,
+    fuses: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ahead where blocks are fused; `test_exact_cache.py` has all four combinations."""
     engine, wanted = served
-    monkeypatch.setattr(engine.runner, "runs_ahead", ahead)
+    monkeypatch.setattr(engine.runner, "runs_ahead", fuses == "1")
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()

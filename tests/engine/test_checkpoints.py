@@ -3,24 +3,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import CASES
-from tests.engine.harness import BLOCKS, NOISY, assert_parity, load_reference, running
+from tests.engine.harness import (
+    BLOCKS,
+    NOISY,
+    as_request,
+    assert_alike,
+    clear_case,
+    load_reference,
+    running,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 
+# Prompt length and parameters.
+ASKED: list[tuple[int, dict[str, Any]]] = [
+    (20, BLOCKS),
+    (7, {**BLOCKS, "cfg_scale": 0.7}),
+    (20, {**NOISY, "temperature": 0.8}),
+    (13, {"gen_length": 32, "block_length": 16, "threshold": 0.7}),
+]
+
+
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("mha", "predicts_mask")])
 def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
     folder = checkpoint(name)
     model = load_reference(folder)
+    cases = [(clear_case(model, length, **asked), asked) for length, asked in ASKED]
+    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
     with running(folder) as engine:
-        assert_parity(engine, model, 20, BLOCKS)
-        assert_parity(engine, model, 7, {**BLOCKS, "cfg_scale": 0.7})
-        assert_parity(engine, model, 20, {**NOISY, "temperature": 0.8})
-        assert_parity(engine, model, 13, {"gen_length": 32, "block_length": 16, "threshold": 0.7})
+        for answer, ((_, wanted), _) in zip(engine.ask(*asks), cases, strict=True):
+            assert_alike(answer, wanted)
