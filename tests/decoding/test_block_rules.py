@@ -240,7 +240,7 @@ def test_confidence_of_sdar_is_taken_before_top_k() -> None:
 # ---- the mask token ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "mask_bias"), enumerate([0.0, 0.0, 1.0, 1.0, 50.0, 50.0]))
+@pytest.mark.parametrize(("number", "mask_bias"), [*enumerate([0.0, 0.0, 1.0, 1.0, 50.0, 50.0])])
 @pytest.mark.parametrize(
     ("family", "algorithm", "loop"),
     [
