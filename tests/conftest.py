@@ -12,6 +12,7 @@ import gc
 import os
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -90,9 +91,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def quick_starts() -> Iterator[None]:
     """For engines that a test starts through other code, as those of tests.engine.harness."""
-    from tests.engine.harness import quick
+    from tests.engine.harness import freeze_imports
 
-    with quick():
+    freeze_imports()
+    with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
         yield
 
 
