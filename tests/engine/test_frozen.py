@@ -180,3 +180,43 @@ def test_what_several_answers_have_in_common_is_computed_once(
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
         assert not engine.runner._compute.first_forwards._known
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"cache": "prefix", "algorithm": "semi_ar", "steps": 8},
+        {"cache": "dual", "algorithm": "semi_ar", "steps": 8},
+        {"cache": "delayed", "algorithm": "multi_block", "cache_delay_iter": 1},
+    ],
+    ids=lambda asked: asked["cache"],
+)
+def test_what_the_first_forward_keeps_is_copied(
+    pair: tuple[Engine, Any], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several answers one makes that forward, step by step and ahead."""
+    engine, _ = pair
+    prompt, extra = random_prompt(150), {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+    asks = [Ask(prompt, {**extra, **asked}, {"temperature": 0.8, "seed": 5 + i}) for i in range(3)]
+    rows: list[int] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(
+        engine.runner,
+        "launch",
+        lambda ids: (step := launch(ids), rows.append(step.batch.num_rows))[0],
+    )
+    alone, num_rows = engine.ask(*asks), sum(rows)
+    assert len({tuple(answer.token_ids) for answer in alone}) > 1
+    together = sampling_params(asks[0])
+    together.n = 3
+    for ahead in (False, True):
+        monkeypatch.setattr(engine.runner, "runs_ahead", ahead)
+        rows.clear()
+        (output,) = engine.llm.generate(
+            [{"prompt_token_ids": prompt}], [together.clone()], use_tqdm=False
+        )
+        assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
+        assert sum(rows) == num_rows - 2 * (150 + 16)
+        assert engine.is_idle()
+        assert engine.runner.caches.num_bytes == 0
+        assert not engine.runner._compute.first_forwards._known

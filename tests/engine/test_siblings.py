@@ -107,7 +107,7 @@ def test_guidance_and_shifted_logits_need_more_room_of_their_own() -> None:
     assert straight.demand.spare == 2 * PAGE_SIZE
 
 
-@pytest.mark.parametrize("cache", ["none", "exact"])
+@pytest.mark.parametrize("cache", ["none", "exact", "dual"])
 def test_other_caches_wait_for_the_first_forward_and_keep_no_room(cache: str) -> None:
     siblings = Siblings()
     a, b, c = (item(name, siblings, cache=cache) for name in "abc")
@@ -125,6 +125,6 @@ def test_who_has_nothing_to_share_does_not_wait() -> None:
     siblings = Siblings()
     few = [item(name, siblings, PROMPT[:60], cache="none") for name in "ab"]
     unread = [item(name, siblings, cache="exact", skips_prefixes=True) for name in "cd"]
-    writing = [item(name, siblings, cache="dual") for name in "ef"]
+    writing = [item(name, siblings, PROMPT[:60], cache="dual") for name in "ef"]
     everybody = [*few, *unread, *writing]
     assert start(siblings, everybody) == [(one.req_id, None) for one in everybody]

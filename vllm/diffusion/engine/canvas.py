@@ -199,6 +199,11 @@ class Canvas:
         return self._uncut
 
     @property
+    def has_made_one_forward(self) -> bool:
+        """Its first forward is over, and no other one is under way."""
+        return self.num_forwards == 1 and self._forward is None
+
+    @property
     def is_guided(self) -> bool:
         """Whether its sequence is computed twice, the second time with what was known hidden."""
         return self.params.cfg_scale > 0

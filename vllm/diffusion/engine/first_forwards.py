@@ -67,5 +67,14 @@ class FirstForwards:
 
 def is_shared(canvas: Canvas) -> bool:
     """Whether the forward that a request stands before is that of its siblings, too."""
+    return canvas.num_forwards == 0 and _has_siblings(canvas)
+
+
+def is_copied(canvas: Canvas) -> bool:
+    """Whether siblings may now copy what a request keeps: it is as its first forward left it."""
+    return canvas.cache is not None and canvas.has_made_one_forward and _has_siblings(canvas)
+
+
+def _has_siblings(canvas: Canvas) -> bool:
     params = canvas.params
-    return params.num_answers > 1 and params.cache == "none" and canvas.num_forwards == 0
+    return params.num_answers > 1 and params.cache not in ("frozen", "exact")

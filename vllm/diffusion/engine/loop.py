@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.diffusion.engine.first_forwards import is_copied
 from vllm.diffusion.engine.turns import by_priority, step_behind, to_the_end
 
 if TYPE_CHECKING:
@@ -57,9 +58,14 @@ class StepLoop:
             self._under_way.append(self._recovery.launch(rows))
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
-        failed = (req_id for req_id, error in outcomes.items() if error is not None)
-        self._launch_behind({*apart, *failed})
+        stays = (req_id for req_id, error in outcomes.items() if error or self._is_copied(req_id))
+        self._launch_behind({*apart, *stays})
         return self._recovery.results(outcomes)
+
+    def _is_copied(self, req_id: str) -> bool:
+        """Whether siblings may start with the next message, before what a request keeps changes."""
+        canvas = self._runner.canvases.get(req_id)
+        return canvas is not None and is_copied(canvas)
 
     @torch.inference_mode()
     def slice(self, asked: Slice) -> dict[str, StepResult]:

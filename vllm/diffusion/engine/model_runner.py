@@ -18,7 +18,7 @@ from vllm.diffusion.engine.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
-from vllm.diffusion.engine.first_forwards import is_shared
+from vllm.diffusion.engine.first_forwards import is_copied, is_shared
 from vllm.diffusion.engine.graphs import GraphRunner, buckets_of
 from vllm.diffusion.engine.ledger import Ledger
 from vllm.diffusion.engine.loop import StepLoop
@@ -291,6 +291,11 @@ class DiffusionModelRunner:
         canvas = self.canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return {}
+        if canvas.cache is not None:
+            first = self.canvases.get(new.prompt_of)
+            if first is None or not is_copied(first):
+                return {}
+            self.caches.copy(new.req_id, new.prompt_of)
         batch = self._batch([new.req_id])
         sampled = self._compute.known(batch, new.prompt_of)
         if sampled is None:

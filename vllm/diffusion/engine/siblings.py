@@ -7,9 +7,9 @@ its first forward, and the others wait for it. What they read of it depends on w
 - `frozen`: the prompt's keys and values, where they are, for which the first one keeps room for
   what the others do not share. In their first forward they compute the canvas.
 - `none`: the hidden states of the sample rows. Their first forward is over when they start.
+- `prefix`, `dual`, `delayed`: the same, and a copy of all keys and values that it has left. The
+  next forward writes some of them, so who starts after that computes its own.
 - `exact`: the prompt's keys and values, as anybody whose prompt begins alike.
-
-Other caches have keys and values of the canvas, too, which the second forward writes.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Siblings:
         if prompt is None:
             return
         if group is None:
-            demand = item.demand
-            if item.params.cache != "frozen" or (demand.spare and not demand.host_layers):
+            demand, is_frozen = item.demand, item.params.cache == "frozen"
+            if not demand.host_layers and (demand.spare or not is_frozen):
                 self._groups[prompt] = _Group([item], item.params.num_answers - 1)
         elif item.prompt_of is not None:
             group.members.append(item)
@@ -133,7 +133,7 @@ def _may_share(item: Scheduled) -> bool:
         return False
     if params.cache == "exact":
         return not request.skip_reading_prefix_cache
-    return params.cache == "none" and demand.sample_rows <= MOST_SAMPLE_ROWS
+    return demand.sample_rows <= MOST_SAMPLE_ROWS
 
 
 def own_positions(item: Scheduled) -> int:

@@ -160,10 +160,18 @@ class PageStore:
         copied = own[by_page[own].any(axis=1)]
         sources = pages[copied]
         pages[own] = [self._free.pop() for _ in own]
-        by_number = self._by_page(self._rows, self._num_pages)
-        for source, target in zip(sources.tolist(), pages[copied].tolist(), strict=True):
-            by_number[:, target].copy_(by_number[:, source])
+        self._copy(sources, pages[copied])
         return self._hold(req_id, length, pages)
+
+    def copy(self, req_id: str, owner: str) -> None:
+        """Let a request keep what another one of its length keeps now."""
+        self._copy(self._sequences[owner].pages, self._sequences[req_id].pages)
+
+    def _copy(self, sources: Array, targets: Array) -> None:
+        """Pages [n] to pages [n], in all layers."""
+        by_number = self._by_page(self._rows, self._num_pages)
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            by_number[:, target].copy_(by_number[:, source])
 
     def _provide(self, wanted: int) -> None:
         """So many pages are free from here on."""
