@@ -189,7 +189,7 @@ def build(outputs: dict[Room, Path]) -> None:
     """Write ``build.ninja`` for these rooms and run it."""
     first = next(iter(outputs))
     nvcc, ninja = find_nvcc(first), find_ninja(first)
-    flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+    flags = ["-O3", "-std=c++17", f"-I{ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
     flags_of = {
         ".cu": quoted([*flags, *arch_flags(nvcc)]),
         ".cpp": quoted([*flags, *include_flags(first)]),

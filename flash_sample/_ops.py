@@ -224,13 +224,13 @@ def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
         return reference.merge(records, rows, score)
     found = _empty_candidates(num_rows, records.device)
     with torch.cuda.device(records.device):
-        parameters, _kept = _row_parameters(rows, records.device)
+        parameters, _kept = _row_parameters(rows)
         _native.merge(
             rows=parameters,
             records=records.data_ptr(),
             num_slices=num_slices,
             num_rows=num_rows,
-            score=getattr(_native.Score, score.upper()),
+            score=getattr(_native, score.upper()),
             record=0,
             token=found.token.data_ptr(),
             value=found.score.data_ptr(),
@@ -269,13 +269,13 @@ def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: 
     whole = torch.empty_like(records[0])
     share = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     with torch.cuda.device(records.device):
-        parameters, _kept = _row_parameters(rows, records.device)
+        parameters, _kept = _row_parameters(rows)
         _native.merge(
             rows=parameters,
             records=records.data_ptr(),
             num_slices=num_slices,
             num_rows=len(logits),
-            score=_native.Score.ENTROPY,
+            score=_native.ENTROPY,
             record=whole.data_ptr(),
             token=0,
             value=0,
@@ -305,7 +305,7 @@ def uniform(
     _check_parameters(name, rows, len(positions), positions.device)
     numbers = torch.empty(len(positions), end - first, dtype=torch.float64, device=positions.device)
     with torch.cuda.device(positions.device):
-        parameters, _kept = _row_parameters(rows, positions.device)
+        parameters, _kept = _row_parameters(rows)
         _native.uniform(
             rows=parameters,
             num_rows=len(positions),
@@ -353,16 +353,16 @@ def _launch(
 ) -> None:
     assert _native is not None
     with torch.cuda.device(logits.device):
-        parameters, _kept = _row_parameters(rows, logits.device)
+        parameters, _kept = _row_parameters(rows)
         _native.candidates(
             rows=parameters,
             logits=logits.data_ptr(),
-            dtype=getattr(_native.DataType, _KERNEL_DTYPES[logits.dtype]),
+            dtype=getattr(_native, _KERNEL_DTYPES[logits.dtype]),
             row_stride=logits.stride(0),
             num_rows=logits.shape[0],
             num_columns=logits.shape[1],
             first_column=first_column,
-            score=getattr(_native.Score, score.upper()),
+            score=getattr(_native, score.upper()),
             has_noise=rows.has_noise and whole is None,
             whole=_address(whole),
             share=_address(share),
@@ -380,7 +380,7 @@ def _place() -> dict[str, int]:
     return {"device": torch.cuda.current_device(), "stream": stream}
 
 
-def _row_parameters(rows: Rows, device: torch.device) -> tuple[Any, list[Tensor]]:
+def _row_parameters(rows: Rows) -> tuple[tuple[Any, ...], list[Tensor]]:
     """The rows as the kernels take them, and what must live until they are enqueued.
 
     A freed tensor's memory is only given to work that comes later on the same stream.
@@ -398,22 +398,19 @@ def _row_parameters(rows: Rows, device: torch.device) -> tuple[Any, list[Tensor]
         whole = int(whole) & 0xFFFFFFFFFFFFFFFF
         return address, whole - (1 << 64) if whole >> 63 else whole
 
-    assert _native is not None
-    return (
-        _native.RowParams(
-            temperature=pair(rows.temperature, torch.float64),
-            seed=integers(rows.seed),
-            step=integers(rows.step),
-            position=integers(0 if rows.positions is None else rows.positions),
-            purpose=rows.purpose & 0xFFFFFFFF,
-            is_tempered=rows.is_tempered,
-            epsilon=pair(rows.epsilon, torch.float32),
-            columns=list(rows.columns),
-            forbidden=integers(rows.forbidden, torch.int32),
-            excluded=integers(rows.excluded, torch.int32),
-        ),
-        kept,
+    parameters = (
+        pair(rows.temperature, torch.float64),
+        integers(rows.seed),
+        integers(rows.step),
+        integers(0 if rows.positions is None else rows.positions),
+        rows.purpose & 0xFFFFFFFF,
+        rows.is_tempered,
+        pair(rows.epsilon, torch.float32),
+        rows.columns,
+        integers(rows.forbidden, torch.int32),
+        integers(rows.excluded, torch.int32),
     )
+    return parameters, kept
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -34,6 +34,8 @@
 #include <algorithm>
 #include <climits>
 
+#include "native_common/dispatch.cuh"
+#include "native_common/launch.cuh"
 #include "params.h"
 #include "row.cuh"
 #include "segment.cuh"
@@ -480,9 +482,9 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
   bound.open();
   team_arrive();
   Feed<T> feed(params, member, num_segments, vectors);
-  await_kernel_before();
+  wait_for_prerequisites();
   feed.start();
-  let_next_kernel_start();
+  launch_dependents();
   team_wait();  // all blocks have started and opened their mail
 
   int number = 0;  // of a row within the team
@@ -611,30 +613,17 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
 template <typename T>
 cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   if (params.whole != nullptr) return launch<T, EntropyShare<T>>(params, stream);
-  switch (params.score) {
-    case Score::kConfidence:
-      return launch<T, Score::kConfidence>(params, stream);
-    case Score::kEntropy:
-      return launch<T, Score::kEntropy>(params, stream);
-    case Score::kMargin:
-      return launch<T, Score::kMargin>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_value<Score::kConfidence, Score::kEntropy, Score::kMargin>(
+      params.score, [&](auto score) { return launch<T, score>(params, stream); });
 }
 
 }  // namespace
 
 cudaError_t launch_candidates(const LogitsParams& params, cudaStream_t stream) {
   if (params.num_rows == 0) return cudaSuccess;
-  switch (params.dtype) {
-    case DataType::kFloat32:
-      return launch<float>(params, stream);
-    case DataType::kFloat16:
-      return launch<__half>(params, stream);
-    case DataType::kBFloat16:
-      return launch<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch(params.dtype, [&](auto* tag) {
+    return launch<std::remove_pointer_t<decltype(tag)>>(params, stream);
+  });
 }
 
 }  // namespace flash_sample

@@ -10,13 +10,7 @@ namespace {
 
 constexpr int kWarpsPerBlock = 4;
 
-__device__ double warp_max(double value) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    value = fmax(value, __shfl_xor_sync(kFullMask, value, distance));
-  }
-  return value;
-}
+__device__ double warp_max(double value) { return over_warp(value, Largest()); }
 
 __device__ double warp_min(double value) { return -warp_max(-value); }
 

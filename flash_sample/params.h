@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
+#include "native_common/params.h"
 
 namespace flash_sample {
 
-enum class DataType { kFloat32, kFloat16, kBFloat16 };
+using namespace native;
+
 enum class Score { kConfidence, kEntropy, kMargin };
 
 inline constexpr int kMaxColumns = 16;
@@ -35,6 +34,12 @@ struct PerRow {
   __device__ T operator[](int64_t row) const { return values == nullptr ? value : values[row]; }
 };
 
+// Columns of the whole vocabulary, which the bits of a row's masks stand for.
+struct Columns {
+  int64_t ids[kMaxColumns];
+  int count;
+};
+
 struct RowParams {
   PerRow<double> temperature;  // of the noise; 0: none
   PerRow<int64_t> seed;
@@ -43,9 +48,7 @@ struct RowParams {
   uint32_t purpose;
   bool is_tempered;  // the softmax is taken at the temperature too (where that is not 0)
   PerRow<float> epsilon;
-  int64_t
-      columns[kMaxColumns];  // of the whole vocabulary; the bits of a row's masks stand for them
-  int num_columns;
+  Columns columns;
   PerRow<int32_t> forbidden;  // columns that read as -inf
   PerRow<int32_t> excluded;   // columns that are left out of the softmax but may be chosen
 };

@@ -6,13 +6,13 @@
 
 #include <climits>
 
+#include "native_common/reduce.cuh"
 #include "params.h"
 #include "philox.cuh"
 
 namespace flash_sample {
 
 constexpr int kWarpSize = 32;
-constexpr unsigned kFullMask = 0xffffffffu;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -44,13 +44,7 @@ __device__ inline float warp_max(float value) {
   return from_ordered(__reduce_max_sync(kFullMask, ordered(value)));
 }
 
-__device__ inline float warp_sum(float value) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kFullMask, value, distance);
-  }
-  return value;
-}
+__device__ inline float warp_sum(float value) { return over_warp(value, Sum()); }
 
 // What to subtract before exp(): -inf - -inf would be NaN where the sum must be 0.
 __device__ inline float exp_shift(float maximum) {
@@ -130,7 +124,7 @@ struct Row {
                     static_cast<uint32_t>(params.step[row]),
                     static_cast<uint32_t>(params.position[row])};
     scale = params.is_tempered && has_noise ? noise.inverse : kLog2E;
-    const int known = (1 << params.num_columns) - 1;  // other bits name no column
+    const int known = (1 << params.columns.count) - 1;  // other bits name no column
     forbidden = params.forbidden[row] & known;
     excluded = params.excluded[row] & known;
   }
@@ -171,8 +165,8 @@ __device__ inline float score_of(const Summary& s, const Row& row, const RowPara
   if (score == Score::kMargin) {
     return (1.0f - exp2_approx((s.second - s.maximum) * row.scale)) / s.sum;
   }
-  for (int i = 0; i < params.num_columns; ++i) {
-    if ((row.excluded >> i & 1) && params.columns[i] == s.token) return 0.0f;
+  for (int i = 0; i < params.columns.count; ++i) {
+    if ((row.excluded >> i & 1) && params.columns.ids[i] == s.token) return 0.0f;
   }
   return exp2_approx((s.token_logit - s.maximum) * row.scale) / s.sum;
 }

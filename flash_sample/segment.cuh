@@ -3,11 +3,9 @@
 
 // What a warp holds of a row of logits: segments of vectors of sixteen bytes, in shared memory.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstring>
 
+#include "native_common/vectors.cuh"
 #include "team.cuh"
 
 namespace flash_sample {
@@ -30,21 +28,8 @@ __device__ inline float low(__nv_bfloat162 a) { return __low2float(a); }
 __device__ inline float high(__nv_bfloat162 a) { return __high2float(a); }
 
 template <typename T>
-struct PackedOf {
-  using Type = float;
-};
-template <>
-struct PackedOf<__half> {
-  using Type = __half2;
-};
-template <>
-struct PackedOf<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
-};
-
-template <typename T>
 struct Vector {
-  using Packed = typename PackedOf<T>::Type;
+  using Packed = typename Pair<T>::Type;
   static constexpr int kWidth = 16 / sizeof(T);
   static constexpr int kWords = 4;
   uint4 raw;
@@ -85,10 +70,6 @@ __device__ inline float Vector<__nv_bfloat16>::operator[](int k) const {
   const uint32_t pair = word(k / 2);
   return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
 }
-
-__device__ inline float to_float(float value) { return value; }
-__device__ inline float to_float(__half value) { return __half2float(value); }
-__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 
 __device__ inline float lowest(float) { return negative_infinity(); }
 __device__ inline __half lowest(__half) { return __ushort_as_half(0xfc00); }
@@ -185,7 +166,7 @@ struct Segment {
   // Overwrites the columns of the row that `mask` names with -inf.
   __device__ void remove(const LogitsParams& params, int mask) {
     for (; mask != 0; mask &= mask - 1) {
-      const int64_t column = params.rows.columns[__ffs(mask) - 1] - params.first_column - first;
+      const int64_t column = params.rows.columns.ids[__ffs(mask) - 1] - params.first_column - first;
       if (column < 0 || column >= kColumns) continue;
       const int vector = static_cast<int>(column) / kWidth;
       if (vector % kWarpSize == lane) {

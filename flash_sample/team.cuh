@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "native_common/barriers.cuh"
 #include "row.cuh"
 
 namespace flash_sample {
@@ -60,31 +61,6 @@ __device__ inline void team_wait() {
 #endif
 }
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ inline void init_barrier(const uint64_t& barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count)
-               : "memory");
-}
-
-__device__ inline void arrive(const uint64_t& barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
-                   shared_address(&barrier))
-               : "memory");
-}
-
-// An arrival, and bytes that will come besides.
-__device__ inline void expect_bytes([[maybe_unused]] const uint64_t& barrier,
-                                    [[maybe_unused]] int num_bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
-               "r"(num_bytes)
-               : "memory");
-#endif
-}
-
 __device__ inline void wait(const uint64_t& barrier, int phase) {
   uint32_t is_done = 0;
   while (is_done == 0) {
@@ -116,8 +92,8 @@ struct Mail {
   __device__ void open(const Member& member) {
     if (threadIdx.x != 0) return;
     const int num_arrivals = member.num_blocks > 1 ? 1 : member.num_shares;
-    for (const uint64_t& barrier : full) init_barrier(barrier, num_arrivals);
-    for (const uint64_t& barrier : empty) init_barrier(barrier, 1);
+    for (const uint64_t& barrier : full) init_barrier(shared_address(&barrier), num_arrivals);
+    for (const uint64_t& barrier : empty) init_barrier(shared_address(&barrier), 1);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -131,7 +107,7 @@ struct Mail {
       send_to_last_block(half, share, mine, member);
     } else {
       found[half][share] = mine;
-      arrive(full[half]);
+      arrive(shared_address(&full[half]));
     }
   }
 
@@ -139,7 +115,8 @@ struct Mail {
   __device__ const Found* receive(int number, const Member& member) {
     const int half = number % 2;
     if (member.num_blocks > 1 && threadIdx.x % kWarpSize == 0) {
-      expect_bytes(full[half], member.num_shares * static_cast<int>(sizeof(Found)));
+      expect_bytes(shared_address(&full[half]),
+                   member.num_shares * static_cast<int>(sizeof(Found)));
     }
     __syncwarp();
     wait(full[half], number / 2 % 2);
@@ -150,7 +127,7 @@ struct Mail {
   // Of the warp that joins, in a team of one block: what was received may be overwritten.
   __device__ void release(int number) {
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive(empty[number % 2]);
+    if (threadIdx.x % kWarpSize == 0) arrive(shared_address(&empty[number % 2]));
   }
 
  private:
@@ -212,19 +189,5 @@ class SharedBound {
   static constexpr uint32_t kSign = 0x80000000u;
   uint64_t best_;  // number of the row, from 1 on, and the ordered bits of the bound
 };
-
-// The logits may be the work of the kernel before, which this one need not wait for to start.
-__device__ inline void await_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// The kernel after this one may start, up to where it waits for the end of this one.
-__device__ inline void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 }  // namespace flash_sample

@@ -182,7 +182,7 @@ def test_arguments_are_checked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 33, 64])
-@pytest.mark.parametrize("num_experts", [64, 128, 256])
+@pytest.mark.parametrize("num_experts", [64, 128])
 @pytest.mark.parametrize(
     ("num_chosen", "scoring"),
     [
@@ -215,21 +215,21 @@ def test_routers_agree_on_every_scoring(generator, num_rows, num_experts, num_ch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 32, 64])
-def test_a_router_of_llada2_against_float64(generator, num_rows):
+def test_a_router_as_of_llada2_against_float64(generator, num_rows):
     """Any numbers: the experts are those of float64, but where ranks differ by rounding."""
     x = torch.randn(num_rows, 2048, generator=generator).bfloat16().cuda()
-    gate = (torch.randn(256, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
-    bias = (torch.randn(256, generator=generator) / 10).cuda()
+    gate = (torch.randn(128, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
+    bias = (torch.randn(128, generator=generator) / 10).cuda()
     options = Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)
     given = Routing(*fused_ops.route_rows(x, gate, 8, bias, **options._asdict()))
     scores = (x.double() @ gate.double().t()).sigmoid()
     ranks = scores + bias
-    groups = ranks.view(num_rows, 8, 32)
+    groups = ranks.view(num_rows, 8, 16)
     kept = groups.topk(2, dim=-1).values.sum(-1).topk(4).indices
     masked = torch.full_like(groups, -torch.inf).scatter(
         1,
-        kept[:, :, None].expand(-1, -1, 32),
-        groups.gather(1, kept[:, :, None].expand(-1, -1, 32)),
+        kept[:, :, None].expand(-1, -1, 16),
+        groups.gather(1, kept[:, :, None].expand(-1, -1, 16)),
     )
     chosen = masked.flatten(1).topk(8).indices.sort(dim=-1).values
     same = (experts_of(given, num_rows, 8) == chosen).all(dim=1)

@@ -16,7 +16,7 @@ from ._support import (
 )
 
 _DEPTH = 64  # of one step of the sum
-_ROUTED_EXPERTS = (64, 128, 256)
+_ROUTED_EXPERTS = (64, 128)
 _COLUMNS = 16  # of a matrix: eights of gates and of ups
 
 
@@ -113,12 +113,7 @@ def route_rows(
         num_experts=len(gate),
         num_chosen=num_chosen,
         depth=x.shape[1],
-        is_sigmoid=is_sigmoid,
-        num_groups=num_groups,
-        num_kept_groups=num_kept_groups,
-        is_normalised=is_normalised,
-        scale=scale,
-        in_fp32=in_fp32,
+        scoring=(is_sigmoid, num_groups, num_kept_groups, is_normalised, scale, in_fp32),
     )
     return weights, slots, ends
 

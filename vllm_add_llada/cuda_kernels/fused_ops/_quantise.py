@@ -222,9 +222,7 @@ def fused_linear_fp8(
         num_columns=num_columns,
         depth=weight.shape[1],
         epilogue=getattr(native, epilogue.name),
-        rows=0,
-        columns=tiling.columns,
-        split=tiling.split,
+        tiling=(0, tiling.columns, tiling.split),
         early=early,
         ahead=ahead_of(ahead),
     )

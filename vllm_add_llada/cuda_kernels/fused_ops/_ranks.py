@@ -75,7 +75,7 @@ def sum_ranks(
     launch(
         native.sum_ranks,
         out,
-        **_meeting(meeting, num_bytes, most_blocks),
+        meeting=_members(meeting, num_bytes, most_blocks),
         residual=0 if residual is None else residual.data_ptr(),
         out=out.data_ptr(),
         dtype=dtype_of(out),
@@ -102,19 +102,17 @@ def gather_ranks(meeting: Meeting, out: Tensor, *, most_blocks: int) -> None:
     launch(
         native.gather_ranks,
         out,
-        **_meeting(meeting, part_bytes * len(out), most_blocks),
+        meeting=_members(meeting, part_bytes * len(out), most_blocks),
         out=out.data_ptr(),
         count=part_bytes // _VECTOR_BYTES,
     )
 
 
-def _meeting(meeting: Meeting, num_bytes: int, most_blocks: int) -> dict[str, object]:
+def _members(
+    meeting: Meeting, num_bytes: int, most_blocks: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int, int, int]:
+    """A meeting as the kernels see it."""
+    parts, flags, calls, is_over, rank = meeting
     blocks = -(-num_bytes // (_THREADS * _VECTOR_BYTES))
-    return {
-        "parts": meeting.parts,
-        "flags": meeting.flags,
-        "calls": meeting.calls.data_ptr(),
-        "is_over": meeting.is_over.data_ptr(),
-        "rank": meeting.rank,
-        "num_blocks": max(min(blocks, most_blocks), 1),
-    }
+    num_blocks = max(min(blocks, most_blocks), 1)
+    return parts, flags, calls.data_ptr(), is_over.data_ptr(), rank, num_blocks

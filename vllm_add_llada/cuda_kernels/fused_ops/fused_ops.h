@@ -1,21 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
+#include "native_common/params.h"
 
 namespace fused_ops {
 
-enum class DataType { kFloat32, kFloat16, kBFloat16 };
-
-// Rows of a tensor [outer, inner, columns] with unit column stride; strides in elements.
-struct Rows {
-  void* data;
-  int64_t inner;
-  int64_t outer_stride;
-  int64_t inner_stride;
-};
+using namespace native;
 
 struct RmsNormParams {
   Rows x;
@@ -25,12 +15,6 @@ struct RmsNormParams {
   int64_t num_rows;
   int num_columns;
   float eps;
-};
-
-// Integers of either width.
-struct Integers {
-  const void* data;
-  bool is_wide;  // int64; else int32
 };
 
 struct RotaryTablesParams {

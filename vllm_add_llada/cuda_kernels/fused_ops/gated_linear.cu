@@ -18,7 +18,8 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
-#include "ring.cuh"
+#include "native_common/dispatch.cuh"
+#include "native_common/ring.cuh"
 
 namespace fused_ops {
 namespace {
@@ -163,11 +164,14 @@ __device__ void store(const KernelParams& params, Tile tile, int group,
   }
 }
 
+#endif
+
 template <int kTall>
 __global__ void __launch_bounds__(kThreads, 1)
     gated_linear_kernel(const __grid_constant__ CUtensorMap x,
                         const __grid_constant__ CUtensorMap weight,
                         const __grid_constant__ KernelParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Sizes<kTall>;
   extern __shared__ char shared[];
   const uint32_t base = first_stage(shared);
@@ -203,16 +207,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       store<kTall>(params, tile, group, total);
     });
   }
-}
-
-#else
-
-template <int kTall>
-__global__ void gated_linear_kernel(const __grid_constant__ CUtensorMap,
-                                    const __grid_constant__ CUtensorMap,
-                                    const __grid_constant__ KernelParams) {}
-
 #endif
+}
 
 template <int kTall>
 cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
@@ -254,14 +250,8 @@ cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream)
   if (params.num_rows < 1 || !is_gated || params.tiling.columns != kWeightRows) {
     return cudaErrorInvalidValue;
   }
-  switch (params.tiling.rows) {
-    case Sizes<1>::rows:
-      return launch<1>(params, stream);
-    case Sizes<2>::rows:
-      return launch<2>(params, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return dispatch_value<Sizes<1>::rows, Sizes<2>::rows>(
+      params.tiling.rows, [&](auto rows) { return launch<rows / Sizes<1>::rows>(params, stream); });
 }
 
 }  // namespace fused_ops

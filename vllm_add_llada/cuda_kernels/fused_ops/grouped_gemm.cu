@@ -18,7 +18,7 @@
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
-#include "ring.cuh"
+#include "native_common/ring.cuh"
 
 namespace fused_ops {
 namespace {
@@ -362,10 +362,13 @@ __device__ void multiply_tiles(const Ring<Sizes>& ring, const Tile* tiles,
   }
 }
 
+#endif
+
 template <bool kIsGated>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap weight,
                         const __grid_constant__ KernelParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char stages[];
   __shared__ Shared shared;
   const Ring<Sizes> ring{first_stage(stages), shared_address(shared.barriers)};
@@ -391,15 +394,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_tiles<kIsGated>(ring, shared.tiles, params, group,
                              shared_address(shared.chunks[group]));
   }
-}
-
-#else
-
-template <bool kIsGated>
-__global__ void grouped_gemm_kernel(const __grid_constant__ CUtensorMap,
-                                    const __grid_constant__ KernelParams) {}
-
 #endif
+}
 
 // Results that fill the cache are written back while the kernel runs. If weights are the first to
 // leave the cache then, they leave before they are used; so they are not.
@@ -437,12 +433,8 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_gated_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
-  return launch<true>(params, stream);
-}
-
-cudaError_t launch_weighted_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
-  return launch<false>(params, stream);
+cudaError_t launch_grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
+  return params.is_gated ? launch<true>(params, stream) : launch<false>(params, stream);
 }
 
 }  // namespace fused_ops

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "fused_ops.h"
 
 namespace fused_ops {
 
@@ -12,6 +10,7 @@ constexpr int kMaxGroups = 1024;  // their ends lie in shared memory
 
 // Products of groups of rows, each group with a matrix of its own. Row i stands for slots[i].
 struct GroupedGemmParams {
+  bool is_gated;
   const void* x;                    // [, depth], rows x_stride apart
   const void* weight;               // [num_groups, columns, depth], rows weight_stride apart
   const int* ends;                  // [num_groups], of the groups' rows
@@ -25,14 +24,13 @@ struct GroupedGemmParams {
   bool early;      // read ends and weight while the kernel before this one ends
 };
 
-// out[i] = silu(x[slots[i] / num_chosen] gate[g]^T) * (x[the same] up[g]^T), bf16, for the rows i
-// of every group g, whose weight is num_columns gates and then as many ups. Both products, silu and
-// the result are rounded. cudaErrorInvalidValue: a shape that it does not take;
-// cudaErrorNotSupported: not a card of compute capability 9.0, or no such driver call.
-cudaError_t launch_gated_gemm(const GroupedGemmParams& params, cudaStream_t stream);
-
-// out[slots[i]] = (x[i] weight[g]^T) * scales[slots[i]], bf16, likewise; slots are a permutation.
-// The product is rounded, and again after the scale.
-cudaError_t launch_weighted_gemm(const GroupedGemmParams& params, cudaStream_t stream);
+// Gated: out[i] = silu(x[slots[i] / num_chosen] gate[g]^T) * (x[the same] up[g]^T), bf16, for the
+// rows i of every group g, whose weight is num_columns gates and then as many ups. Both products,
+// silu and the result are rounded. Else: out[slots[i]] = (x[i] weight[g]^T) * scales[slots[i]],
+// bf16; slots are a permutation. The product is rounded, and again after the scale.
+//
+// cudaErrorInvalidValue: a shape that it does not take; cudaErrorNotSupported: not a card of
+// compute capability 9.0, or no such driver call.
+cudaError_t launch_grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream);
 
 }  // namespace fused_ops

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "fused_ops.h"
 
 namespace fused_ops {
 
@@ -45,9 +43,9 @@ struct LinearParams {
   Ahead ahead;  // not of the gated product of any number
 };
 
-// Enqueue the product: any of few rows, at most 192 or 256 of fp8, and the gated one of any number.
-// All return cudaErrorInvalidValue where there is no kernel for the tiling, or it does not divide
-// the shape; cudaErrorNotSupported without the driver's call that describes a matrix.
+// Enqueue the product: any of few rows (`Tiling` in Python says how many), and the gated one of any
+// number. All return cudaErrorInvalidValue where there is no kernel for the tiling, or it does not
+// divide the shape; cudaErrorNotSupported without the driver's call that describes a matrix.
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);

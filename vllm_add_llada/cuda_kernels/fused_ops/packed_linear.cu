@@ -22,7 +22,8 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
-#include "ring.cuh"
+#include "native_common/dispatch.cuh"
+#include "native_common/ring.cuh"
 
 namespace fused_ops {
 namespace {
@@ -46,10 +47,6 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kStrip = 128;
-
-struct Sizes {
-  int stage_bytes, num_stages, weight_bytes;
-};
 
 __device__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
@@ -146,7 +143,7 @@ struct GroupScales {
 
 // One thread keeps the ring full.
 template <int kColumns, int kRows>
-__device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const CUtensorMap* values,
+__device__ void produce(const Ring<>& ring, const CUtensorMap* x, const CUtensorMap* values,
                         const Columns& columns, const Ahead& ahead, int first_row, int first_depth,
                         int num_steps) {
   auto copy_weight = [&](int stage, int step) {
@@ -186,7 +183,7 @@ template <int kDeep, int kRows, int kGroup, bool kIsTable>
 struct Consumer {
   static constexpr int kUnit = kGroup;  // of products at a time
   static constexpr int kWords = kUnit / 32;
-  const Ring<Sizes>& ring;
+  const Ring<>& ring;
   const KernelParams& params;
   const GroupScales<kGroup, kIsTable>& scales;
   int column;
@@ -290,20 +287,23 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
   }
 }
 
+#endif
+
 template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
 __global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
     packed_linear_kernel(const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ CUtensorMap values,
                          const __grid_constant__ KernelParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = kTiles * kTileColumns;
   constexpr int kPitch = kColumns + 4;
   constexpr int kThreads = kTiles * kDeep * kGroupThreads;  // but for the producing ones
   extern __shared__ char shared[];
   const uint32_t base = first_stage(shared);
-  const Sizes sizes{kColumns * kRowBytes + kRows * kStageDepth * 2, params.num_stages,
-                    kColumns * kRowBytes};
+  const RingSizes sizes{kColumns * kRowBytes + kRows * kStageDepth * 2, params.num_stages,
+                        kColumns * kRowBytes};
   const int stages_bytes = sizes.stage_bytes * sizes.num_stages;
-  const Ring<Sizes> ring{base, base + stages_bytes, sizes};
+  const Ring<> ring{base, base + stages_bytes, sizes};
   if (threadIdx.x == 0) ring.open(&x, &values, 1, kTiles * kGroupThreads / 32);
   __syncthreads();
   launch_dependents();
@@ -361,16 +361,8 @@ __global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
   cluster_sync();
   store<kColumns, kDeep>(params, columns, base, rank, first_row, num_rows);
   cluster_sync();  // no block ends while others read its shared memory
-}
-
-#else
-
-template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
-__global__ void packed_linear_kernel(const __grid_constant__ CUtensorMap,
-                                     const __grid_constant__ CUtensorMap,
-                                     const __grid_constant__ KernelParams) {}
-
 #endif
+}
 
 template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
 cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
@@ -443,15 +435,12 @@ cudaError_t launch_rows(const PackedLinearParams& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t stream) {
-  if (params.num_rows < 1) return cudaErrorInvalidValue;
-  switch (params.tiling.columns) {
-    case 64:
-      return launch_rows<1, 3>(params, stream);
-    case 192:
-      return launch_rows<3, 1>(params, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  const int tile_rest = params.tiling.columns % kTileColumns;
+  if (params.num_rows < 1 || tile_rest != 0) return cudaErrorInvalidValue;
+  // Three groups of warps: one for every 64 columns, or all of them for the 64 of a narrow tile.
+  return dispatch_value<1, 3>(params.tiling.columns / kTileColumns, [&](auto tiles) {
+    return launch_rows<tiles, 3 / tiles>(params, stream);
+  });
 }
 
 }  // namespace fused_ops

@@ -10,9 +10,10 @@
 #include <algorithm>
 
 #include "epilogue.cuh"
-#include "launch.cuh"
+#include "native_common/launch.cuh"
+#include "native_common/reduce.cuh"
+#include "native_common/vectors.cuh"
 #include "quantise.h"
-#include "rows.cuh"
 
 namespace fused_ops {
 namespace {
@@ -26,31 +27,15 @@ constexpr float kSmallest = 1e-30f;  // largest number of a row: its reciprocal 
 
 enum class Source { kRows, kNorm, kGated };
 
-struct Sum {
-  __device__ float operator()(float a, float b) const { return a + b; }
-};
-struct Largest {
-  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-
 // Over all threads of a block of whole warps. May be called twice in a row.
 template <typename Combine>
 __device__ float over_block(float value, Combine combine) {
   __shared__ float of_warps[32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = combine(value, __shfl_xor_sync(~0u, value, distance));
-  }
-  const int lane = threadIdx.x % 32;
+  value = over_warp(value, combine);
   __syncthreads();  // what was there before is read
-  if (lane == 0) of_warps[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
-  value = lane < blockDim.x / 32 ? of_warps[lane] : 0.0f;  // sums, or what is not negative
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = combine(value, __shfl_xor_sync(~0u, value, distance));
-  }
-  return value;
+  return over_warps(of_warps, combine);
 }
 
 // What a block multiplies neighbouring gates and ups of its rows by.
@@ -286,15 +271,9 @@ cudaError_t launch_scaled(const ScaleParams& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_quantise(const QuantiseParams& params, cudaStream_t stream) {
-  return launch_source<Source::kRows>(params, stream);
-}
-
-cudaError_t launch_norm_quantise(const QuantiseParams& params, cudaStream_t stream) {
-  return launch_source<Source::kNorm>(params, stream);
-}
-
-cudaError_t launch_gated_quantise(const QuantiseParams& params, cudaStream_t stream) {
-  return launch_source<Source::kGated>(params, stream);
+  if (params.is_gated) return launch_source<Source::kGated>(params, stream);
+  return params.weight == nullptr ? launch_source<Source::kRows>(params, stream)
+                                  : launch_source<Source::kNorm>(params, stream);
 }
 
 cudaError_t launch_scale(const ScaleParams& params, cudaStream_t stream) {

@@ -4,9 +4,9 @@
 // Every rank reads the parts of all others over the links between the cards and adds them in the
 // order of the ranks, in fp32 and rounded once, so all have the same bits.
 
-#include "launch.cuh"
+#include "native_common/launch.cuh"
+#include "native_common/vectors.cuh"
 #include "ranks.h"
-#include "rows.cuh"
 
 namespace fused_ops {
 namespace {
@@ -119,16 +119,9 @@ cudaError_t launch_sum_ranks(const SumRanksParams& params, cudaStream_t stream) 
     using T = std::remove_pointer_t<decltype(tag)>;
     constexpr int kWidth = kVectorWidth<T>;
     if (params.count % kWidth != 0) return cudaErrorInvalidValue;
-    switch (params.meeting.num_ranks) {
-      case 2:
-        return launch_sum<T, kWidth, 2>(params, stream);
-      case 4:
-        return launch_sum<T, kWidth, 4>(params, stream);
-      case 8:
-        return launch_sum<T, kWidth, 8>(params, stream);
-      default:
-        return cudaErrorInvalidValue;
-    }
+    return dispatch_value<2, 4, 8>(params.meeting.num_ranks, [&](auto ranks) {
+      return launch_sum<T, kWidth, ranks>(params, stream);
+    });
   });
 }
 

@@ -3,10 +3,6 @@
 // What crosses the cards of one host within a kernel.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
 #include "fused_ops.h"
 
 namespace fused_ops {

@@ -9,31 +9,25 @@
 
 #include <algorithm>
 
-#include "launch.cuh"
-#include "rows.cuh"
+#include "fused_ops.h"
+#include "native_common/launch.cuh"
+#include "native_common/reduce.cuh"
+#include "native_common/vectors.cuh"
 
 namespace fused_ops {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr unsigned kFullMask = 0xffffffffu;
 
 // Sum over the threads of a row: blockDim.x of them, which are a power of two within a warp, or
 // whole warps that make up the block.
 __device__ float row_sum(float value) {
-  for (int distance = min(blockDim.x, 32) / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kFullMask, value, distance);
-  }
+  value = over_lanes(value, min(blockDim.x, 32), Sum());
   if (blockDim.x <= 32) return value;
   __shared__ float warp_sums[32];
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) warp_sums[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
   __syncthreads();
-  value = lane < blockDim.x / 32 ? warp_sums[lane] : 0.0f;
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kFullMask, value, distance);
-  }
-  return value;
+  return over_warps(warp_sums, Sum());
 }
 
 // blockDim.y rows a block; a thread has up to kVectors vectors of its row.

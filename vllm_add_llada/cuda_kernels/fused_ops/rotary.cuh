@@ -14,8 +14,10 @@
 
 #include <algorithm>
 
-#include "launch.cuh"
-#include "rows.cuh"
+#include "fused_ops.h"
+#include "native_common/launch.cuh"
+#include "native_common/reduce.cuh"
+#include "native_common/vectors.cuh"
 
 namespace fused_ops {
 constexpr int kRotaryThreads = 256;
@@ -67,14 +69,6 @@ struct Rotation<T, T, kWidth> {  // tables in the model dtype: in that dtype
     lower = turned;
   }
 };
-
-// Sum over `num_lanes` lanes side by side, a power of two; every lane of the warp takes part.
-__device__ inline float lane_sum(float value, int num_lanes) {
-  for (int distance = num_lanes / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
-  }
-  return value;
-}
 
 template <typename T>
 __device__ T* head_address(const RotaryParams& params, int64_t token, int head) {
@@ -149,7 +143,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
     auto& [lower, upper] = runs[i];
     const int head = first_head + i * head_step;
     if (kHasNorm) {
-      const float sum = lane_sum(sum_of_squares(lower) + sum_of_squares(upper), num_runs);
+      const float sum = over_lanes(sum_of_squares(lower) + sum_of_squares(upper), num_runs, Sum());
       const float scale = rsqrtf(sum / params.head_dim + params.eps);
       const Run<T, kWidth> weight = head < num_q_heads ? q_weight : k_weight;
       lower = product_of(scaled(lower, scale), weight.lower);

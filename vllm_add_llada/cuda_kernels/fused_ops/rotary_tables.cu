@@ -5,8 +5,9 @@
 
 #include <algorithm>
 
-#include "launch.cuh"
-#include "rows.cuh"
+#include "fused_ops.h"
+#include "native_common/launch.cuh"
+#include "native_common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

@@ -11,7 +11,9 @@
 
 #include <cuda_bf16.h>
 
-#include "ring.cuh"
+#include "native_common/dispatch.cuh"
+#include "native_common/reduce.cuh"
+#include "native_common/ring.cuh"
 #include "router.h"
 
 namespace fused_ops {
@@ -135,30 +137,14 @@ __device__ unsigned ordered(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ float max_of_warp(float value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, offset));
-  }
-  return value;
-}
-
-__device__ float sum_of_warp(float value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, offset);
-  }
-  return value;
-}
-
 __device__ float number(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
 }
 
 // The largest of a warp's numbers and, of the lanes that have it, the first.
 __device__ int first_with_largest(unsigned mine, unsigned& largest) {
-  largest = __reduce_max_sync(0xFFFFFFFF, mine);
-  return __ffs(__ballot_sync(0xFFFFFFFF, mine == largest)) - 1;
+  largest = __reduce_max_sync(kFullMask, mine);
+  return __ffs(__ballot_sync(kFullMask, mine == largest)) - 1;
 }
 
 // Take the experts of all groups but the kept ones, those whose two best ranks have the largest
@@ -212,7 +198,7 @@ __device__ Chosen<kExperts> choose(unsigned (&ranks)[kLaneExperts<kExperts>], in
       }
     }
     const int winner = first_with_largest(mine, largest);
-    chosen.add(winner * kPerLane + __shfl_sync(0xFFFFFFFF, place, winner));
+    chosen.add(winner * kPerLane + __shfl_sync(kFullMask, place, winner));
     if (lane == winner) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
@@ -298,13 +284,13 @@ __device__ void score(float (&values)[kPerLane], bool is_sigmoid) {
   float highest = values[0], total = 0.0f;
 #pragma unroll
   for (int i = 1; i < kPerLane; ++i) highest = fmaxf(highest, values[i]);
-  highest = max_of_warp(highest);
+  highest = over_warp(highest, Largest());
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     values[i] = __expf(values[i] - highest);
     total += values[i];
   }
-  total = sum_of_warp(total);
+  total = over_warp(total, Sum());
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) values[i] /= total;
 }
@@ -330,7 +316,7 @@ __device__ Chosen<kExperts> choose_row(const float* scores, int row, const Kerne
     float mine = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) mine += chosen.has(first + i) ? values[i] : 0.0f;
-    divisor = sum_of_warp(mine) + 1e-20f;
+    divisor = over_warp(mine, Sum()) + 1e-20f;
   }
   int at = row * params.num_chosen + chosen.num_below(first);
 #pragma unroll
@@ -363,7 +349,7 @@ __device__ void list_rows(Shared<kExperts>& shared, const KernelParams& params, 
   int end = total;  // of the expert's rows, among those of the warp's experts
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int more = __shfl_up_sync(0xFFFFFFFF, end, offset);
+    const int more = __shfl_up_sync(kFullMask, end, offset);
     if (lane >= offset) end += more;
   }
   if (lane == 31) shared.warp_totals[warp] = end;
@@ -380,10 +366,13 @@ __device__ void list_rows(Shared<kExperts>& shared, const KernelParams& params, 
   }
 }
 
+#endif
+
 template <int kExperts>
 __global__ void __launch_bounds__(kThreads, 1)
     router_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap gate,
                   const __grid_constant__ KernelParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kTiles = Sizes<kExperts>::tiles;
   constexpr int kPerLane = kLaneExperts<kExperts>;
   extern __shared__ char dynamic[];
@@ -443,16 +432,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   cluster_sync();
   list_rows(shared, params, rank, first_row, num_rows);
   cluster_sync();  // no block ends while others read its shared memory
-}
-
-#else
-
-template <int kExperts>
-__global__ void router_kernel(const __grid_constant__ CUtensorMap,
-                              const __grid_constant__ CUtensorMap,
-                              const __grid_constant__ KernelParams) {}
-
 #endif
+}
 
 template <int kExperts>
 cudaError_t launch(const RouterParams& params, cudaStream_t stream) {
@@ -486,16 +467,8 @@ cudaError_t launch_router(const RouterParams& params, cudaStream_t stream) {
       !takes(params.scoring, params.num_experts, params.num_chosen)) {
     return cudaErrorInvalidValue;
   }
-  switch (params.num_experts) {
-    case 64:
-      return launch<64>(params, stream);
-    case 128:
-      return launch<128>(params, stream);
-    case 256:
-      return launch<256>(params, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return dispatch_value<64, 128>(params.num_experts,
+                                 [&](auto experts) { return launch<experts>(params, stream); });
 }
 
 }  // namespace fused_ops

@@ -2,13 +2,11 @@
 
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "fused_ops.h"
 
 namespace fused_ops {
 
-constexpr int kMaxRoutedExperts = 256;  // 64, 128 or 256
+constexpr int kMaxRoutedExperts = 128;  // 64 or 128
 constexpr int kMaxRouterGroups = 32;
 constexpr int kMaxRoutedRows = 64;
 constexpr int kMaxRouterDepth = 2048;

@@ -2,8 +2,9 @@
 //
 // silu(gate) * up. silu is computed in fp32 and rounded to the model dtype, then multiplied there.
 
-#include "launch.cuh"
-#include "rows.cuh"
+#include "fused_ops.h"
+#include "native_common/launch.cuh"
+#include "native_common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

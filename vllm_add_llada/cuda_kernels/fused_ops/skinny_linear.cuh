@@ -29,7 +29,8 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
-#include "ring.cuh"
+#include "native_common/dispatch.cuh"
+#include "native_common/ring.cuh"
 
 namespace fused_ops {
 namespace {
@@ -91,18 +92,13 @@ __device__ void store_pair(const KernelParams& params, int row, int column, floa
   *target = __floats2bfloat162_rn(first, second);
 }
 
-struct Sizes {
-  int stage_bytes, num_stages, weight_bytes;
-};
-
 // What a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
 struct WeightTiles {
   const CUtensorMap* map;
   int first_row, part_stride, parts;
 };
 
-__device__ void copy_weight(const Ring<Sizes>& ring, const WeightTiles& tiles, int stage,
-                            int depth) {
+__device__ void copy_weight(const Ring<>& ring, const WeightTiles& tiles, int stage, int depth) {
   expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
   for (int part = 0; part < tiles.parts; ++part) {
     copy_tile(ring.weight(stage) + part * (ring.sizes.weight_bytes / tiles.parts), tiles.map, depth,
@@ -110,13 +106,13 @@ __device__ void copy_weight(const Ring<Sizes>& ring, const WeightTiles& tiles, i
   }
 }
 
-__device__ void copy_rows(const Ring<Sizes>& ring, const CUtensorMap* x, int stage, int depth) {
+__device__ void copy_rows(const Ring<>& ring, const CUtensorMap* x, int stage, int depth) {
   copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
 }
 
 // One thread keeps the ring full.
 template <int kElements>
-__device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const WeightTiles& weight,
+__device__ void produce(const Ring<>& ring, const CUtensorMap* x, const WeightTiles& weight,
                         const Ahead& ahead, int first_depth, int num_steps) {
   const int filled = min(num_steps, ring.sizes.num_stages);
   for (int step = 0; step < filled; ++step) {
@@ -141,7 +137,7 @@ __device__ void produce(const Ring<Sizes>& ring, const CUtensorMap* x, const Wei
 // the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
 // shared memory, and so are their sums, which nothing reads.
 template <bool kIsFp8, int kParts, int kWidth>
-__device__ void consume(const Ring<Sizes>& ring, int num_steps, int group,
+__device__ void consume(const Ring<>& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
   Position at;
   int last = 0;
@@ -171,19 +167,22 @@ __device__ void consume(const Ring<Sizes>& ring, int num_steps, int group,
   for (auto& sums : total) settle(sums);
 }
 
-template <bool kIsFp8, int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
+#endif
+
+template <bool kIsFp8, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     skinny_linear_kernel(const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ CUtensorMap weight,
                          const __grid_constant__ KernelParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
-  static_assert(!kTwoParts || (kSplit == 1 && kParts == 2), "gate and up meet in one thread");
-  constexpr int kWidth = kColumns / kParts;
+  static_assert(!kTwoParts || kSplit == 1, "gate and up meet in one thread");
+  constexpr int kParts = kTwoParts ? 2 : 1, kWidth = kColumns / kParts;
   extern __shared__ char shared[];
   const uint32_t base = first_stage(shared);
-  const Ring<Sizes> ring{base,
-                         base + params.num_stages * params.stage_bytes,
-                         {params.stage_bytes, params.num_stages, kColumns * kRowBytes}};
+  const Ring<> ring{base,
+                    base + params.num_stages * params.stage_bytes,
+                    {params.stage_bytes, params.num_stages, kColumns * kRowBytes}};
   if (threadIdx.x == 0) ring.open(&x, &weight, 1, kGroups * kGroupThreads / 32);
   __syncthreads();
   launch_dependents();
@@ -294,18 +293,10 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     }
     cluster_sync();  // no block ends while others read its shared memory
   }
+#endif
 }
 
-#else
-
-template <bool kIsFp8, int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
-__global__ void skinny_linear_kernel(const __grid_constant__ CUtensorMap,
-                                     const __grid_constant__ CUtensorMap,
-                                     const __grid_constant__ KernelParams) {}
-
-#endif
-
-template <bool kIsFp8, int kColumns, int kParts, int kSplit, int kGroups, Epilogue kEpilogue>
+template <bool kIsFp8, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
 cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   constexpr int kElements = kStageDepth<kIsFp8>;
@@ -348,61 +339,46 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
                       params.early,
                       shared_bytes,
                       kSplit};
-  return launch_kernel(skinny_linear_kernel<kIsFp8, kColumns, kParts, kSplit, kGroups, kEpilogue>,
-                       launch, x, weight, kernel_params);
+  return launch_kernel(skinny_linear_kernel<kIsFp8, kColumns, kSplit, kGroups, kEpilogue>, launch,
+                       x, weight, kernel_params);
 }
 
-template <bool kIsFp8, int kColumns, int kParts, int kSplit, Epilogue kEpilogue>
+// Numbers of groups of four warps, for 64 rows each, for which there are kernels: those of tilings
+// that are the fastest for so many rows.
+template <bool kIsFp8, int kColumns, int kSplit>
+constexpr bool has_groups(int groups) {
+  if (kColumns == 64) return groups <= (kIsFp8 ? 4 : 3);
+  if (kColumns == 192) return groups <= (kIsFp8 ? 1 : 2);
+  return groups == 1 || (kIsFp8 && kColumns == 96 && kSplit == 1 && groups >= 3);
+}
+
+template <bool kIsFp8, int kColumns, int kSplit, Epilogue kEpilogue>
 cudaError_t launch_groups(const LinearParams& params, cudaStream_t stream) {
-  switch ((params.num_rows + kGroupRows - 1) / kGroupRows) {
-    case 1:
-      return launch<kIsFp8, kColumns, kParts, kSplit, 1, kEpilogue>(params, stream);
-    case 2:
-      return launch<kIsFp8, kColumns, kParts, kSplit, 2, kEpilogue>(params, stream);
-    case 3:
-      // Thirteen warps leave 128 registers a thread: too few for 192 columns.
-      if constexpr (kColumns < 192) {
-        return launch<kIsFp8, kColumns, kParts, kSplit, 3, kEpilogue>(params, stream);
-      }
+  const int groups = (params.num_rows + kGroupRows - 1) / kGroupRows;
+  return dispatch_value<1, 2, 3, 4>(groups, [&](auto count) {
+    if constexpr (has_groups<kIsFp8, kColumns, kSplit>(count)) {
+      return launch<kIsFp8, kColumns, kSplit, count, kEpilogue>(params, stream);
+    } else {
       return cudaErrorInvalidValue;
-    case 4:
-      if constexpr (kIsFp8 && kColumns < 192) {
-        return launch<kIsFp8, kColumns, kParts, kSplit, 4, kEpilogue>(params, stream);
-      }
-      return cudaErrorInvalidValue;
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
-template <bool kIsFp8, int kColumns, int kParts, int kSplit>
-cudaError_t launch_sum(const LinearParams& params, cudaStream_t stream) {
-  return params.epilogue == Epilogue::kResidual
-             ? launch_groups<kIsFp8, kColumns, kParts, kSplit, Epilogue::kResidual>(params, stream)
-             : launch_groups<kIsFp8, kColumns, kParts, kSplit, Epilogue::kStore>(params, stream);
+    }
+  });
 }
 
 template <bool kIsFp8>
 cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
-  const Tiling tiling = params.tiling;
+  const int columns_and_split = params.tiling.columns * 10 + params.tiling.split;
   if (params.num_rows < 1) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
-    return tiling.columns == 192 && tiling.split == 1
-               ? launch_groups<kIsFp8, 192, 2, 1, Epilogue::kSiluMul>(params, stream)
+    return columns_and_split == 1921
+               ? launch_groups<kIsFp8, 192, 1, Epilogue::kSiluMul>(params, stream)
                : cudaErrorInvalidValue;
   }
-  switch (tiling.columns * 10 + tiling.split) {
-    case 322:
-      return launch_sum<kIsFp8, 32, 1, 2>(params, stream);
-    case 642:
-      return launch_sum<kIsFp8, 64, 1, 2>(params, stream);
-    case 961:
-      return launch_sum<kIsFp8, 96, 1, 1>(params, stream);
-    case 962:
-      return launch_sum<kIsFp8, 96, 1, 2>(params, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return dispatch_value<322, 642, 961, 962>(columns_and_split, [&](auto tiling) {
+    constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
+    return params.epilogue == Epilogue::kResidual
+               ? launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kResidual>(params, stream)
+               : launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kStore>(params, stream);
+  });
 }
 
 }  // namespace

@@ -3,8 +3,9 @@
 // Keys and values of a chunk, scattered to the rows of a cache. The parts of both, row after row,
 // are numbered through and dealt out to the blocks.
 
-#include "launch.cuh"
-#include "rows.cuh"
+#include "fused_ops.h"
+#include "native_common/launch.cuh"
+#include "native_common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

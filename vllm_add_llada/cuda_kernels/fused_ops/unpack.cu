@@ -7,8 +7,8 @@
 #include <climits>
 
 #include "epilogue.cuh"
-#include "launch.cuh"
 #include "linear.h"
+#include "native_common/launch.cuh"
 
 namespace fused_ops {
 namespace {

@@ -11,9 +11,10 @@
 
 #include <cstdint>
 
-#include "launch.cuh"
+#include "native_common/barriers.cuh"
+#include "native_common/launch.cuh"
 
-namespace fused_ops {
+namespace native {
 
 constexpr int kDepth = 64;  // of a stage: 128 bytes, the width of the swizzle
 constexpr int kRowBytes = kDepth * 2;
@@ -28,27 +29,10 @@ constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ inline void init_barrier(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
 // Barriers that were made can be seen by the cluster and by the copy engine.
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ inline void expect_bytes(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ inline void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ inline void wait(uint32_t barrier, int phase) {
@@ -241,4 +225,4 @@ inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, 
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-}  // namespace fused_ops
+}  // namespace native

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels share: conversion, vectors of 16 bytes, and addresses of rows.
+// Conversion, vectors of 16 bytes, and addresses of rows.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <climits>
 
-#include "fused_ops.h"
+#include "native_common/dispatch.cuh"
 
-namespace fused_ops {
+namespace native {
 
 __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(__half value) { return __half2float(value); }
@@ -111,8 +108,11 @@ __device__ T sum_of(T a, T b) {
   return from_float<T>(__fadd_rn(to_float(a), to_float(b)));
 }
 
+// What packed instructions take.
 template <typename T>
-struct Pair;
+struct Pair {
+  using Type = T;
+};
 template <>
 struct Pair<__half> {
   using Type = __half2;
@@ -249,18 +249,4 @@ inline dim3 row_grid(int64_t num_rows, int64_t num_items, int num_threads) {
   return dim3(static_cast<unsigned>(num_rows), static_cast<unsigned>(blocks));
 }
 
-// Calls `function` with a null pointer of the C++ type of `dtype`.
-template <typename Function>
-cudaError_t dispatch(DataType dtype, Function function) {
-  switch (dtype) {
-    case DataType::kFloat32:
-      return function(static_cast<float*>(nullptr));
-    case DataType::kFloat16:
-      return function(static_cast<__half*>(nullptr));
-    case DataType::kBFloat16:
-      return function(static_cast<__nv_bfloat16*>(nullptr));
-  }
-  return cudaErrorInvalidValue;
-}
-
-}  // namespace fused_ops
+}  // namespace native

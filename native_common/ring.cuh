@@ -6,9 +6,9 @@
 
 #pragma once
 
-#include "hopper.cuh"
+#include "native_common/hopper.cuh"
 
-namespace fused_ops {
+namespace native {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -17,9 +17,13 @@ __device__ inline uint32_t first_stage(const char* shared) {
   return (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// `Sizes` has stage_bytes, num_stages and weight_bytes: constants, or members where a launch
-// decides them.
-template <typename Sizes>
+// Sizes that a launch decides.
+struct RingSizes {
+  int stage_bytes, num_stages, weight_bytes;
+};
+
+// `Sizes` has the members of RingSizes, or constants of these names.
+template <typename Sizes = RingSizes>
 struct Ring {
   uint32_t stages, barriers;
   Sizes sizes{};
@@ -71,4 +75,4 @@ __device__ int consume(const Ring<Sizes>& ring, Position& at, int num_steps, Mul
 
 #endif
 
-}  // namespace fused_ops
+}  // namespace native

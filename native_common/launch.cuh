@@ -10,7 +10,7 @@
 
 #include <cuda_runtime.h>
 
-namespace fused_ops {
+namespace native {
 
 // Lets the next kernel get onto the card as soon as all blocks of this one are there.
 __device__ inline void launch_dependents() {
@@ -102,4 +102,4 @@ cudaError_t launch_kernel(void (*kernel)(Params), dim3 blocks, dim3 threads, con
   return launch_kernel(kernel, Launch{blocks, threads, stream, overlaps}, params);
 }
 
-}  // namespace fused_ops
+}  // namespace native
