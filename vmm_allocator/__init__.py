@@ -20,7 +20,7 @@ from ._errors import (
 )
 from ._native import is_built
 from .arena import DEFAULT_CHUNK_BYTES, Arena, Statistics
-from .torch_pool import PoolStatistics, TorchPool
+from .torch_pool import TorchPool
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
@@ -33,7 +33,6 @@ __all__ = [
     "LimitError",
     "NotBuiltError",
     "OutOfMemoryError",
-    "PoolStatistics",
     "ReservationError",
     "Statistics",
     "TorchPool",

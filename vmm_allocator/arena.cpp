@@ -69,12 +69,6 @@ void Arena::require_usable() const {
   if (is_closed_) throw ArenaClosed();
 }
 
-bool Arena::is_closed() const {
-  require_own_process();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return is_closed_;
-}
-
 Arena::Range Arena::covering(size_t offset, size_t num_bytes) const {
   if (offset > reserved_bytes_ || num_bytes > reserved_bytes_ - offset) {
     throw ReservationExceeded(offset + num_bytes, reserved_bytes_);
@@ -142,7 +136,6 @@ void Arena::map_range(Range range) {
     store_->put(chunks, true);
     throw DriverError(call, result);
   }
-  ++counters_.num_maps;
   for (const Range run : missing) note_mapped(run);
 }
 
@@ -212,7 +205,6 @@ void Arena::unmap_range(Range range, bool keep) {
     result = detach(mapped[i], chunks);
     if (result == CUDA_SUCCESS) note_unmapped(mapped[i]);
   }
-  ++counters_.num_unmaps;
   store_->put(chunks, keep);
   check("cuMemUnmap", result);
 }
@@ -235,14 +227,11 @@ void Arena::note_mapped(Range range) {
   counters_.num_chunks_mapped += count;
   if (range.first < front_end_) front_mapped_end_ = std::max(front_mapped_end_, range.end);
   while (front_ < positions_.size() && positions_[front_].is_mapped) ++front_;
-  counters_.peak_mapped_bytes = std::max(counters_.peak_mapped_bytes, num_mapped_ * chunk_bytes_);
-  counters_.peak_held_bytes = std::max(counters_.peak_held_bytes, store_->held_bytes());
 }
 
 void Arena::note_unmapped(Range range) {
   for (size_t i = range.first; i < range.end; ++i) positions_[i].is_mapped = false;
   num_mapped_ -= range.end - range.first;
-  counters_.num_chunks_unmapped += range.end - range.first;
   front_ = std::min(front_, range.first);
   while (front_mapped_end_ > 0 && !positions_[front_mapped_end_ - 1].is_mapped) {
     --front_mapped_end_;
@@ -255,20 +244,6 @@ void Arena::trim(size_t num_bytes) {
   require_usable();
   const CurrentContext current(context_);
   store_->trim(num_bytes);
-}
-
-void Arena::set_limit(size_t num_bytes) {
-  require_own_process();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  store_->set_limit(num_bytes);
-}
-
-void Arena::reset_peaks() {
-  require_own_process();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  counters_.peak_held_bytes = store_->held_bytes();
-  counters_.peak_mapped_bytes = num_mapped_ * chunk_bytes_;
-  counters_.peak_in_use_bytes = num_in_use_ * chunk_bytes_;
 }
 
 size_t Arena::take_addresses(size_t num_bytes) {
@@ -298,7 +273,6 @@ void Arena::hold(size_t offset, size_t num_bytes) {
     if (positions_[i].num_holds++ == 0) ++num_in_use_;
   }
   ++num_holds_;
-  counters_.peak_in_use_bytes = std::max(counters_.peak_in_use_bytes, num_in_use_ * chunk_bytes_);
 }
 
 void Arena::drop_holds(Range range) noexcept {
@@ -378,7 +352,6 @@ Statistics Arena::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   Statistics all = counters_;
   all.reserved_bytes = reserved_bytes_;
-  all.limit_bytes = store_->limit_bytes();
   all.chunk_bytes = chunk_bytes_;
   all.granularity_bytes = granularity_bytes_;
   all.front_bytes = front_ * chunk_bytes_;

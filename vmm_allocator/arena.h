@@ -16,20 +16,13 @@ namespace vmm_allocator {
 // All `_bytes` are bytes, all `num_` are counts since the arena was made.
 struct Statistics {
   size_t reserved_bytes;
-  size_t limit_bytes;
   size_t chunk_bytes;
   size_t granularity_bytes;
   size_t front_bytes;   // mapped without a hole from the base on
   size_t mapped_bytes;  // mapped anywhere
   size_t spare_bytes;   // chunks that are kept without an address
   size_t in_use_bytes;  // mapped chunks that views or segments refer to
-  size_t peak_held_bytes;
-  size_t peak_mapped_bytes;
-  size_t peak_in_use_bytes;
-  size_t num_maps;    // calls that mapped something
-  size_t num_unmaps;  // calls that unmapped something
   size_t num_chunks_mapped;
-  size_t num_chunks_unmapped;
   size_t num_chunks_created;
   size_t num_chunks_released;
   double create_seconds;
@@ -71,8 +64,6 @@ class Arena {
   void shrink(size_t num_bytes, bool keep);
   // Releases spares until at most `num_bytes` of them are left.
   void trim(size_t num_bytes);
-  void set_limit(size_t num_bytes);
-  void reset_peaks();
 
   // The offset of addresses that the front will never reach.
   size_t take_addresses(size_t num_bytes);
@@ -91,7 +82,6 @@ class Arena {
   int device() const { return device_; }
   int owner() const { return owner_; }
   size_t chunk_bytes() const { return chunk_bytes_; }
-  bool is_closed() const;
   Statistics statistics() const;
 
  private:
@@ -139,7 +129,7 @@ class Arena {
   size_t num_mapped_ = 0;
   size_t num_in_use_ = 0;  // positions with holds
   size_t num_holds_ = 0;
-  Statistics counters_{};  // peaks, counts and seconds; the rest is worked out when asked for
+  Statistics counters_{};  // counts and seconds; the rest is worked out when asked for
 };
 
 // A hold for as long as the object lives; keeps the arena.

@@ -32,20 +32,13 @@ class Statistics:
     """
 
     reserved_bytes: int  # addresses
-    limit_bytes: int  # of physical memory
     chunk_bytes: int
     granularity_bytes: int  # the driver's
     front_bytes: int  # mapped without a hole from the base on
     mapped_bytes: int  # mapped anywhere
     spare_bytes: int  # physical memory that is kept without an address
     in_use_bytes: int  # mapped chunks that tensors or pools refer to
-    peak_held_bytes: int  # of mapped and spare memory
-    peak_mapped_bytes: int
-    peak_in_use_bytes: int
-    num_maps: int  # calls that mapped something
-    num_unmaps: int  # calls that unmapped something
     num_chunks_mapped: int
-    num_chunks_unmapped: int
     num_chunks_created: int
     num_chunks_released: int
     create_seconds: float
@@ -143,19 +136,6 @@ class Arena:
         """Bytes that are backed by memory, without a hole, from the base on."""
         return int(self._arena.statistics().front_bytes)
 
-    @property
-    def limit_bytes(self) -> int:
-        """Most physical memory, mapped and spare, that the arena may hold.
-
-        A limit below what it holds takes nothing away.
-        """
-        return int(self._arena.statistics().limit_bytes)
-
-    @limit_bytes.setter
-    def limit_bytes(self, num_bytes: int) -> None:
-        check_count("Arena", "limit_bytes", num_bytes, 0)
-        self._arena.set_limit(num_bytes)
-
     def grow(self, num_bytes: int) -> int:
         """Map chunks until the first ``num_bytes`` are mapped; never unmaps.
 
@@ -235,10 +215,6 @@ class Arena:
         """The present state; also of a closed arena."""
         actual = self._arena.statistics()
         return Statistics(**{name: getattr(actual, name) for name in Statistics.__annotations__})
-
-    def reset_peaks(self) -> None:
-        """Let the three peaks start again from the present values."""
-        self._arena.reset_peaks()
 
     def close(self) -> None:
         """Give everything back: now, or when the last tensor and segment are gone.

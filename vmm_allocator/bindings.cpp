@@ -12,7 +12,6 @@ namespace {
 
 using vmm_allocator::Arena;
 using vmm_allocator::SegmentPool;
-using vmm_allocator::SegmentStatistics;
 using vmm_allocator::Statistics;
 using vmm_allocator::View;
 
@@ -54,20 +53,13 @@ void bind_arena(py::module_& module) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<Statistics>(module, "Statistics")
       .def_readonly("reserved_bytes", &Statistics::reserved_bytes)
-      .def_readonly("limit_bytes", &Statistics::limit_bytes)
       .def_readonly("chunk_bytes", &Statistics::chunk_bytes)
       .def_readonly("granularity_bytes", &Statistics::granularity_bytes)
       .def_readonly("front_bytes", &Statistics::front_bytes)
       .def_readonly("mapped_bytes", &Statistics::mapped_bytes)
       .def_readonly("spare_bytes", &Statistics::spare_bytes)
       .def_readonly("in_use_bytes", &Statistics::in_use_bytes)
-      .def_readonly("peak_held_bytes", &Statistics::peak_held_bytes)
-      .def_readonly("peak_mapped_bytes", &Statistics::peak_mapped_bytes)
-      .def_readonly("peak_in_use_bytes", &Statistics::peak_in_use_bytes)
-      .def_readonly("num_maps", &Statistics::num_maps)
-      .def_readonly("num_unmaps", &Statistics::num_unmaps)
       .def_readonly("num_chunks_mapped", &Statistics::num_chunks_mapped)
-      .def_readonly("num_chunks_unmapped", &Statistics::num_chunks_unmapped)
       .def_readonly("num_chunks_created", &Statistics::num_chunks_created)
       .def_readonly("num_chunks_released", &Statistics::num_chunks_released)
       .def_readonly("create_seconds", &Statistics::create_seconds)
@@ -82,8 +74,6 @@ void bind_arena(py::module_& module) {
       .def("grow", &Arena::grow, py::arg("num_bytes"), release)
       .def("shrink", &Arena::shrink, py::arg("num_bytes"), py::arg("keep"), release)
       .def("trim", &Arena::trim, py::arg("num_bytes"), release)
-      .def("set_limit", &Arena::set_limit, py::arg("num_bytes"), release)
-      .def("reset_peaks", &Arena::reset_peaks, release)
       .def("close", &Arena::close, release)
       .def("statistics", &Arena::statistics, release)
       .def_property_readonly("base", &Arena::base);
@@ -94,23 +84,10 @@ void bind_arena(py::module_& module) {
 
 void bind_segment_pool(py::module_& module) {
   const auto release = py::call_guard<py::gil_scoped_release>();
-  py::class_<SegmentStatistics>(module, "SegmentStatistics")
-      .def_readonly("reserved_bytes", &SegmentStatistics::reserved_bytes)
-      .def_readonly("limit_bytes", &SegmentStatistics::limit_bytes)
-      .def_readonly("in_use_bytes", &SegmentStatistics::in_use_bytes)
-      .def_readonly("peak_in_use_bytes", &SegmentStatistics::peak_in_use_bytes)
-      .def_readonly("num_segments", &SegmentStatistics::num_segments)
-      .def_readonly("num_allocations", &SegmentStatistics::num_allocations)
-      .def_readonly("num_refusals", &SegmentStatistics::num_refusals)
-      .def_readonly("refused_bytes", &SegmentStatistics::refused_bytes)
-      .def_readonly("last_refusal", &SegmentStatistics::last_refusal);
   py::class_<SegmentPool, std::shared_ptr<SegmentPool>>(module, "SegmentPool")
-      .def(py::init<std::shared_ptr<Arena>, size_t, size_t>(), py::arg("arena"),
-           py::arg("reserve_bytes"), py::arg("limit_bytes"), release)
-      .def("set_limit", &SegmentPool::set_limit, py::arg("num_bytes"), release)
-      .def("reset_peak", &SegmentPool::reset_peak, release)
+      .def(py::init<std::shared_ptr<Arena>, size_t>(), py::arg("arena"), py::arg("reserve_bytes"),
+           release)
       .def("close", &SegmentPool::close, release)
-      .def("statistics", &SegmentPool::statistics, release)
       .def_property_readonly("in_use_bytes", &SegmentPool::in_use_bytes);
   module.def("attach_hooks", &vmm_allocator::attach_hooks, py::arg("pool"), release);
 }

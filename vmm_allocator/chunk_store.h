@@ -30,8 +30,6 @@ class ChunkStore {
   void trim(size_t num_bytes);
 
   size_t chunk_bytes() const { return chunk_bytes_; }
-  size_t limit_bytes() const { return limit_bytes_; }
-  void set_limit(size_t num_bytes) { limit_bytes_ = num_bytes; }
   size_t held_bytes() const { return num_held_ * chunk_bytes_; }  // mapped and spare
   size_t spare_bytes() const { return spares_.size() * chunk_bytes_; }
   size_t num_created() const { return num_created_; }

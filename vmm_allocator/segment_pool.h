@@ -5,45 +5,29 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 
 #include "arena.h"
 
 namespace vmm_allocator {
 
-struct SegmentStatistics {
-  size_t reserved_bytes;  // addresses
-  size_t limit_bytes;
-  size_t in_use_bytes;  // segments handed out, in whole chunks
-  size_t peak_in_use_bytes;
-  size_t num_segments;
-  size_t num_allocations;
-  size_t num_refusals;
-  size_t refused_bytes;  // of the last refusal
-  std::string last_refusal;
-};
-
 // Segments of memory for PyTorch's caching allocator, at the end of an arena's addresses: first
-// fit, each in chunks of its own, at most `limit_bytes` in all.
+// fit, each in chunks of its own.
 //
 // A freed segment's chunks become spares of the arena. They cannot be unmapped while a stream is
 // being captured; then they stay mapped, and count, until a later call.
 class SegmentPool {
  public:
   // Takes `reserve_bytes` of addresses for as long as the arena lives.
-  SegmentPool(std::shared_ptr<Arena> arena, size_t reserve_bytes, size_t limit_bytes);
+  SegmentPool(std::shared_ptr<Arena> arena, size_t reserve_bytes);
 
-  // Null where the limit, the addresses or the memory do not allow it; statistics say which.
+  // Null where the addresses or the memory do not allow it.
   void* allocate(size_t num_bytes, int device) noexcept;
   void free(void* pointer) noexcept;
 
-  void set_limit(size_t num_bytes);
-  void reset_peak();
   // Refuses all later allocations; segments in use live on.
   void close() noexcept;
-  bool is_done() const;  // closed, and every segment is free
-  SegmentStatistics statistics() const;
-  size_t in_use_bytes() const;
+  bool is_done() const;         // closed, and every segment is free
+  size_t in_use_bytes() const;  // of segments handed out, in whole chunks
 
  private:
   struct Segment {
@@ -61,7 +45,7 @@ class SegmentPool {
   size_t offset_;
   Segments segments_;
   bool is_closed_ = false;
-  SegmentStatistics counters_{};
+  size_t in_use_bytes_ = 0;
 };
 
 // Gives a pool one of the pairs of C functions `vmm_allocate_<n>`, `vmm_free_<n>` that PyTorch's

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ._native import native
-from .arena import NO_LIMIT, check_count
+from .arena import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,38 +20,19 @@ if TYPE_CHECKING:
     from .arena import Arena
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Memory that PyTorch's caching allocator took for a pool.
-
-    It takes segments of at least 2 MiB and cuts them, so tensors hold less than ``in_use_bytes``.
-    """
-
-    reserved_bytes: int  # addresses
-    limit_bytes: int
-    in_use_bytes: int  # of the segments, in whole chunks
-    peak_in_use_bytes: int
-    num_segments: int
-    num_allocations: int  # of segments, since the start
-    num_refusals: int  # segments that could not be had
-    refused_bytes: int  # size of the last of these
-    last_refusal: str  # and why
-
-
 class TorchPool:
-    """A `torch.cuda.MemPool` over an arena, capped in bytes.
+    """A `torch.cuda.MemPool` over an arena, within the arena's limit.
 
     ::
 
-        pool = TorchPool(arena, 64 << 30, limit_bytes=1 << 30)
+        pool = TorchPool(arena, 64 << 30)
         with pool.use():                       # what this thread allocates
             y = torch.softmax(x, dim=-1)
         with torch.cuda.graph(graph, pool=pool.id):    # what the graph keeps
             ...
 
-    Where the pool's limit, the arena's limit or the card has no room, PyTorch raises
-    `torch.OutOfMemoryError` as it would without the pool (its message speaks of the whole card;
-    ``statistics().last_refusal`` tells the reason) and goes on working.
+    Where the arena's limit or the card has no room, PyTorch raises `torch.OutOfMemoryError` as it
+    would without the pool (its message speaks of the whole card) and goes on working.
 
     Freed tensors stay with PyTorch's caching allocator, inside the pool, until `trim`. Tensors and
     graphs outlive `close`, and so does their memory; so does the cuBLAS workspace (32 MiB on
@@ -60,14 +40,13 @@ class TorchPool:
     A process can have 16 pools at a time.
     """
 
-    def __init__(self, arena: Arena, reserve_bytes: int, *, limit_bytes: int = NO_LIMIT) -> None:
+    def __init__(self, arena: Arena, reserve_bytes: int) -> None:
         """Take addresses from the end of the arena's range; nothing is mapped yet.
 
         Args:
             arena: Where addresses and memory come from.
             reserve_bytes: Addresses, taken for as long as the arena lives. Segments are placed in
-                them first fit, so take several times ``limit_bytes``.
-            limit_bytes: Most memory that PyTorch may take, in whole chunks.
+                them first fit, so take several times what is to lie there.
 
         Raises:
             ValueError: An argument is out of range.
@@ -76,9 +55,8 @@ class TorchPool:
             ClosedArenaError: The arena is closed.
         """
         check_count("TorchPool", "reserve_bytes", reserve_bytes, 1)
-        check_count("TorchPool", "limit_bytes", limit_bytes, 0)
         self._device = arena.device
-        self._segments = native().SegmentPool(arena._arena, reserve_bytes, limit_bytes)
+        self._segments = native().SegmentPool(arena._arena, reserve_bytes)
         weakref.finalize(self, self._segments.close)
         self._allocator = _pluggable_allocator(native().attach_hooks(self._segments))
         self._mem_pool: torch.cuda.MemPool | None = None
@@ -108,29 +86,9 @@ class TorchPool:
             yield
 
     @property
-    def limit_bytes(self) -> int:
-        """Most memory that PyTorch may take; a limit below what it has takes nothing away."""
-        return int(self._segments.statistics().limit_bytes)
-
-    @limit_bytes.setter
-    def limit_bytes(self, num_bytes: int) -> None:
-        check_count("TorchPool", "limit_bytes", num_bytes, 0)
-        self._segments.set_limit(num_bytes)
-
-    @property
     def in_use_bytes(self) -> int:
         """Memory that PyTorch has of the pool, in whole chunks."""
         return int(self._segments.in_use_bytes)
-
-    def statistics(self) -> PoolStatistics:
-        """The present state."""
-        actual = self._segments.statistics()
-        names = PoolStatistics.__annotations__
-        return PoolStatistics(**{name: getattr(actual, name) for name in names})
-
-    def reset_peak(self) -> None:
-        """Let the peak start again from the present value."""
-        self._segments.reset_peak()
 
     def trim(self) -> None:
         """Give segments in which no tensor lives back to the arena, as spares.

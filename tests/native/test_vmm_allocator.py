@@ -106,11 +106,9 @@ def test_grow_and_shrink_move_the_front():
         statistics = memory.statistics()
         assert statistics.reserved_bytes == GIB
         assert statistics.mapped_bytes == statistics.front_bytes == 6 * MIB
-        assert statistics.peak_mapped_bytes == statistics.peak_held_bytes == 12 * MIB
         assert statistics.chunk_bytes % statistics.granularity_bytes == 0
-        assert (statistics.num_maps, statistics.num_unmaps) == (2, 1)
         assert (statistics.num_chunks_created, statistics.num_chunks_released) == (6, 3)
-        assert (statistics.num_chunks_mapped, statistics.num_chunks_unmapped) == (6, 3)
+        assert statistics.num_chunks_mapped == 6
         for name in ("create", "map", "access", "unmap", "release", "wait"):
             assert getattr(statistics, f"{name}_seconds") > 0
         assert memory.shrink(0) == 0
@@ -213,10 +211,6 @@ def test_what_a_tensor_refers_to_is_not_unmapped(memory):
     assert memory.shrink(2 * CHUNK) == 2 * CHUNK
     del low
     assert memory.statistics().in_use_bytes == 0
-    assert memory.statistics().peak_in_use_bytes == 3 * CHUNK
-    memory.reset_peaks()
-    assert memory.statistics().peak_in_use_bytes == 0
-    assert memory.statistics().peak_mapped_bytes == 2 * CHUNK
 
 
 @pytest.mark.gpu
@@ -293,14 +287,12 @@ def test_the_limit_counts_mapped_and_spare_chunks():
             memory.grow(6 * CHUNK)
         assert caught.value.requested_bytes == 2 * CHUNK
         assert caught.value.held_bytes == 4 * CHUNK
-        assert caught.value.limit_bytes == memory.limit_bytes == 5 * CHUNK + 1
+        assert caught.value.limit_bytes == 5 * CHUNK + 1
         assert memory.front_bytes == 4 * CHUNK
         memory.shrink(CHUNK, keep=True)
         memory.grow(5 * CHUNK)  # three spares and one more
         with pytest.raises(LimitError):
             memory.grow(6 * CHUNK)
-        memory.limit_bytes = 6 * CHUNK
-        assert memory.grow(6 * CHUNK) == 6 * CHUNK
 
 
 @pytest.mark.gpu
@@ -365,7 +357,7 @@ def test_memory_is_mapped_during_a_capture(memory):
 
 @pytest.fixture
 def pool(memory):
-    pool = TorchPool(memory, 16 * GIB, limit_bytes=256 * MIB)
+    pool = TorchPool(memory, 16 * GIB)
     yield pool
     pool.close()
 
@@ -384,16 +376,15 @@ def test_pytorch_allocates_from_the_pool(memory, pool):
     outside = torch.zeros(100, device="cuda")
     assert lies_in(large, memory) and lies_in(small, memory)
     assert not lies_in(outside, memory)
-    statistics = pool.statistics()
-    assert statistics.num_segments == statistics.num_allocations == 2
-    assert 100 * MIB < statistics.in_use_bytes <= 124 * MIB
-    assert memory.statistics().mapped_bytes == 4 * CHUNK + statistics.in_use_bytes
-    assert memory.statistics().in_use_bytes == statistics.in_use_bytes
+    in_use = pool.in_use_bytes
+    assert 100 * MIB < in_use <= 124 * MIB
+    assert memory.statistics().mapped_bytes == 4 * CHUNK + in_use
+    assert memory.statistics().in_use_bytes == in_use
     assert large.sum().item() == 3.0 * large.numel()
     memory.shrink(0)  # the front is not the pool's
     del large
     pool.trim()
-    assert pool.statistics().in_use_bytes < 24 * MIB
+    assert pool.in_use_bytes < 24 * MIB
     assert memory.statistics().spare_bytes >= 100 * MIB
     assert small.sum().item() == 4950
     del small
@@ -404,26 +395,23 @@ def test_pytorch_allocates_from_the_pool(memory, pool):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("limited", ["pool", "arena"])
-def test_a_limit_is_an_out_of_memory_error_of_pytorch(memory, pool, limited):
-    if limited == "arena":
-        memory.limit_bytes = 256 * MIB
-        pool.limit_bytes = GIB
+def test_a_limit_is_an_out_of_memory_error_of_pytorch():
+    memory = Arena(64 * GIB, limit_bytes=256 * MIB)
+    pool = TorchPool(memory, 16 * GIB)
     with pool.use():
         first = torch.full((200, MIB // 4), 1.0, device="cuda")
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             torch.empty(100, MIB // 4, device="cuda")
         more = torch.full((20, MIB // 4), 2.0, device="cuda")
-    statistics = pool.statistics()
-    assert statistics.num_refusals >= 1 and statistics.refused_bytes == 100 * MIB
-    assert f"of at most {256 * MIB} bytes" in statistics.last_refusal
-    assert statistics.in_use_bytes <= 256 * MIB and memory.statistics().held_bytes <= 256 * MIB
+    assert pool.in_use_bytes <= memory.statistics().held_bytes <= 256 * MIB
     assert (first == 1).all() and (more == 2).all()
     torch.empty(100, MIB // 4, device="cuda")  # ordinary memory is not limited
     del first, more
     pool.trim()
     with pool.use():
         assert torch.ones(200, MIB // 4, device="cuda").sum().item() == 200 * MIB // 4
+    pool.close()
+    memory.close()
 
 
 @pytest.mark.gpu
