@@ -17,8 +17,9 @@ Environment:
 
 * ``BUILD_<ROOM>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``)
   leaves a room out.
-* ``NATIVE_CUDA_ARCHS`` (default ``80 90a 100``) lists the targets; those that the toolkit does not
-  know are left out.
+* ``NATIVE_CUDA_ARCHS`` lists the targets, by default ``80 90a 100``, or of these, where the modules
+  are left in the source tree, those of the GPUs that nvidia-smi names. What the toolkit does not
+  know is left out.
 * ``CUDA_HOME`` names the toolkit; otherwise ``nvcc`` is looked up on ``PATH`` and in
   ``/usr/local/cuda/bin``.
 * ``MAX_JOBS`` (default: the number of processors) bounds the compilers run at once.
@@ -45,6 +46,7 @@ ROOT = Path(__file__).resolve().parent
 # One for each interpreter: objects of the bindings depend on Python's headers.
 FOLDER = ROOT / "build" / "native" / str(sysconfig.get_config_var("SOABI"))
 DEFAULT_ARCHS = "80 90a 100"
+ARCH_OF_MAJOR = {"8": "80", "9": "90a", "10": "100"}  # by compute capability
 
 OVERLAY = "mosaic_overlay"  # the wheel's folder
 PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
@@ -119,14 +121,27 @@ def include_flags(room: Room) -> list[str]:
     return [f"-I{python_include}", f"-I{pybind11.get_include()}"]
 
 
-def arch_flags(nvcc: str) -> list[str]:
+def archs_of_cards() -> str:
+    """Targets of the GPUs that are here; all, where there is none or one of another kind."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return DEFAULT_ARCHS
+    query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    majors = {line.partition(".")[0].strip() for line in answer.stdout.splitlines()}
+    if answer.returncode != 0 or not majors or not majors <= set(ARCH_OF_MAJOR):
+        return DEFAULT_ARCHS
+    return " ".join(ARCH_OF_MAJOR[major] for major in sorted(majors, key=int))
+
+
+def arch_flags(nvcc: str, default: str) -> list[str]:
     """Machine code for each target that the toolkit knows; PTX of the first for all other cards."""
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         raise BuildError(f"{nvcc} --list-gpu-arch: {listed.stderr.strip()}")
     known = set(re.findall(r"compute_(\d+)", listed.stdout))
-    wanted = os.environ.get("NATIVE_CUDA_ARCHS", DEFAULT_ARCHS).replace(",", " ").replace(";", " ")
-    archs = [arch for arch in wanted.split() if arch.rstrip("af") in known]
+    wanted = os.environ.get("NATIVE_CUDA_ARCHS") or default
+    archs = [arch for arch in re.split(r"[,; ]+", wanted) if arch.rstrip("af") in known]
     if not archs:
         raise BuildError(f"NATIVE_CUDA_ARCHS={wanted!r}: none of these is known to {nvcc}")
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -185,13 +200,13 @@ def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
     return [*lines, f"build {escaped(output)}: place {linked}"]
 
 
-def build(outputs: dict[Room, Path]) -> None:
-    """Write ``build.ninja`` for these rooms and run it."""
+def build(outputs: dict[Room, Path], archs: str) -> None:
+    """Write ``build.ninja`` for these rooms and run it; ``archs`` are the targets by default."""
     first = next(iter(outputs))
     nvcc, ninja = find_nvcc(first), find_ninja(first)
     flags = ["-O3", "-std=c++17", f"-I{ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
     flags_of = {
-        ".cu": quoted([*flags, *arch_flags(nvcc)]),
+        ".cu": quoted([*flags, *arch_flags(nvcc, archs)]),
         ".cpp": quoted([*flags, *include_flags(first)]),
     }
     lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}", RULES]
@@ -223,7 +238,7 @@ class BuildNative(build_ext):
                 place.parent.mkdir(parents=True, exist_ok=True)
         try:
             if outputs:
-                build(outputs)
+                build(outputs, archs_of_cards() if self.inplace else DEFAULT_ARCHS)
         except BuildError as error:
             if self.inplace:
                 sys.exit(str(error))

@@ -145,7 +145,7 @@ def test_launches_name_what_the_module_takes(room):
             given = {keyword.arg for keyword in call.keywords}
             is_whole = None not in given  # no **
             given = (given | {"device", "stream"}) - {None}
-            assert given == taken if is_whole else given < taken, name
+            assert given == taken if is_whole else given <= taken, name
 
 
 def run_setup(folder, **environment):
@@ -202,9 +202,9 @@ COMPILER = """
 import os, pathlib, re, sys
 words = sys.argv[1:]
 if words == ["--list-gpu-arch"]:
-    sys.exit(print("compute_90"))
+    sys.exit(print("compute_80 compute_90"))
 output = words[words.index("-o") + 1]
-inputs = [word for word in words if word.endswith((".cpp", ".o")) and word != output]
+inputs = [word for word in words if word.endswith((".cpp", ".cu", ".o")) and word != output]
 log = open(os.environ["LOG"], "a")
 if "-shared" in words:
     print("link", file=log)
@@ -286,6 +286,22 @@ def test_only_what_is_out_of_date_is_made_again(checkout, folder):
     assert build(folder)[1] == [] and module_of(root).exists()
     left = {path.name for path in (root / "vmm_allocator").iterdir()} - {"__pycache__"}
     assert left == {"arena.h", "arena.cpp", "driver.cpp", "setup.py", module_of(root).name}
+
+
+@pytest.mark.parametrize(
+    ("cards", "targets"),
+    [("9.0\n9.0\n", ["90a"]), ("8.9\n", ["80"]), ("12.0\n", ["80", "90a"]), ("", ["80", "90a"])],
+)
+def test_the_targets_are_those_of_the_cards_at_hand(checkout, tmp_path, cards, targets):
+    root, build = checkout
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nprintf '{cards}'\n")
+    smi.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "NATIVE_CUDA_ARCHS": ""}
+    (root / "vmm_allocator" / "kernel.cu").write_text("// a kernel\n")
+    assert build(**environment)[0].returncode == 0
+    (file,) = root.glob("build/native/*/build.ninja")
+    assert re.findall(r"code=sm_(\w+)", file.read_text()) == targets
 
 
 def test_a_module_in_use_is_not_overwritten(checkout):
