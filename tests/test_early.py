@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -99,15 +101,32 @@ def test_it_runs_what_it_hears(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to_read, to_write = multiprocessing.Pipe(duplex=False)
-    monkeypatch.setattr(early, "NEEDED", ())
+    is_collected, frozen = gc.isenabled(), []
+    monkeypatch.setattr(early, "_import", lambda names: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("what was imported"))
     monkeypatch.setattr(os, "environ", {"OLD": "gone"})
     name = multiprocessing.current_process().name
     to_write.send(({"A": "b"}, name, print, ("what it shall run",), {}))
     early._wait(to_read)
     assert os.environ == {"A": "b"}
+    assert frozen == [False, "what was imported"]
+    assert gc.isenabled() == is_collected
     assert capsys.readouterr().out == "what it shall run\n"
     to_write.close()
     early._wait(to_read)  # the server has ended: so does this
+
+
+def test_nothing_is_collected_while_modules_are_imported() -> None:
+    is_collecting = gc.isenabled()
+    try:
+        for was in (True, False):
+            (gc.enable if was else gc.disable)()
+            with pytest.raises(ImportError), early.without_collecting():
+                assert not gc.isenabled()
+                raise ImportError
+            assert gc.isenabled() == was
+    finally:
+        (gc.enable if is_collecting else gc.disable)()
 
 
 def test_the_compiler_is_imported_late_and_has_upstreams_list(
@@ -131,3 +150,27 @@ def test_the_compiler_is_imported_late_and_has_upstreams_list(
     with late.without_the_compiler():  # it is there: nothing changes
         importlib.import_module("this")
     assert len(sys.meta_path) == len(finders) - 1
+
+
+def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "STRUCTURE", "antigravity")  # a module that nobody has imported
+    monkeypatch.delitem(sys.modules, "antigravity", raising=False)
+    monkeypatch.setattr(late, "_After", lambda module, then: (module, then))
+    monkeypatch.setattr(sys, "meta_path", [])
+    late.read_models_once()
+    ((module, then),) = sys.meta_path
+    assert module == "antigravity"
+    read: list[str] = []
+    other = ModuleType("other")
+    then(other)  # of another version of transformers: left alone
+    assert not hasattr(other, late._READS)
+    setattr(other, late._READS, lambda folder: read.append(folder) or {folder: set()})
+    then(other)
+    found = getattr(other, late._READS)
+    assert found("a") == found("a") == {"a": set()}
+    assert found("b") == {"b": set()}
+    assert read == ["a", "b"]
+    monkeypatch.setitem(sys.modules, "antigravity", other)
+    sys.meta_path.clear()
+    late.read_models_once()
+    assert not sys.meta_path  # it is there: nothing changes

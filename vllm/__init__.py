@@ -60,6 +60,7 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before the server's own imports, so that both go on at the same time.
 _early.begin()
 
+_late.read_models_once()
 _init = _os.path.join(_upstream, "__init__.py")
-with _late.without_the_compiler(), open(_init) as _file:
+with _early.without_collecting(), _late.without_the_compiler(), open(_init) as _file:
     exec(compile(_file.read(), _init, "exec"))

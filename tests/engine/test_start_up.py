@@ -6,22 +6,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.checkpoints import make_case
 from tests.engine.test_overlay import engine_config, llama  # noqa: F401
 from vllm.diffusion import startup_log
 from vllm.diffusion.api import arguments
 from vllm.diffusion.engine import build_info
+from vllm.diffusion.engine.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from pathlib import Path
 
     from tests.engine.harness import Engine
 
@@ -204,3 +208,30 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
     assert line.endswith("float32, 64 positions, 1 tensor-parallel and 1 sequence-parallel ranks")
     ((_, line),) = told(logger, logger.warning, text, "0.32.0", engine_config(llama))
     assert line.startswith("Initializing a V1 LLM engine")
+
+
+# ---- a log that cannot be written --------------------------------------------------------------
+
+
+def test_a_full_disk_of_the_log_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress bars, which upstream draws while it loads weights, fail there."""
+
+    def load() -> int:
+        return sum(tqdm(range(3)))
+
+    with suppress(OSError), Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with pytest.raises(OSError, match="No space left"):
+            load()
+        assert startup_log.losing_what_cannot_be_written()(load)() == 3
+        assert sys.stderr is full
+        is_done = True
+    assert is_done  # closing it fails
+
+
+def test_a_log_that_can_be_written_has_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with startup_log.losing_what_cannot_be_written():
+        assert sum(tqdm(range(3))) == 3
+    assert "3/3" in capsys.readouterr().err
+    for name in ("load_model", "compile_or_warm_up_model"):
+        assert hasattr(getattr(DiffusionWorker, name), "__wrapped__")

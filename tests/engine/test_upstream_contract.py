@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import re
@@ -385,6 +386,13 @@ def test_an_engines_process_comes_from_one_context() -> None:
     assert "get_mp_context" in vars(utils)
 
 
+def test_what_is_imported_early_is_there() -> None:
+    from vllm.diffusion import early
+
+    for name in early.NEEDED + early._ROUTES:
+        assert importlib.util.find_spec(name) is not None, name
+
+
 def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started that imports everything for it."""
     from vllm.model_executor.models import ModelRegistry, registry
@@ -395,3 +403,32 @@ def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(registry, "_run_in_subprocess", None)
     found = ModelRegistry.models["LLaDAModelLM"].inspect_model_cls()
     assert (found.architecture, found.is_text_generation_model) == ("DiffusionModel", True)
+
+
+def test_online_quantisation_is_asked_for_to_be_logged() -> None:
+    """The worker says that there is none, which spares its import."""
+    from vllm.model_executor.model_loader import base_loader
+
+    name = "_get_online_quantization_config"
+    users = {
+        key
+        for key, value in vars(base_loader).items()
+        if inspect.isfunction(value) and name in value.__code__.co_names
+    }
+    assert users == {"log_online_quantization", "log_online_quantization_time"}
+    assert name not in inspect.getsource(base_loader.BaseModelLoader)
+
+
+def test_transformers_reads_its_models_by_one_function() -> None:
+    """Whose results are kept: of folders, which nobody changes, and by nobody changed."""
+    from transformers.utils import import_utils
+
+    from vllm.diffusion import late
+
+    read = inspect.unwrap(getattr(import_utils, late._READS))
+    assert list(inspect.signature(read).parameters) == ["module_path"]
+    assert late._READS in read.__code__.co_names  # of the folders in a folder
+    found = {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
+    spread = import_utils.spread_import_structure(found)
+    assert spread == {frozenset(): {"a.b": {"C"}}, frozenset({"torch"}): {"d": {"E"}}}
+    assert found == {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}

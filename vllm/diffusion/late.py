@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's compiler is imported when something compiles, not with upstream's package.
+"""What upstream's imports take the longest with, later or once.
 
 Upstream's `__init__` imports the compiler's table of lowerings, a second of every process, to put a
 list of its own into it. It does without where that import fails; so it fails at first, and the list
-is put in place when the table is imported after all. Nothing here imports torch or upstream.
+is put in place when the table is imported after all, which is when something compiles.
+
+transformers reads the sources of all its models twice, half a second each, to know what is where.
+
+Nothing here imports torch, transformers or upstream.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -16,26 +21,26 @@ from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
 LOWERING = "torch._inductor.lowering"
+STRUCTURE = "transformers.utils.import_utils"
+_READS = "create_import_structure_from_path"
 
 
-class _Later(MetaPathFinder):
-    """Refuses the table at first; afterwards finds it once, and tells upstream of it."""
+class _After(MetaPathFinder):
+    """Finds a module once, and does something to it when it is loaded."""
 
-    def __init__(self, table: str) -> None:
-        self._table, self.is_refused = table, True
+    def __init__(self, module: str, then: Callable[[ModuleType], None]) -> None:
+        self._module, self._then = module, then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._table:
+        if name != self._module:
             return None
-        if self.is_refused:
-            raise ImportError(f"{name} is imported later", name=name)
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -44,16 +49,45 @@ class _Later(MetaPathFinder):
 
         def load_and_tell(module: ModuleType) -> None:
             load(module)
-            importlib.import_module("vllm.env_override")._patch_inductor_fallback_allow_list()
+            self._then(module)
 
         spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec
 
 
+class _Later(_After):
+    """Refuses the module at first."""
+
+    is_refused = True
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == self._module and self.is_refused:
+            raise ImportError(f"{name} is imported later", name=name)
+        return super().find_spec(name, path, target)
+
+
+def _tell_upstream(table: ModuleType) -> None:
+    importlib.import_module("vllm.env_override")._patch_inductor_fallback_allow_list()
+
+
+def _read_folders_once(module: ModuleType) -> None:
+    read = getattr(module, _READS, None)
+    if read is not None:
+        setattr(module, _READS, functools.cache(read))
+
+
+def read_models_once() -> None:
+    """Let transformers keep what it has read of a folder. Called before it is imported."""
+    if STRUCTURE not in sys.modules:
+        sys.meta_path.insert(0, _After(STRUCTURE, _read_folders_once))
+
+
 @contextmanager
 def without_the_compiler() -> Iterator[None]:
     """While upstream's package is imported; nothing changes where the table is there already."""
-    later = _Later(LOWERING)
+    later = _Later(LOWERING, _tell_upstream)
     if LOWERING not in sys.modules:
         sys.meta_path.insert(0, later)
     try:

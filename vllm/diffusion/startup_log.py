@@ -8,12 +8,16 @@ They list routes, or speak of caches, kernels and compilers that these models do
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+import sys
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from vllm.diffusion.families import ARCHITECTURES
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.config import VllmConfig
 
 # Loggers of upstream's, and how the lines begin that are left out.
@@ -93,3 +97,29 @@ def leave_out_what_does_not_apply() -> None:
         is_done = any(isinstance(own, _Without) for own in logger.filters)
         if not is_done and not logger.isEnabledFor(logging.DEBUG):
             logger.addFilter(_Without(beginnings))
+
+
+class _Lossy:
+    """A stream that loses what cannot be written to it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def losing_what_cannot_be_written() -> Iterator[None]:
+    """While progress bars are drawn on stderr: unlike loggers, they fail where its disk is full."""
+    with redirect_stderr(cast("IO[str]", _Lossy(sys.stderr))):
+        yield

@@ -7,6 +7,7 @@ running requests get 30 s to finish at shutdown, and probes and `/metrics` are n
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 # The engine's process imports this module too: what only the server needs is imported by functions.
@@ -20,13 +21,16 @@ TLS_ARGUMENTS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs",
 
 
 def main() -> None:
-    import uvloop
+    with early.without_collecting():
+        import uvloop
 
-    from vllm.diffusion.api import cli
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args, init_logger
+        from vllm.diffusion.api import cli
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+        from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.logger import configure_logging_from_args, init_logger
+
+        gc.freeze()
 
     logger = init_logger("vllm.entrypoints.api_server")
     cli_env_setup()

@@ -32,7 +32,7 @@ from vllm.distributed import (
 )
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -57,6 +57,8 @@ class DiffusionWorker(WorkerBase):
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not passed the plugin
         startup_log.leave_out_what_does_not_apply()
+        # Upstream would import its own quantisation, two seconds, to log nothing of it.
+        base_loader._get_online_quantization_config = lambda config: None
         if self.device_config.device_type == "cuda":
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
             self.device = torch.device("cuda", index)
@@ -83,6 +85,7 @@ class DiffusionWorker(WorkerBase):
         )
         self.ranks.connect(self.device)
 
+    @startup_log.losing_what_cannot_be_written()
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
@@ -236,6 +239,7 @@ class DiffusionWorker(WorkerBase):
     def reset_encoder_cache(self) -> None:
         pass
 
+    @startup_log.losing_what_cannot_be_written()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
         graphs = self.model_runner.graphs
