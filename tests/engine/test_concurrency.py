@@ -119,7 +119,7 @@ def test_windows_beside_forwards_of_other_kinds(
     _, budget = wide
     others = [Ask(random_prompt(60, seed=i % 3), asked) for i in range(6)]
     asks = [ask for pair in zip(dual_requests(budget), others, strict=False) for ask in pair]
-    watched.assert_as_alone(asks + dual_requests(budget)[:20])
+    watched.assert_as_alone(asks + dual_requests(budget)[:6])
     assert max(sum(step.values()) for step in watched.steps) <= budget
 
 

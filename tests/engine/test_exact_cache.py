@@ -112,7 +112,10 @@ def same(answers: list[Answer], wanted: list[Answer]) -> None:
 # ---- the same tokens ---------------------------------------------------------------------------
 
 
-def test_alone(engine: Engine, wanted: list[Answer], runs_ahead: bool, fuses: bool) -> None:
+def test_alone(
+    engine: Engine, wanted: list[Answer], fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.runner, "runs_ahead", fuses)
     same([engine.ask(one)[0] for one in ASKS], wanted)
     assert engine.is_idle()
 

@@ -126,7 +126,7 @@ def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
 def test_steps_in_chunks_and_in_groups_of_heads_choose_the_same(
     engine: Engine, head_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = asks(("semi_ar", "threshold"), 0.7, 2, json=SCHEMA)
+    found = asks(("semi_ar", "threshold"), 0.7, json=SCHEMA)
     whole = [answer.token_ids for answer in engine.ask(*found)]
     plan = Plan(False, 37, 29, 23, 5, head_groups=head_groups)
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)

@@ -53,7 +53,7 @@ def test_what_the_quotas_leave_is_filled_in_one_more_forward(
         assert answer.token_ids == filled[20:].tolist()
         assert answer.num_forwards == wanted.num_forwards + 1
         num_checked += 1
-        if num_checked == 3:
+        if num_checked == 2:
             return
     raise AssertionError(f"only {num_checked} of 40 prompts leave masks without near-ties")
 
@@ -98,7 +98,7 @@ def test_a_threshold_goes_on_without_the_mask(
         (answer,) = engine.ask(as_request(prompt, **asked))
         assert (answer.token_ids, answer.num_forwards) == (canvas, num_forwards), seed
         num_checked += 1
-        if num_checked == 3:
+        if num_checked == 2:
             return
     raise AssertionError(f"only {num_checked} of 40 prompts come to a standstill")
 

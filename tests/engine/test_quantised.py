@@ -22,7 +22,7 @@ CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...], int]] = [
     ("dream", "nf4", DREAM, ("none",), 112),
     ("moe", "fp8", BLOCKS, ("none",), 128),
     ("moe", "int4", BLOCKS, ("dual",), 0),
-    ("llada2", "fp8", {"gen_length": 32}, ("exact", "none"), 0),
+    ("llada2", "fp8", {"gen_length": 16}, ("exact", "none"), 0),
     ("sdar_moe", "nf4", {"gen_length": 16}, ("exact",), 0),
 ]
 
