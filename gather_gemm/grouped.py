@@ -101,15 +101,9 @@ def weighted_gemm(
     op = "weighted_gemm"
     _check(op, "x", x, x, (-1, -1))
     _check_weight(op, weight, weight_scales, x)
-    if is_weighted:
-        _check(op, "weights", weights, x, (-1, -1))
     _check_indices(op, "ends", ends, x, len(weight))
     _check_indices(op, "slots", slots, x, len(x))
-    if weights.dim() != 2 or weights.numel() != len(x) or not weights.is_contiguous():
-        raise ValueError(
-            f"{op}: weights must be [R, k] contiguous with R * k = {len(x)}, "
-            f"got {list(weights.shape)} with strides {weights.stride()}"
-        )
+    _check_slot_weights(op, weights, x, is_weighted=is_weighted)
     out = x.new_empty(*weights.shape, weight.shape[1])
     if out.numel() == 0:
         return out
@@ -118,17 +112,21 @@ def weighted_gemm(
         return reference.weighted_terms(products, slots, weights, is_weighted=is_weighted)
     scales = weights if is_weighted else None
     with guard(x):
+        into = out.view(len(x), -1)
         _kernels.launch_weighted(
-            x,
-            weight,
-            ends,
-            slots,
-            scales,
-            out.view(len(x), -1),
-            early,
-            weight_scales=weight_scales,
+            x, weight, ends, slots, scales, into, early, weight_scales=weight_scales
         )
     return out
+
+
+def _check_slot_weights(op: str, weights: Tensor, x: Tensor, *, is_weighted: bool) -> None:
+    if is_weighted:
+        _check(op, "weights", weights, x, (-1, -1))
+    if weights.dim() != 2 or weights.numel() != len(x) or not weights.is_contiguous():
+        raise ValueError(
+            f"{op}: weights must be [R, k] contiguous with R * k = {len(x)}, "
+            f"got {list(weights.shape)} with strides {weights.stride()}"
+        )
 
 
 def _check_weight(op: str, weight: Tensor, scales: Tensor | None, x: Tensor) -> None:

@@ -354,17 +354,20 @@ def launch_route(
         launch_pdl=overlaps(logits.device),
         num_warps=num_warps,
     )
-    if is_whole:
-        return
-    sort_kernel[(num_experts,)](
+    if members is not None:
+        _launch_sort(members, slots, ends)
+
+
+def _launch_sort(members: Tensor, slots: Tensor, ends: Tensor) -> None:
+    sort_kernel[(len(ends),)](
         members,
         slots,
         ends,
         len(slots),
         LINES=_SORT_TILE[0],
         WIDTH=_SORT_TILE[1],
-        OVERLAPS=overlaps(logits.device),
-        launch_pdl=overlaps(logits.device),
+        OVERLAPS=overlaps(slots.device),
+        launch_pdl=overlaps(slots.device),
         num_warps=8,
     )
 

@@ -73,6 +73,39 @@ def route_rows(
     Raises:
         ValueError: There is no kernel for these (`has_router`), or an argument is not as above.
     """
+    _check_route(x, gate, num_chosen, bias, num_groups, num_kept_groups)
+    assert native is not None
+    weights = x.new_empty(len(x), num_chosen, dtype=torch.float32 if in_fp32 else x.dtype)
+    slots = torch.empty(weights.numel(), dtype=torch.int32, device=x.device)
+    ends = torch.empty(len(gate), dtype=torch.int32, device=x.device)
+    launch(
+        native.route,
+        x,
+        x=x.data_ptr(),
+        gate=gate.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        weights=weights.data_ptr(),
+        slots=slots.data_ptr(),
+        ends=ends.data_ptr(),
+        x_stride=x.stride(0),
+        gate_stride=gate.stride(0),
+        num_rows=len(x),
+        num_experts=len(gate),
+        num_chosen=num_chosen,
+        depth=x.shape[1],
+        scoring=(is_sigmoid, num_groups, num_kept_groups, is_normalised, scale, in_fp32),
+    )
+    return weights, slots, ends
+
+
+def _check_route(
+    x: Tensor,
+    gate: Tensor,
+    num_chosen: int,
+    bias: Tensor | None,
+    num_groups: int,
+    num_kept_groups: int,
+) -> None:
     name = "route_rows"
     if not has_router(x, gate):
         raise ValueError(
@@ -95,27 +128,6 @@ def route_rows(
             f"{name}: wanted at most {native.MAX_ROUTER_GROUPS} groups of two or more experts, and "
             f"{num_chosen} in those that are kept, got {num_kept_groups} of {num_groups} groups"
         )
-    weights = x.new_empty(len(x), num_chosen, dtype=torch.float32 if in_fp32 else x.dtype)
-    slots = torch.empty(weights.numel(), dtype=torch.int32, device=x.device)
-    ends = torch.empty(len(gate), dtype=torch.int32, device=x.device)
-    launch(
-        native.route,
-        x,
-        x=x.data_ptr(),
-        gate=gate.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        weights=weights.data_ptr(),
-        slots=slots.data_ptr(),
-        ends=ends.data_ptr(),
-        x_stride=x.stride(0),
-        gate_stride=gate.stride(0),
-        num_rows=len(x),
-        num_experts=len(gate),
-        num_chosen=num_chosen,
-        depth=x.shape[1],
-        scoring=(is_sigmoid, num_groups, num_kept_groups, is_normalised, scale, in_fp32),
-    )
-    return weights, slots, ends
 
 
 def has_grouped_gemm(x: Tensor, weight: Tensor) -> bool:

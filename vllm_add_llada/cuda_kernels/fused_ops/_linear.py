@@ -80,31 +80,49 @@ def fused_linear(
     _check(x, weight, out, bias, epilogue)
     if tiling is None or not _has_kernel(x, weight, out, tiling):
         return _reference(x, weight, out, bias, epilogue)
-    assert native is not None
-    num_columns, depth = weight.shape
     if out is None:
-        out = x.new_empty(len(x), num_columns // (2 if epilogue is Epilogue.SILU_MUL else 1))
+        num_halves = 2 if epilogue is Epilogue.SILU_MUL else 1
+        out = x.new_empty(len(x), len(weight) // num_halves)
+    bias = None if bias is None else bias.contiguous()
+    launch_linear(x, weight, out, tiling, bias, epilogue, early=early, ahead=ahead)
+    return out
+
+
+def launch_linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    *,
+    early: bool,
+    ahead: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Enqueue the kernel of checked tensors; fp8 ones with the `scales` of x and of the weight."""
+    assert native is not None
+    of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
     launch(
         native.linear,
-        x,
+        out,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
-        x_scales=0,
-        weight_scales=0,
-        bias=0 if bias is None else bias.contiguous().data_ptr(),
+        x_scales=of_x,
+        weight_scales=of_weight,
+        bias=0 if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         x_stride=x.stride(0),
         weight_stride=weight.stride(0),
         out_stride=out.stride(0),
         num_rows=len(x),
-        num_columns=num_columns,
-        depth=depth,
+        num_columns=len(weight),
+        depth=weight.shape[1],
         epilogue=getattr(native, epilogue.name),
         tiling=(tiling.rows, tiling.columns, tiling.split),
         early=early,
         ahead=ahead_of(ahead),
     )
-    return out
 
 
 def _reference(

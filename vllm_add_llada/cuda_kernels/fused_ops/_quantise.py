@@ -4,6 +4,7 @@
 e4m3, as `torch.float8_e4m3fn` has it; the scale of a row is its largest magnitude over 448.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from . import quantise_reference as reference
 from . import reference as plain_reference
-from ._linear import Epilogue, Tiling, gated
+from ._linear import Epilogue, Tiling, gated, launch_linear
 from ._support import (
-    ahead_of,
     check_rows,
     check_vector,
     hopper_multiprocessors,
@@ -205,26 +205,9 @@ def fused_linear_fp8(
     if tiling is None or not _has_linear(x, weight, out):
         _linear(x, weight, scales, out, bias, epilogue)
         return
-    assert native is not None
-    launch(
-        native.linear,
-        out,
-        x=x.values.data_ptr(),
-        weight=weight.data_ptr(),
-        x_scales=x.scales.data_ptr(),
-        weight_scales=scales.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        out=out.data_ptr(),
-        x_stride=x.values.stride(0),
-        weight_stride=weight.stride(0),
-        out_stride=out.stride(0),
-        num_rows=len(out),
-        num_columns=num_columns,
-        depth=weight.shape[1],
-        epilogue=getattr(native, epilogue.name),
-        tiling=(0, tiling.columns, tiling.split),
-        early=early,
-        ahead=ahead_of(ahead),
+    tiling, both = replace(tiling, rows=0), (x.scales, scales)
+    launch_linear(
+        x.values, weight, out, tiling, bias, epilogue, early=early, ahead=ahead, scales=both
     )
 
 

@@ -240,7 +240,7 @@ def launch(
     parts = totals = None
     if is_split:
         parts = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
-        totals = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=q.device)
+        totals = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
     part_kernel[(num_tiles, num_kv_heads, num_splits)](
         *heads,
         parts,
@@ -268,16 +268,23 @@ def launch(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if is_split:
-        merge_kernel[(num_rows * num_heads,)](
-            parts,
-            totals,
-            out,
-            num_rows * num_heads,
-            num_splits,
-            HEAD_DIM=head_dim,
-            MAX_SPLITS=max_splits,
-            OVERLAPS=overlaps,
-            launch_pdl=overlaps,
-            num_warps=1,
-        )
+    if parts is not None and totals is not None:
+        _launch_merge(parts, totals, out, max_splits, overlaps)
+
+
+def _launch_merge(
+    parts: Tensor, totals: Tensor, out: Tensor, max_splits: int, overlaps: bool
+) -> None:
+    num_splits, num_rows, num_heads, head_dim = parts.shape
+    merge_kernel[(num_rows * num_heads,)](
+        parts,
+        totals,
+        out,
+        num_rows * num_heads,
+        num_splits,
+        HEAD_DIM=head_dim,
+        MAX_SPLITS=max_splits,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
+        num_warps=1,
+    )
