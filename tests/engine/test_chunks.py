@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +93,35 @@ def test_a_mixed_batch_gives_the_same_tokens(
     assert tokens(engine.ask(*asks())) == wanted
     assert engine.is_idle()
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+
+
+def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
+    whole: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What PyTorch has cached for a step stays with it until its `temporaries` are over."""
+    (engine, _), given_back = whole, list[tuple[str, bool]]()
+    pool, compute, is_within = engine.runner.pool, engine.runner._compute, [False]
+
+    @contextmanager
+    def temporaries() -> Iterator[None]:
+        is_within[0] = True
+        yield
+        is_within[0] = False
+
+    def note(name: str) -> None:
+        given_back.append((name, is_within[0]))
+
+    for name in ("trim", "drop_unused"):
+        monkeypatch.setattr(pool, name, functools.partial(note, name))
+    monkeypatch.setattr(pool, "temporaries", temporaries)
+    monkeypatch.setattr(compute, "_most_rows", 60)
+    monkeypatch.setattr(compute, "_last_sizes", ())
+    for length in (20, 50, 40, 60):  # of the prompts; with 16 rows more
+        engine.ask(Ask(random_prompt(length), SHORT))
+    assert given_back == [("drop_unused", False)] * 2
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: CUT)
+    engine.ask(Ask(random_prompt(60), SHORT))
+    assert given_back[2:] == [("trim", False)]
 
 
 def test_every_head_may_be_a_group(

@@ -149,7 +149,7 @@ def test_bytes_of_a_row_of_every_stage() -> None:
     assert footprint.attend(layout, is_packed=False) == (attending,)
     (packed,) = footprint.attend(layout, is_packed=True)
     assert packed["collected attention"] == 8 * KIB
-    gating = {"normed": 8 * KIB, "gate and up": 48 * KIB, "activated": 24 * KIB}
+    gating = {"normed rows": 8 * KIB, "gate and up": 48 * KIB, "activated": 24 * KIB}
     assert footprint.feed_forward(layout) == (gating, {"activated": 24 * KIB})
     *_, logits = footprint.read(layout, is_packed=False)
     assert logits == {"read rows": 9 * KIB, "normed": 8 * KIB, "logits": 2 * 126464}
@@ -157,7 +157,7 @@ def test_bytes_of_a_row_of_every_stage() -> None:
 
 def test_long_chunks_store_no_gate_and_up_where_one_kernel_computes_their_product() -> None:
     footprint, layout = Footprint(FUSED), Layout(keep_queries=True)
-    fed = {"normed": 8 * KIB, "activated": 24 * KIB}
+    fed = {"normed rows": 8 * KIB, "activated": 24 * KIB}
     assert footprint.feed_forward(layout, is_long=True)[0] == fed
     row_bytes = total(footprint.resident(layout))
 
@@ -176,7 +176,7 @@ def test_what_computes_the_queries_is_gone_when_they_attend() -> None:
     layout = Layout(keep_queries=False)
     projecting, attending = Footprint(LLADA_8B).attend(layout, is_packed=False)
     queries = {"rotary tables": KIB, "queries": 8 * KIB}
-    assert projecting == queries | {"normed": 8 * KIB}
+    assert projecting == queries | {"normed rows": 8 * KIB}
     assert attending == queries | {"attention": 8 * KIB, "statistics": 128}
 
 
@@ -186,7 +186,7 @@ def test_few_heads_at_a_time_take_their_share() -> None:
         footprint.attend(Layout(False, groups), is_packed=False) for groups in (1, 4)
     )
     assert one["attention"] == one["queries"] == 4 * four["queries"]
-    assert projecting["normed"] == 8 * KIB  # more than the attention of a quarter of the heads
+    assert projecting["normed rows"] == 8 * KIB  # more than the attention of a quarter of the heads
     visiting, _ = footprint.attend(Layout(False, 4, host_residual=True), is_packed=False)
     assert visiting["visiting rows"] == 2 * 2 * 8 * KIB  # the residual and the updated one
 
@@ -264,13 +264,13 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
 
 
 def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() -> None:
-    """Attention's results are PyTorch's; the feed-forward stage cannot have that memory."""
+    """Attention's results are PyTorch's; of the other stages normed rows can have that memory."""
     step, layout = half_masked(50_000), Layout(keep_queries=False)
     footprint = Footprint(LLADA_8B)
     resident = total(footprint.resident(layout)) * step.rows
     resident += total(footprint.read_results(layout)) * step.sample_rows + ROUNDING_BYTES
     projecting, attending = attend = footprint.attend(layout, is_packed=False)
-    assert temporary(projecting) == 0
+    assert temporary(projecting) == projecting["normed rows"]
     assert temporary(attending) == attending["attention"] + attending["statistics"]
     for share in (1.05, 1.2, 1.5, 3.0):
         planner = Planner(
@@ -289,6 +289,31 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
         buffers = max(rows * buffered(phase) for rows, phase in phases)
         temporaries = max(rows * temporary(phase) for rows, phase in phases)
         assert plan.predicted_peak_bytes == resident + buffers + temporaries
+
+
+def test_normed_rows_that_attention_cannot_replace_are_buffers() -> None:
+    """Else PyTorch would have memory for both: of narrower rows, and of those that are fp8."""
+    narrow = replace(LLADA_8B, hidden_size=2048)
+    fp8 = replace(LLADA_8B, products=(LLADA_8B.products[0]._replace(quantises=True),))
+    for shape in (narrow, fp8):
+        projecting, _ = Footprint(shape).attend(Layout(False), is_packed=False)
+        assert projecting["normed"] == shape.row_bytes and temporary(projecting) == 0
+    projecting, _ = Footprint(narrow).attend(Layout(False, 2), is_packed=False)
+    assert temporary(projecting) == narrow.row_bytes
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 6000, 16_384, 20_000, 65_536, 204_800])
+@pytest.mark.parametrize("sampled", [32, 1000])
+def test_a_split_pool_needs_no_more_than_one_that_is_not(length: int, sampled: int) -> None:
+    """But for the softmax statistics, and normed rows beside gate and up of a short chunk."""
+    split, joint = (
+        Planner(FUSED, 100 * GIB, row_budget=4096, is_split=is_split).plan(
+            StepShape(length, sampled, length)
+        )
+        for is_split in (True, False)
+    )
+    assert split.predicted_peak_bytes <= joint.predicted_peak_bytes + length * 128 + (16 << 20)
+    assert split.predicted_seconds <= 1.01 * joint.predicted_seconds
 
 
 @pytest.mark.parametrize("is_split", [False, True])

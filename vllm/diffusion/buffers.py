@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,16 +29,24 @@ class Buffers(Protocol):
 
 
 class FreshBuffers:
-    """A new tensor for every buffer, which PyTorch frees when nothing refers to it."""
+    """A new tensor for every buffer, which PyTorch frees when nothing refers to it.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: of the tensors.
+        counted: who is told of them; None tells nobody. In a pool on virtual memory they share
+            theirs with what attention returns, which lies beside the buffers.
+    """
+
+    def __init__(self, device: torch.device, counted: Buffers | None = None) -> None:
+        self._device, self._counted = device, counted
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.expect(name, math.prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def expect(self, name: str, num_bytes: int) -> None:
-        pass
+        if self._counted is not None:
+            self._counted.expect(name, num_bytes)
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
         return nullcontext()

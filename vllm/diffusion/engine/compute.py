@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.sampling import NoiseSource
 
 
+SHORT_ROWS = 4_096  # of a step, what PyTorch keeps of which is not worth a wait
+
+
 class Compute:
     """Computes steps within the memory of their plans.
 
@@ -68,11 +71,13 @@ class Compute:
         self._graphs, self._noise, self._device = graphs, noise, device
         self._head = PooledHead(model, pool)
         self._last_sizes: tuple[int, ...] = ()
+        self._most_rows = SHORT_ROWS
         self.first_forwards = FirstForwards()
 
     def whole(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> torch.Tensor:
         """What is sampled of a batch, as `sample` returns it; arguments as for `chunks`."""
         body = None if self._graphs is None else self._graphs.run(batch, plan)
+        self.make_room(batch, plan)
         with nullcontext() if body is not None else self._pool.temporaries():
             return run_to_end(self.chunks(batch, plan, host, body))
 
@@ -91,7 +96,6 @@ class Compute:
             return (yield from self._streamed(batch, plan, host))
         pool, model, caches = self._pool, self._model, self._caches
         parts = list(batch.sample_parts(plan.logits_rows))  # while the graph runs
-        self._make_room(batch, plan)
         with pool.scope("step"):
             pool.expect("inputs", batch.num_rows * INPUT_BYTES)
             pool.expect("results", batch.shape.sample_rows * (READ_INPUT_BYTES + RESULT_BYTES))
@@ -127,7 +131,6 @@ class Compute:
         if is_joint:
             parts = to_first(parts, peers.size)
         rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
-        self._make_room(batch, plan)
         with pool.scope("step"):
             pool.expect("inputs", division.longest * INPUT_BYTES)
             results = READ_INPUT_BYTES + RESULT_BYTES
@@ -195,8 +198,17 @@ class Compute:
                 found.append(self._sampled(batch, part, positions, sample_rows))
         return self._agreed(batch.choose_jointly(joined(found))) if found else None
 
-    def _make_room(self, batch: StepBatch, plan: Plan) -> None:
-        """Give back buffers and PyTorch's temporaries of other sizes, where steps are long."""
-        if not plan.is_whole(batch.num_rows) and plan.sizes != self._last_sizes:
+    def make_room(self, batch: StepBatch, plan: Plan) -> None:
+        """Give back memory of other sizes before a long step: buffers and PyTorch's temporaries.
+
+        Of a whole step that is longer than those before, PyTorch's alone: it would take more beside
+        what it has cached of them. Not within `temporaries`, whose memory stays to the end.
+        """
+        num_rows = batch.num_rows
+        if plan.is_whole(num_rows):
+            if num_rows > self._most_rows:
+                self._pool.drop_unused()
+                self._most_rows = num_rows
+        elif plan.sizes != self._last_sizes:
             self._pool.trim()
-            self._last_sizes = plan.sizes
+            self._last_sizes, self._most_rows = plan.sizes, SHORT_ROWS

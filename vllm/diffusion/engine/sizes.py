@@ -155,6 +155,7 @@ def _products(
         gated=gated.row_bytes,
         add_to=kind.workspace(ops.Use.ADD_TO, out).row_bytes,
         most_gated_rows=gated.most_rows,
+        quantises=kind.quantises,
     )
 
 

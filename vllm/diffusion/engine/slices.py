@@ -134,6 +134,7 @@ class Slices:
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; there is no other."""
+        self._compute.make_room(batch, plan)
         self._paused = _Paused(
             started=time.perf_counter(),
             batch=batch,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.spans import HeadGroup
@@ -176,7 +177,7 @@ class SelfAttention:
         q = out.view(x.shape[0], shape[1] // self.head_dim, self.head_dim)
         if x.shape[0]:  # of a divided chunk other ranks may have all rows
             with buffers.scope("attend"):
-                self._project(self._normed(x, buffers), columns, out, buffers)
+                self._project(self._normed_for(out, x, buffers), columns, out, buffers)
             self._rotate(q, None, rotary)
         return q
 
@@ -204,8 +205,19 @@ class SelfAttention:
             features = slice(None) if group.count == 1 else group.part(self._query_width)
             self.out_proj.add_to(x, heads.flatten(1), buffers, features)
 
-    def _normed(self, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
-        out = self.qkv_proj.rows("normed", (x.shape[0], x.shape[1]), x.dtype, buffers)
+    def _normed_for(self, q: Tensor, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
+        """The normed rows that queries [R, columns] are computed from.
+
+        Where they take no less than what attention returns, that can have their memory.
+        """
+        if self.qkv_proj.quantises or q.shape[1] > x.shape[1]:
+            return self._normed(x, buffers)
+        return self._normed(x, FreshBuffers(x.device, buffers), "normed rows")
+
+    def _normed(
+        self, x: Tensor, buffers: Buffers, name: str = "normed"
+    ) -> Tensor | ops.QuantisedRows:
+        out = self.qkv_proj.rows(name, (x.shape[0], x.shape[1]), x.dtype, buffers)
         normed: Tensor | ops.QuantisedRows = self.norm(x, out=out)
         return normed
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.buffers import FreshBuffers
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -36,9 +38,9 @@ class GatedMLP:
         with buffers.scope("feed-forward"):
             activated = self._activated(len(x), x.dtype, buffers)
             with buffers.scope("feed-forward"):
-                shape = (x.shape[0], x.shape[1])
-                normed = self.norm(x, self.gate_up_proj.rows("normed", shape, x.dtype, buffers))
-                self.gate_up_proj.gated(normed, activated, buffers)
+                shape, beside = (x.shape[0], x.shape[1]), FreshBuffers(x.device, buffers)
+                out = self.gate_up_proj.rows("normed rows", shape, x.dtype, beside)
+                self.gate_up_proj.gated(self.norm(x, out), activated, buffers)
             self.down_proj.add_to(x, activated, buffers)
 
     def project(self, normed: Tensor, out: Tensor, buffers: Buffers) -> None:

@@ -133,6 +133,9 @@ class Draft:
         self.layout, self.step, self._of_row = layout, step, row_bytes
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += row_bytes.collected * step.kept_keys + ROUNDING_BYTES
+        if step.rows <= WHOLE_STEP_ROWS:  # what attention has returned lies beside the logits
+            beside = step.rows * row_bytes.attend.temporaries // row_bytes.read.buffers
+            most_read = max(most_read - beside, min(most_read, TILE_ROWS))
         most_read = min(step.sample_rows, most_read, longest.read)
         self._longest = longest._replace(read=most_read)
 

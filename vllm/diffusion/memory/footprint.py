@@ -53,12 +53,14 @@ class Products(NamedTuple):
         gated: of gate and up, and silu(gate) * up, in the widest MLP.
         add_to: of the products that are added to the residual stream.
         most_gated_rows: chunks of more rows take nothing of `gated`; None for no end.
+        quantises: they take rows that are quantised already.
     """
 
     project: Terms
     gated: Terms
     add_to: Terms
     most_gated_rows: int | None = None
+    quantises: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class ModelShape:
 # What PyTorch allocates itself, while the other terms are buffers of the pool.
 TEMPORARIES = frozenset(
     {
-        *("attention", "statistics", "collected attention"),
+        *("normed rows", "attention", "statistics", "collected attention"),
         *("quantised product", "routing", "activated of experts", "terms of experts"),
     }
 )
@@ -227,7 +229,8 @@ class Footprint:
     def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""
         terms = self._visiting(layout) | self._rotary(layout)
-        phases = tuple(terms | phase for phase in self._projecting())
+        normed = {"normed": self.shape.row_bytes}
+        phases = tuple(terms | normed | products.project for products in self.shape.products)
         if layout.shards == 1:
             return phases
         key_bytes = self.shape.key_value_bytes // 2 // layout.head_groups
@@ -261,11 +264,16 @@ class Footprint:
         queries = {"queries": shape.query_bytes // groups}
         if layout.shards > 1:
             queries |= dict.fromkeys(("given", "received"), shape.query_bytes // groups)
-        return tuple(queries | phase for phase in (*self._projecting(), *phases))
+        projecting = tuple(
+            {self._normed_for_queries(products, groups): shape.row_bytes} | products.project
+            for products in shape.products
+        )
+        return tuple(queries | phase for phase in (*projecting, *phases))
 
-    def _projecting(self) -> Phases:
-        normed = {"normed": self.shape.row_bytes}
-        return tuple(normed | products.project for products in self.shape.products)
+    def _normed_for_queries(self, products: Products, groups: int) -> str:
+        """What the rows are called: where attention can have their memory, PyTorch's."""
+        is_replaced = self.shape.query_bytes // groups <= self.shape.row_bytes
+        return "normed rows" if is_replaced and not products.quantises else "normed"
 
     def feed_forward(self, layout: Layout, *, is_long: bool = False) -> Phases:
         """Each kind of MLP of the model.
@@ -318,7 +326,7 @@ class Footprint:
         if not shape.mlp_width:
             return ()
         activated = {"activated": shape.mlp_width * shape.element_bytes}
-        gating = {"normed": shape.row_bytes} | ({} if is_long else products.gated)
+        gating = {"normed rows": shape.row_bytes} | ({} if is_long else products.gated)
         return activated | gating, activated | products.add_to
 
     def _experts(self) -> Phases:
