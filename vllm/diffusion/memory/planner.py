@@ -6,6 +6,7 @@ Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -164,13 +165,7 @@ class Planner(Plans):
             places = self._placements(shorter)
             return kept_bytes + min(self._smallest_alone(placed, length) for placed in places)
 
-        fits, too_many = 0, demand.length
-        while fits + 1 < too_many:
-            length = (fits + too_many) // 2
-            if smallest(length) <= self.budget_bytes:
-                fits = length
-            else:
-                too_many = length
+        fits = bisect_right(range(1, demand.length), self.budget_bytes, key=smallest)
         required = smallest(demand.length)
         return ActivationBudgetError(demand.length, required, self.budget_bytes, fits)
 

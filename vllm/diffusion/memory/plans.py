@@ -10,6 +10,7 @@ with the least predicted time is taken. Nothing here imports torch or upstream.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -178,18 +179,18 @@ class Plans:
         """Rows of a chunk of every stage that take so long, at most."""
         if seconds == math.inf:
             return Sizes.equal(step.rows)
-        longest = []
-        for stage in StageSeconds._fields:
-            fits, too_many = min(MIN_CHUNK_ROWS, step.rows), step.rows + 1
-            while fits + 1 < too_many:
-                rows = (fits + too_many) // 2
-                chunks = self._costs.longest_chunks(step, layout, Sizes.equal(rows))
-                if getattr(chunks, stage) <= seconds:
-                    fits = rows
-                else:
-                    too_many = rows
-            longest.append(fits)
-        sizes = Sizes(*longest)
+
+        def seconds_of(rows: int) -> StageSeconds:
+            return self._costs.longest_chunks(step, layout, Sizes.equal(rows))
+
+        least = min(MIN_CHUNK_ROWS, step.rows)
+        counts = range(least + 1, step.rows + 1)
+        sizes = Sizes(
+            *(
+                least + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
+                for stage in range(len(Sizes._fields))
+            )
+        )
         if sizes.attend < step.rows:
             waves = self._costs.whole_waves(sizes.attend, layout.head_groups)
             sizes = sizes._replace(attend=waves)
@@ -219,13 +220,11 @@ class Plans:
 
     def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
         available = self.budget_bytes - kept_bytes
-        fits, too_many = 0, step.rows
-        while fits + 1 < too_many:
-            rows = (fits + too_many) // 2
-            if self._smallest_bytes(step.scaled(rows)) <= available:
-                fits = rows
-            else:
-                too_many = rows
+
+        def smallest(rows: int) -> int:
+            return self._smallest_bytes(step.scaled(rows))
+
+        fits = bisect_right(range(1, step.rows), available, key=smallest)
         longest = step.scaled(fits).longest
         return ActivationBudgetError(
             step.longest, required + kept_bytes, self.budget_bytes, longest
