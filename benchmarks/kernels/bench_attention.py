@@ -205,14 +205,7 @@ def measure(case: Case, repeats: int) -> list[object]:
 def measure_tiles(case: Case, repeats: int) -> list[object]:
     """The row of the table of tiles."""
     layout, inputs = case.layout(), rotating(case.heads)
-    run = partial(
-        split_attention,
-        query_ends=layout.query_ends,
-        key_starts=layout.key_starts,
-        key_counts=layout.key_counts,
-        max_queries=layout.max_queries,
-        max_keys=layout.max_keys,
-    )
+    run = partial(split_attention, layout=layout)
     times = compare(
         {name_of(config): calls_of(partial(run, config=config), inputs) for config in TILES},
         repeats=repeats,

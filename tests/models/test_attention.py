@@ -381,15 +381,9 @@ def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> N
         pool[~is_read] = torch.nan  # what no sequence reads may be anything
         for programs in (0, 64):  # not split, and in parts of 64 keys
             out = torch.full(q.shape, torch.nan, dtype=dtype)
-            result = split_attention(
-                *(q, k, v, *layout[:3]),
-                max_queries=layout.max_queries,
-                max_keys=layout.max_keys + 80,  # a bound, not a maximum
-                block_lengths=layout.block_lengths,
-                firsts=layout.firsts,
-                out=out,
-                config=SplitConfig(16, 16, programs, num_warps=4, num_stages=1),
-            )
+            bounded = layout._replace(max_keys=layout.max_keys + 80)  # a bound, not a maximum
+            config = SplitConfig(16, 16, programs, num_warps=4, num_stages=1)
+            result = split_attention(q, k, v, bounded, out, config)
             assert result is out
             torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
 
@@ -404,26 +398,13 @@ def run_split_in_pages() -> None:
     for size, programs in ((16, 64), (32, 0)):
         *stored, pages = in_pages(k, v, size)
         layout = AttentionLayout.of(spans, "cpu", pages)
-        result = split_attention(
-            *(q, *stored, *layout[:3]),
-            max_queries=layout.max_queries,
-            max_keys=layout.max_keys,
-            page_rows=pages.rows,
-            page_size=pages.size,
-            config=SplitConfig(16, 16, programs, num_warps=4, num_stages=1),
-        )
+        config = SplitConfig(16, 16, programs, num_warps=4, num_stages=1)
+        result = split_attention(q, *stored, layout, config=config)
         torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
     try:
-        split_attention(
-            *(q, *stored, *layout[:3]),
-            max_queries=5,
-            max_keys=200,
-            page_rows=pages.rows,
-            page_size=24,
-            config=SplitConfig(16, 16, 0, num_warps=4, num_stages=1),
-        )
+        split_attention(q, *stored, layout._replace(pages=pages._replace(size=24)), config=config)
     except ValueError as error:
-        assert "page_size: wanted a multiple of 16, given 24" in str(error)
+        assert "page size: wanted a multiple of 16, given 24" in str(error)
     else:
         raise AssertionError("pages that are not whole tiles were taken")
 
@@ -438,7 +419,7 @@ def test_number_of_splits() -> None:
 
 
 def test_split_takes_no_cpu() -> None:
-    q, ends = torch.zeros(4, 2, 64), torch.tensor([0, 4], dtype=torch.int32)
+    q = torch.zeros(4, 2, 64)
     assert not can_split(torch.bfloat16, 64, q.device)
     with pytest.raises(ValueError, match=r"split_attention: wanted 16-bit .* on cpu"):
-        split_attention(q, q, q, ends, ends, ends[1:], max_queries=4, max_keys=4)
+        split_attention(q, q, q, AttentionLayout.of([Span(0, 4, 0, 4)], "cpu"))

@@ -152,14 +152,8 @@ def test_pages_of_other_heads(generator, head_dim, programs):
     wanted = definition(q, k, v, spans)
     *stored, pages = in_pages(k, v, PAGE_SIZE)
     layout = AttentionLayout.of(spans, "cuda", pages)
-    result = split_attention(
-        *(q, *stored, *layout[:3]),
-        max_queries=layout.max_queries,
-        max_keys=layout.max_keys,
-        page_rows=pages.rows,
-        page_size=pages.size,
-        config=SplitConfig(64, 32, programs, num_warps=4, num_stages=3),
-    )
+    config = SplitConfig(64, 32, programs, num_warps=4, num_stages=3)
+    result = split_attention(q, *stored, layout, config=config)
     assert_close(result, wanted, torch.bfloat16)
 
 
@@ -172,12 +166,7 @@ def test_split_in_other_tiles(generator, head_dim, rows):
     wanted = definition(q, k, v, spans)
     for programs in (0, 1, 64):  # not split, split, split as often as can be
         config = SplitConfig(rows, 64, programs, num_warps=4, num_stages=2)
-        result = split_attention(
-            *(q, k, v, *layout[:3]),
-            max_queries=layout.max_queries,
-            max_keys=layout.max_keys,
-            config=config,
-        )
+        result = split_attention(q, k, v, layout, config=config)
         assert_close(result, wanted, torch.bfloat16)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -281,26 +281,10 @@ def _attend_flash3(
     )
 
 
-def _attend_split(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
-) -> Tensor:
-    """Attention of all sequences, their keys split among programs."""
-    return split_attention(
-        *(q, k, v),
-        *(layout.query_ends, layout.key_starts, layout.key_counts),
-        max_queries=layout.max_queries,
-        max_keys=layout.max_keys,
-        block_lengths=layout.block_lengths,
-        firsts=layout.firsts,
-        page_rows=None if layout.pages is None else layout.pages.rows,
-        page_size=0 if layout.pages is None else layout.pages.size,
-        out=out,
-    )
-
-
-_ATTEND = {
+_Attend: TypeAlias = "Callable[[Tensor, Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]"
+_ATTEND: dict[Backend, _Attend] = {
     Backend.SDPA: _attend_each,
     Backend.FLASH: _attend_packed,
     Backend.FLASH3: _attend_flash3,
-    Backend.SPLIT: _attend_split,
+    Backend.SPLIT: split_attention,
 }

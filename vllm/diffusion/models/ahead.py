@@ -18,6 +18,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.layers.split_attention import split_attention
 from vllm.diffusion.pages import PAGE_SIZE
+from vllm.diffusion.spans import AttentionLayout, PageTable
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -96,13 +97,13 @@ def _attend(
 
     has_blocks = model.family.is_block_causal
     q, k, v = rows.split(heads, dim=1)
-    return split_attention(
-        *(q, k, v),
+    layout = AttentionLayout(
         *(numbers(0, PAGE_SIZE), numbers(0), numbers(PAGE_SIZE)),
         max_queries=PAGE_SIZE,
         max_keys=max_keys,
+        spans=None,
+        pages=PageTable(numbers(0), PAGE_SIZE) if is_paged else None,
         block_lengths=numbers(PAGE_SIZE) if has_blocks else None,
         firsts=numbers(0) if has_blocks else None,
-        page_rows=numbers(0) if is_paged else None,
-        page_size=PAGE_SIZE if is_paged else 0,
     )
+    return split_attention(q, k, v, layout)

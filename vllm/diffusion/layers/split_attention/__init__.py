@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from vllm.diffusion.spans import AttentionLayout, PageTable
+
 # Triton reads it when a kernel is decorated, that is when its module is imported.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -89,23 +91,11 @@ def split_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    query_ends: Tensor,
-    key_starts: Tensor,
-    key_counts: Tensor,
-    *,
-    max_queries: int,
-    max_keys: int,
-    block_lengths: Tensor | None = None,
-    firsts: Tensor | None = None,
-    page_rows: Tensor | None = None,
-    page_size: int = 0,
+    layout: AttentionLayout,
     out: Tensor | None = None,
     config: SplitConfig = CONFIG,
 ) -> Tensor:
     """softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
-
-    No mask, but for sequences on a grid of blocks: a query of those reads the keys of its own block
-    and of the blocks before it.
 
     Reads nothing back to the host, and how much is launched depends on shapes and bounds alone, so
     a CUDA graph can hold it. Between its kernels it keeps at most `config.programs` tiles of fp32
@@ -115,19 +105,7 @@ def split_attention(
         q: [R, H, hd] of a kind that `can_split`; hd is contiguous, other strides are free.
         k, v: [N, KV, hd] of the same dtype, likewise; query head h reads key/value head
             h // (H / KV).
-        query_ends: [S + 1] int32: 0, then the end of each sequence's queries, the last one R.
-        key_starts: [S or more] int32: first key row of each sequence; with pages, its first entry
-            of the table times `page_size`.
-        key_counts: [S] int32: keys of each sequence; one without keys gets zeros.
-        max_queries, max_keys: at least the queries and the keys of every sequence.
-        block_lengths: [S] int32: keys of a block, counted from the first key; 0 for a sequence
-            whose queries read all keys; None where that is so for all.
-        firsts: [S] int32: the key beside which the first query stands, counted likewise; given
-            with `block_lengths`.
-        page_rows: [E] int32: the first key row of every page, where the keys of a sequence lie in
-            pages of `page_size` rows, one after the other by this table; None where they lie in
-            one range of rows.
-        page_size: rows of a page.
+        layout: the sequences; spans of the host are not asked for.
         out: [R, H, hd] contiguous, of the dtype of q; allocated when not given.
         config: tiles other than the measured ones.
 
@@ -137,36 +115,28 @@ def split_attention(
     Raises:
         ValueError: the tensors are not of a kind that `can_split`, or pages are not whole tiles.
     """
-    if not can_split(q.dtype, q.shape[2], q.device):
-        raise ValueError(
-            f"split_attention: wanted 16-bit heads of a width in {HEAD_DIMS} on a GPU with Triton,"
-            f" given {q.dtype} heads of width {q.shape[2]} on {q.device}"
-        )
-    if page_rows is not None and (page_size < 1 or page_size % config.keys):
-        raise ValueError(
-            f"split_attention: page_size: wanted a multiple of {config.keys}, given {page_size}"
-        )
+    _check(q, layout.pages, config)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, num_sequences = k.shape[1], len(key_counts)
+    num_kv_heads, num_sequences = k.shape[1], len(layout.key_counts)
     if num_rows == 0 or num_sequences == 0:
         return out
     group = num_heads // num_kv_heads
-    num_tiles = _max_tiles(num_rows, num_sequences, max_queries, group, config.rows)
+    num_tiles = _max_tiles(num_rows, num_sequences, layout.max_queries, group, config.rows)
     # Tiles that have rows, at least. A graph's last sequence may have but what pads the rows.
     num_filled = max(-(-num_rows * group // config.rows), num_sequences - 1)
     num_splits = choose_splits(
-        num_filled * num_kv_heads, max_keys, config, num_multiprocessors(q.device)
+        num_filled * num_kv_heads, layout.max_keys, config, num_multiprocessors(q.device)
     )
     kernels = _kernels()
     assert kernels is not None
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         kernels.launch(
             (q, k, v, out),
-            (query_ends, key_starts, key_counts, block_lengths, firsts),
-            page_rows,
-            page_size=0 if page_rows is None else page_size,
+            (*layout[:3], layout.block_lengths, layout.firsts),
+            None if layout.pages is None else layout.pages.rows,
+            page_size=0 if layout.pages is None else layout.pages.size,
             scale=math.log2(math.e) / math.sqrt(head_dim),
             num_tiles=num_tiles,
             num_splits=num_splits,
@@ -176,6 +146,18 @@ def split_attention(
             overlaps=q.is_cuda and capability(q.device) >= (9, 0),
         )
     return out
+
+
+def _check(q: Tensor, pages: PageTable | None, config: SplitConfig) -> None:
+    if not can_split(q.dtype, q.shape[2], q.device):
+        raise ValueError(
+            f"split_attention: wanted 16-bit heads of a width in {HEAD_DIMS} on a GPU with Triton,"
+            f" given {q.dtype} heads of width {q.shape[2]} on {q.device}"
+        )
+    if pages is not None and (pages.size < 1 or pages.size % config.keys):
+        raise ValueError(
+            f"split_attention: page size: wanted a multiple of {config.keys}, given {pages.size}"
+        )
 
 
 def _max_tiles(
