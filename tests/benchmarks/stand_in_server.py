@@ -85,7 +85,7 @@ if __name__ == "__main__":
     if FAILURE == "no start":
         raise ValueError("no such checkpoint")
     if "STAND_IN_STUBBORN" in os.environ:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: log("told to end"))
     log(f"arguments: {sys.argv[1:]}")
     log(f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}, length {os.environ['MAX_MODEL_LEN']}")
     engine = subprocess.Popen([sys.executable, "-c", ENGINE])

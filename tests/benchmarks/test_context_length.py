@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from benchmarks import harness, server_process
 from benchmarks.context_length import runner
 from benchmarks.context_length.measure import Request, ordinary_ids, told_progress
 from benchmarks.context_length.memory import GpuMemory, MemoryUse, PeakMemory, memory_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "benchmarks" / "stand_in_server.py"
+DRAW = harness.draw
 CONFIG = {"vocab_size": 64, "mask_token_id": 3, "eos_token_id": 60, "bos_token_id": None}
 
 
@@ -119,6 +121,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setenv("STAND_IN_FOLDER", str(tmp_path))
+    monkeypatch.setattr(server_process, "POLL_S", 0.02)
+    monkeypatch.setattr(harness, "draw", lambda *_, **__: None)  # one test draws
     return tmp_path
 
 
@@ -166,7 +170,10 @@ def living(project: Path) -> list[int]:
     return found
 
 
-def test_all_lengths_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_lengths_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "draw", DRAW)
     assert runner.main("llada", arguments(project)) == 0
     found = points(project)
     assert [(p["length"], p["status"]) for p in found] == [(64, OK), (128, OK), (192, OK)]
@@ -214,7 +221,7 @@ def test_options_reach_the_server(project: Path, capsys: pytest.CaptureFixture[s
         ("no memory", "out of memory", "CUDA out of memory. Tried to allocate 3.00 GiB"),
         ("error", "failed", "500: ZeroDivisionError: division by zero"),
         ("die", "server died", "ValueError: the engine broke; its log ends with:"),
-        ("hang", "timeout", "no answer within 1 s"),
+        ("hang", "timeout", "no answer within 2 s"),
         ("cut", "failed", "wanted 64 tokens in the answer, got 1"),
     ],
 )
@@ -228,7 +235,8 @@ def test_a_failure_is_kept_and_its_limit_searched(
 ) -> None:
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
     monkeypatch.setenv("STAND_IN_FAILURE", failure)
-    options = arguments(project, max=256, precision=32, **{"request-timeout": 1})
+    changed = {"request-timeout": 2} if failure == "hang" else {}
+    options = arguments(project, max=256, precision=32, **changed)
     assert runner.main("llada", options) == 0
     found = {point["length"]: point for point in points(project)}
     assert asked(project) == [64, 128, 96]
@@ -401,7 +409,8 @@ def test_a_second_interruption_kills_a_server_that_does_not_end(
     changed = {"start": 128, "shutdown-timeout": 600}
     with hanging_runner(project, monkeypatch, **changed) as process:
         process.send_signal(signal.SIGTERM)
-        time.sleep(2)
+        log = project / "out" / "logs" / "server_128.log"
+        wait_for(lambda: "told to end" in log.read_text())
         assert process.poll() is None, "it waits for the server"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
