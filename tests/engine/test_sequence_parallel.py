@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows divided over ranks: tokens, records and memory are those of one rank.
 
-Most ranks are threads here (`tests/engine/ranks.py`); one engine has real processes.
+Ranks are threads here (`tests/engine/ranks.py`); tests/engine/test_tensor_parallel.py has
+processes.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from vllm.v1.executor import Executor
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
-from tests.engine.ranks import fail_once, ranked
+from tests.engine.ranks import ranked
 from tests.engine.test_chunks import CUT, SHORT, asks, tokens
 from tests.engine.test_guided import SCHEMA
 from tests.engine.test_guided import asks as guided_asks
@@ -233,56 +233,3 @@ def test_upstream_counts_a_process_for_every_rank(checkpoint: Callable[[str], Pa
     assert executor._get_parallel_sizes() == (2, 1, 2)
     assert executor._get_output_rank() == 0
     assert [executor._is_driver_worker(rank) for rank in range(4)] == [True, False, False, False]
-
-
-# ---- processes ----
-
-DIVIDING: dict[str, Any] = {
-    "additional_config": {
-        "dllm": {
-            "longest_pause_ms": 0,
-            "sequence_parallel_size": 2,
-            "sequence_parallel_min_tokens": 100,
-        }
-    }
-}
-
-
-def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> None:
-    """Divided, undivided, with kept keys and values, in slices, after an abort, and after errors.
-
-    A rank that fails by itself in a divided step ends the requests of that step.
-    """
-    long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
-    with running(folder) as engine:
-        wanted, whole = tokens(engine.ask(long, *asks())), tokens(engine.ask(*whole_asks()))
-    with running(folder, **ranks) as engine:
-        assert tokens(engine.ask(*whole_asks())) == whole
-        assert tokens(engine.ask(long, *asks())) == wanted
-        engine.scheduler.slicing.longest_pause_s = 4e-3
-        start(engine, "gone", long)
-        for _ in range(3):
-            engine.llm.llm_engine.step()
-        engine.llm.llm_engine.abort_request(["gone"])
-        assert tokens(engine.ask(long, *asks())) == wanted
-        engine.scheduler.slicing.longest_pause_s = math.inf
-        for error in errors:
-            engine.llm.collective_rpc(fail_once, args=(error,))
-            (answer,) = engine.ask(long)
-            assert ("RankError" in answer.report.get("error", "")) == (error == "other")
-            assert error == "other" or tokens([answer]) == wanted[:1]
-            assert tokens(engine.ask(long, *asks())) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor_size", [1, 2])
-def test_processes_equal_one(tensor_size: int, checkpoint: Callable[[str], Path]) -> None:
-    """Two of them, and four that have halves of the weights besides."""
-    ranks = {**DIVIDING, "tensor_parallel_size": tensor_size}
-    processes_equal_one(checkpoint("mha"), ranks, "other", "memory")
-
-
-@pytest.mark.multi_gpu
-def test_two_gpus_equal_one(checkpoint: Callable[[str], Path]) -> None:
-    """With graphs of the steps that are not divided, which others follow at once."""
-    processes_equal_one(checkpoint("mha"), DIVIDING)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on the CPU (gloo) decode what one process decodes."""
+"""Ranks that are processes, on the CPU (gloo), decode what one process decodes.
+
+They are in one file: those of two tests at once would only wait for each other.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,8 +26,13 @@ from tests.engine.harness import (
 )
 from tests.engine.ranks import fail_once
 from tests.engine.test_batching import assert_decoded
+from tests.engine.test_chunks import SHORT, tokens
+from tests.engine.test_chunks import asks as mixed_asks
+from tests.engine.test_running_ahead import start
+from tests.engine.test_sequence_parallel import whole_asks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.reference.golden import Run
@@ -98,15 +107,16 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         engine.scheduler.slicing.seconds = 6e-5  # less than any step, more than any chunk
         assert_decoded(engine.ask(*asks), wanted)
         engine.scheduler.slicing.seconds = None
+        few, wanted = asks[2:5], wanted[2:5]
         engine.llm.collective_rpc(fail_once, args=("other",))
-        broken = engine.ask(*asks)
-        assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(asks)
+        broken = engine.ask(*few)
+        assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(few)
         engine.llm.collective_rpc(fail_once, args=("memory",))
-        assert_decoded(engine.ask(*asks), wanted)  # all ranks try the same step again
+        assert_decoded(engine.ask(*few), wanted)  # all ranks try the same step again
         engine.llm.collective_rpc(break_rule)
-        broken = engine.ask(*asks)
-        assert "the rule broke" in broken[2].report["error"]
-        assert_decoded(broken[:2] + broken[3:], wanted[:2] + wanted[3:])
+        first, *others = engine.ask(*few)
+        assert "the rule broke" in first.report["error"]
+        assert_decoded(others, wanted[1:])
 
 
 def run_ahead(worker: Any) -> None:
@@ -120,7 +130,7 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
     model = load_reference(folder)
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     whole = as_request(prompt, **BLOCKS)
-    caches = ["dual", "frozen"] * 3
+    caches = ["dual", "frozen"] * 2
     kept = [as_request([*prompt, i + 2], cache=c, **BLOCKS) for i, c in enumerate(caches)]
     guided = {**BLOCKS, "cache": "frozen", "cfg_scale": 1.0}
     own, frozen = clear_case(model, 40, **guided)
@@ -183,3 +193,58 @@ def test_two_gpus_score_as_well_as_one(
     two = scores(folder, quantization=quantization, tensor_parallel_size=2)
     error = (one - plain).norm() if quantization else 0.02 * plain.norm()
     assert 0 < (two - plain).norm() < 1.5 * error
+
+
+# ---- rows divided over processes ----
+
+DIVIDING: dict[str, Any] = {
+    "additional_config": {
+        "dllm": {
+            "longest_pause_ms": 0,
+            "sequence_parallel_size": 2,
+            "sequence_parallel_min_tokens": 100,
+        }
+    }
+}
+
+
+def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> None:
+    """Divided, undivided, with kept keys and values, in slices, after an abort, and after errors.
+
+    A rank that fails by itself in a divided step ends the requests of that step.
+    """
+    long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
+    with running(folder) as engine:
+        wanted, whole = tokens(engine.ask(long, *mixed_asks())), tokens(engine.ask(*whole_asks()))
+    with running(folder, **ranks) as engine:
+        assert tokens(engine.ask(*whole_asks())) == whole
+        assert tokens(engine.ask(long, *mixed_asks())) == wanted
+        engine.scheduler.slicing.longest_pause_s = 4e-3
+        start(engine, "gone", long)
+        for _ in range(3):
+            engine.llm.llm_engine.step()
+        engine.llm.llm_engine.abort_request(["gone"])
+        assert tokens(engine.ask(long, *mixed_asks())) == wanted
+        engine.scheduler.slicing.longest_pause_s = math.inf
+        for error in errors:
+            engine.llm.collective_rpc(fail_once, args=(error,))
+            (answer,) = engine.ask(long)
+            assert ("RankError" in answer.report.get("error", "")) == (error == "other")
+            assert error == "other" or tokens([answer]) == wanted[:1]
+        assert tokens(engine.ask(long, *mixed_asks())) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_divided_rows_equal_one_process(
+    tensor_size: int, checkpoint: Callable[[str], Path]
+) -> None:
+    """Two of them, and four that have halves of the weights besides."""
+    ranks = {**DIVIDING, "tensor_parallel_size": tensor_size}
+    processes_equal_one(checkpoint("mha"), ranks, "other", "memory")
+
+
+@pytest.mark.multi_gpu
+def test_rows_divided_over_two_gpus_equal_one(checkpoint: Callable[[str], Path]) -> None:
+    """With graphs of the steps that are not divided, which others follow at once."""
+    processes_equal_one(checkpoint("mha"), DIVIDING)
