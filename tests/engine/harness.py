@@ -186,6 +186,25 @@ def to_answer(output: Any) -> Answer:
     )
 
 
+def start(engine: Engine, name: str, ask: Ask) -> str:
+    """Queue a request; returns the engine's own id of it."""
+    prompt: Any = {"prompt_token_ids": ask.prompt}
+    return str(engine.llm.llm_engine.add_request(name, prompt, sampling_params(ask)))
+
+
+def step(engine: Engine) -> dict[str, Answer]:
+    """The answers that ended in one step, by name."""
+    return {o.request_id: to_answer(o) for o in engine.llm.llm_engine.step() if o.finished}
+
+
+def finish(engine: Engine) -> dict[str, Answer]:
+    """Step until all requests have ended; their answers by name."""
+    answers: dict[str, Answer] = {}
+    while engine.llm.llm_engine.has_unfinished_requests():
+        answers |= step(engine)
+    return answers
+
+
 def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
     """The same parameters as a reference run takes; by default for the whole canvas."""
     return Ask(prompt, {"ignore_eos": ignore_eos, **asked})

@@ -13,8 +13,9 @@ from tests.engine.harness import (
     Ask,
     as_request,
     clear_case,
-    sampling_params,
-    to_answer,
+    finish,
+    start,
+    step,
 )
 
 if TYPE_CHECKING:
@@ -75,10 +76,8 @@ def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> li
     while waiting or upstream.has_unfinished_requests():
         if waiting and count % steps_between == 0:
             index, ask = waiting.pop(0)
-            upstream.add_request(str(index), {"prompt_token_ids": ask.prompt}, sampling_params(ask))
-        for output in upstream.step():
-            if output.finished:
-                answers[output.request_id] = to_answer(output)
+            start(engine, str(index), ask)
+        answers |= step(engine)
         count += 1
     return [answers[str(index)] for index in range(len(asks))]
 
@@ -135,19 +134,12 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(
 ) -> None:
     asks, wanted = mixed
     upstream = engine.llm.llm_engine
-    ids = [
-        upstream.add_request(str(i), {"prompt_token_ids": a.prompt}, sampling_params(a))
-        for i, a in enumerate(asks[:3])
-    ]
+    ids = [start(engine, str(i), ask) for i, ask in enumerate(asks[:3])]
     for _ in range(4):
         upstream.step()
     assert len(engine.runner.canvases) == 3
     upstream.abort_request([ids[1]], internal=True)
-    answers = {}
-    while upstream.has_unfinished_requests():
-        for output in upstream.step():
-            if output.finished:
-                answers[output.request_id] = to_answer(output)
+    answers = finish(engine)
     assert_decoded([answers["0"], answers["2"]], [wanted[0], wanted[2]])
     assert "1" not in answers
     assert engine.is_idle()
@@ -158,7 +150,7 @@ def test_aborting_the_last_request_empties_the_engine(
 ) -> None:
     ask = mixed[0][0]
     upstream = engine.llm.llm_engine
-    req_id = upstream.add_request("lone", {"prompt_token_ids": ask.prompt}, sampling_params(ask))
+    req_id = start(engine, "lone", ask)
     upstream.step()
     upstream.abort_request([req_id], internal=True)
     assert not upstream.has_unfinished_requests()
@@ -191,9 +183,7 @@ def test_answers_grow_by_finished_prefixes(engine: Engine, model: LLaDAReference
     """What was sent once never changes, and it is the canvas before its first masked position."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     upstream = engine.llm.llm_engine
-    upstream.add_request(
-        "growing", {"prompt_token_ids": prompt}, sampling_params(as_request(prompt, **BLOCKS))
-    )
+    start(engine, "growing", as_request(prompt, **BLOCKS))
     lengths = []
     while upstream.has_unfinished_requests():
         for output in upstream.step():

@@ -15,7 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Answer, Ask, Engine, running, sampling_params, shrink, to_answer
+from tests.engine.harness import (
+    Answer,
+    Ask,
+    Engine,
+    running,
+    sampling_params,
+    shrink,
+    start,
+    step,
+)
 from vllm.diffusion.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -227,7 +236,7 @@ def test_a_stop_token_ends_the_answer_after_its_block(
 
 def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Answer]) -> None:
     upstream = engine.llm.llm_engine
-    upstream.add_request("streamed", {"prompt_token_ids": ASKS[0].prompt}, sampling_params(ASKS[0]))
+    start(engine, "streamed", ASKS[0])
     lengths = []
     while upstream.has_unfinished_requests():
         lengths += [len(output.outputs[0].token_ids) for output in upstream.step()]
@@ -292,18 +301,16 @@ def test_the_cache_is_reset_under_running_requests(
 ) -> None:
     upstream = engine.llm.llm_engine
     for name, one in enumerate(ASKS[:3]):
-        upstream.add_request(str(name), {"prompt_token_ids": one.prompt}, sampling_params(one))
-    answers, count = {}, 0
+        start(engine, str(name), one)
+    answers, count = dict[str, Answer](), 0
     while upstream.has_unfinished_requests():
-        for output in upstream.step():
-            if output.finished:
-                answers[int(output.request_id)] = to_answer(output)
+        answers |= step(engine)
         count += 1
         if count == 3:
             assert not engine.scheduler.reset_prefix_cache()
         if count in (3, 15, 16):
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    same([answers[name] for name in range(3)], wanted[:3])
+    same([answers[name] for name in "012"], wanted[:3])
 
 
 # ---- any schedule ------------------------------------------------------------------------------
@@ -373,16 +380,11 @@ def run_schedule(engine: Engine, schedule: Arrivals) -> dict[int, Answer]:
         while waiting and next_at + waiting[0][1][0] <= count:
             place, (delay, number, abort_after) = waiting.pop(0)
             next_at += delay
-            one = ASKS[number]
-            req_id = upstream.add_request(
-                str(place), {"prompt_token_ids": one.prompt}, sampling_params(one)
-            )
+            req_id = start(engine, str(place), ASKS[number])
             if abort_after is not None:
-                aborts[str(req_id)] = count + abort_after
+                aborts[req_id] = count + abort_after
         upstream.abort_request([r for r, at in aborts.items() if at == count], internal=True)
-        for output in upstream.step():
-            if output.finished:
-                answers[int(output.request_id)] = to_answer(output)
+        answers |= {int(name): answer for name, answer in step(engine).items()}
         published.check()
         count += 1
     return answers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params
+from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params, start
 from tests.engine.test_batching import assert_decoded
 from vllm.diffusion.memory import PoolExhaustedError, UsageMeter
 from vllm.diffusion.ops import HostCopy
@@ -211,9 +211,7 @@ def test_paused_requests_go_on_where_they_were(engine: Engine, model: LLaDARefer
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     upstream = engine.llm.llm_engine
-    upstream.add_request(
-        "paused", {"prompt_token_ids": prompt}, sampling_params(as_request(prompt, **BLOCKS))
-    )
+    start(engine, "paused", as_request(prompt, **BLOCKS))
     upstream.step()
     (canvas,) = engine.runner.canvases.values()
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)

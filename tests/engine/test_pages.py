@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, start, step
 from tests.engine.test_chunks import PLANS, record
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.pages import PAGE_SIZE, num_pages
@@ -64,12 +64,8 @@ def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> li
     rng.shuffle(waiting)
     while waiting or upstream.has_unfinished_requests():
         for number, ask in [waiting.pop() for _ in waiting[: rng.randint(0, 2)]]:
-            upstream.add_request(
-                str(number), {"prompt_token_ids": ask.prompt}, sampling_params(ask)
-            )
-        for output in upstream.step():
-            if output.finished:
-                answers[output.request_id] = to_answer(output)
+            start(engine, str(number), ask)
+        answers |= step(engine)
         after_step()
     assert engine.is_idle()
     return [answers[str(number)] for number in range(len(answers))]

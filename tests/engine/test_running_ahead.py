@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, sampling_params, to_answer
+from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, finish, start
 from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
-    from tests.engine.harness import Answer, Engine
+    from tests.engine.harness import Engine
     from tests.reference.llada_model import LLaDAReference
 
 
@@ -29,22 +29,6 @@ def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     monkeypatch.setattr(engine.runner, "runs_ahead", True)
     monkeypatch.setattr(engine.runner, "launch", recorded)
     return found
-
-
-def start(engine: Engine, name: str, ask: Ask) -> str:
-    """Queue a request; returns the engine's own id of it."""
-    upstream = engine.llm.llm_engine
-    return str(upstream.add_request(name, {"prompt_token_ids": ask.prompt}, sampling_params(ask)))
-
-
-def finish(engine: Engine) -> dict[str, Answer]:
-    """Step until all requests have ended; their answers by name."""
-    upstream, answers = engine.llm.llm_engine, {}
-    while upstream.has_unfinished_requests():
-        for output in upstream.step():
-            if output.finished:
-                answers[output.request_id] = to_answer(output)
-    return answers
 
 
 def test_no_step_is_launched_for_a_complete_answer(

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.engine.harness import Ask, running, shrink, to_answer
+from tests.engine.harness import Ask, finish, running, shrink, start, step
 from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
-from tests.engine.test_running_ahead import finish, start
 from tests.memory.test_planner import LLADA_8B
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
@@ -368,7 +367,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     asked = {**SHORT, "cache": "dual"}
     asks = [Ask(random_prompt(n, n), asked) for n in (15, 200, 60)]
     wanted = tokens(engine.ask(*asks))
-    runner, step = engine.runner, engine.llm.llm_engine.step
+    runner = engine.runner
     runner.caches.trim()  # so that there is no more room than is in use
     slicing = engine.scheduler.slicing
     slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
@@ -382,11 +381,11 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     names: list[str] = []
     monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
     first = start(engine, "first", asks[0])
-    step()
+    step(engine)
     names.append(start(engine, "long", asks[1]))
     answers = {}
     while first in runner.canvases:
-        answers |= {o.request_id: to_answer(o) for o in step() if o.finished}
+        answers |= step(engine)
     assert forwards_begun == [0]
     start(engine, "last", asks[2])
     answers |= finish(engine)
@@ -457,7 +456,5 @@ def finish_one(engine: Engine, name: str) -> dict[str, Answer]:
     """Step until one request has ended."""
     answers: dict[str, Answer] = {}
     while name not in answers:
-        for output in engine.llm.llm_engine.step():
-            if output.finished:
-                answers[output.request_id] = to_answer(output)
+        answers |= step(engine)
     return answers
