@@ -12,6 +12,7 @@ from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config
 from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.memory.footprint import Footprint, Layout
+from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +60,31 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
     shared = mixtures[0].shared
     assert shape.experts.shared_width == (0 if shared is None else shared.width)
     assert shape.experts.in_fp32 == mixtures[0].scoring.in_fp32
+
+
+@pytest.mark.parametrize("case", ["mha", "gqa", "bias", "qk_norm", "dream", "sdar"])
+def test_stages_take_what_is_planned(
+    case: str, case_model: Callable[[str], DiffusionModel], case_path: Callable[[str], Path]
+) -> None:
+    """By name and to the byte, so that no layer takes what the footprint does not know."""
+    model, rows, layout = case_model(case), 7, Layout(keep_queries=False)
+    layer, x = model.layers[0], torch.ones(rows, model.hidden_size)
+    rotary = model.rotary(torch.arange(rows))
+    product = torch.zeros(rows, 2 * model.num_kv_heads * model.head_dim)
+    layer.keys_values(x, rotary, product, wrote := Recorder())
+    _, k, v = layer.attention.split(product)
+    keys = AttentionLayout.of([Span(0, rows, 0, rows)], "cpu")
+    layer.attend(x, rotary, [KeySource(slice(rows), k, v, keys)], None, attended := Recorder())
+    layer.feed_forward(x, fed := Recorder())
+    footprint = Footprint(model_shape(engine_config(case_path(case))))
+    for scratch, phases in (
+        (wrote, footprint.keys_values(layout)),
+        (attended, footprint.attend(layout, is_packed=False)),
+        (fed, footprint.feed_forward(layout)),
+    ):
+        planned = {name: rows * size for phase in phases for name, size in phase.items()}
+        planned.pop("rotary tables", None)  # which are there
+        assert scratch.taken == planned
 
 
 @pytest.mark.parametrize("case", ["moe", "sdar_moe", "llada2", "llada2_dense_first"])
