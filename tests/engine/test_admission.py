@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The waiting line by itself: a request is itself alone, and the order of who starts."""
+"""The waiting line by itself: a request is itself alone, and the order of who starts.
+
+Readings of one call start together.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,17 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.engine.admission import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
+from vllm.diffusion.engine.admission import (
+    LONGEST_WAIT_S,
+    MAX_OVERTAKEN,
+    MAX_PASSED,
+    Gathering,
+    WaitingLine,
+)
 from vllm.diffusion.engine.scheduled import Scheduled
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import Demand
+from vllm.diffusion.scoring import ScoreRequest
 
 LIMIT = 100  # positions of the requests that run together
 NEVER = 1000  # positions that do not fit alone
@@ -123,3 +133,40 @@ def test_only_so_many_that_do_not_fit_are_looked_past() -> None:
 def test_those_of_a_lower_number_stand_before_all_others() -> None:
     items = [waiting(60, priority=number) for number in (0, 1, 0, -1)]
     assert list(line_of(*items)) == [items[3], items[0], items[2], items[1]]
+
+
+def reading(group: str = "", size: int = 1) -> Any:
+    score = ScoreRequest((0,), ((1,),), group=group, group_size=size)
+    return SimpleNamespace(params=SimpleNamespace(score=score))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nobody_starts_before_all_are_there() -> None:
+    gathering, items = Gathering(Clock()), [reading("a", 3) for _ in range(3)]
+    for number, item in enumerate(items):
+        gathering.arrived(item)
+        assert gathering.waits(items[0]) is (number < 2)
+
+
+def test_others_do_not_wait() -> None:
+    gathering, other = Gathering(Clock()), SimpleNamespace(params=SimpleNamespace(score=None))
+    gathering.arrived(reading("a", 2))
+    for item in (reading("b", 1), reading(), other):
+        gathering.arrived(item)
+        assert not gathering.waits(item)
+
+
+def test_those_that_never_come_are_not_waited_for() -> None:
+    clock = Clock()
+    gathering, item = Gathering(clock), reading("a", 2)
+    gathering.arrived(item)
+    assert gathering.waits(item)
+    clock.now = LONGEST_WAIT_S
+    assert not gathering.waits(item)
+    assert not gathering.waits(reading("a", 2)), "late ones wait for nobody"

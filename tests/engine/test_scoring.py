@@ -21,7 +21,7 @@ from tests.engine.harness import (
 from tests.engine.test_selection import Even, carrying
 from tests.reference import decode
 from tests.reference.dream_model import DreamReference
-from vllm.diffusion.engine.head import PooledHead
+from vllm.diffusion.engine.compute import PooledHead
 from vllm.diffusion.sampling import sampler
 
 if TYPE_CHECKING:

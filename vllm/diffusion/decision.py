@@ -222,8 +222,7 @@ def decide(
     inherited = _inherited(request.pop("penalties", {}), model)
     algorithm = _algorithm(request, model)
     ignored = _ignored(request, algorithm, model)
-    for name in ignored:
-        del request[name]
+    request = {name: value for name, value in request.items() if name not in ignored}
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
     lengths_of = partial(
@@ -238,14 +237,9 @@ def decide(
     if guide is not None and lengths.canvas < _usual_canvas(guide):
         longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
         lengths = lengths if longer is None else lengths_of(longer)
-    suffix = tuple(request.get("suffix_ids", ()))
-    if suffix:
-        lengths = _with_suffix(lengths, suffix, algorithm, model, num_prompt)
+    lengths = _with_suffix(lengths, request.get("suffix_ids"), algorithm, model, num_prompt)
     cache = _cache(request, algorithm, model)
     values = _values(request, algorithm, model, cache, lengths)
-    values["suffix_ids"] = suffix
-    # It ends the whole canvas at a time, with the text that follows.
-    values["early_stop"] = values["early_stop"] and not suffix
     params = DiffusionParams(
         algorithm=algorithm.name,
         cache=cache,
@@ -257,8 +251,7 @@ def decide(
         **values,
     )
     if spec is not None and guide is not None:
-        params = _guided(params, spec, guide)
-        _check_gaps(guide, spec, prompt_token_ids, model.ids.mask)
+        params = _guided(params, spec, guide, prompt_token_ids)
     if score is not None:
         return _scored(params, score, spec, model, num_prompt)
     seed = request.get("seed")
@@ -289,7 +282,9 @@ def _values(
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
     values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
     may_stop = not values["ignore_eos"] and model.ids.eos is not None
-    values["early_stop"] = values["early_stop"] and may_stop
+    values["suffix_ids"] = tuple(request.get("suffix_ids", ()))
+    # It ends the whole canvas at a time, with the text that follows.
+    values["early_stop"] = values["early_stop"] and may_stop and not values["suffix_ids"]
     values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
     values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
     family, ids = model.family, model.ids
@@ -369,32 +364,34 @@ def _longer(
     return {**request, "gen_length": canvas} if canvas >= guide.least_tokens else None
 
 
-def _guided(params: DiffusionParams, spec: Spec, guide: Guide) -> DiffusionParams:
-    """Parameters with a language, which fits its room; filters of single tokens cannot act."""
+def _guided(
+    params: DiffusionParams, spec: Spec, guide: Guide, prompt: Sequence[int]
+) -> DiffusionParams:
+    """Parameters with a language, which fits its room and the prompt's gaps; filters of single
+    tokens cannot act.
+    """
     is_cut = params.max_tokens < params.gen_length
     room = min(params.max_tokens, params.gen_length)
     check_room(guide, spec, room, "max_tokens" if is_cut else "gen_length")
+    for is_gap, tokens in groupby(prompt, lambda token: token == params.mask_id):
+        if is_gap:
+            check_room(guide, spec, len(list(tokens)), "prompt")
     filters = tuple(name for name in ("top_p", "top_k") if getattr(params, name) is not None)
     return dataclasses.replace(
         params, guide=guide, top_p=None, top_k=None, ignored=(*params.ignored, *filters)
     )
 
 
-def _check_gaps(guide: Guide, spec: Spec, prompt: Sequence[int], mask_id: int) -> None:
-    """Refuse a gap of the prompt that no answer of a language fits into."""
-    for is_gap, tokens in groupby(prompt, lambda token: token == mask_id):
-        if is_gap:
-            check_room(guide, spec, len(list(tokens)), "prompt")
-
-
 def _with_suffix(
     lengths: Lengths,
-    suffix: tuple[int, ...],
+    suffix: Sequence[int] | None,
     algorithm: Algorithm,
     model: ServedModel,
     prompt_length: int,
 ) -> Lengths:
     """The lengths with what follows the answer; it must be seen, fit, and hold no gaps."""
+    if not suffix:
+        return lengths
     family, ids = model.family, model.ids
     if family.is_block_causal:
         wanted = f"wanted none: a model of family {family.name} does not see what follows"

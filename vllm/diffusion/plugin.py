@@ -21,54 +21,14 @@ def register() -> None:
     Every process of a server passes here at its start, so this is also where it learns to end with
     the process that started it.
     """
-    from transformers import AutoConfig
-
     import vllm.envs
     from vllm.diffusion import envs, ops, startup_log, watchdog
-    from vllm.diffusion.models import diffullama, tokenizers
-    from vllm.diffusion.models.config import config_classes
+    from vllm.diffusion.models import tokenizers
     from vllm.diffusion.quantisation import BITSANDBYTES, ONLINE
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
         register_quantization_config,
     )
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
-    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
-    from vllm.transformers_utils.config import _CONFIG_REGISTRY
-
-    class Inspected(_LazyRegisteredModel):
-        """A class that is looked at in this process: its import uses no GPU.
-
-        Upstream would start another process for it once on every machine, which imports it all.
-        """
-
-        def inspect_model_cls(self) -> _ModelInfo:
-            return _ModelInfo.from_model_cls(self.load_model_cls())
-
-    class DiffusionModelConfig(VerifyAndUpdateConfig):
-        """Upstream's hook for one architecture; it runs while the engine is configured."""
-
-        @staticmethod
-        def verify_and_update_model_config(model_config: ModelConfig) -> None:
-            diffullama.adopt(model_config)
-
-        @staticmethod
-        def verify_and_update_config(vllm_config: VllmConfig) -> None:
-            from vllm.diffusion import ops
-            from vllm.diffusion.api import validator
-            from vllm.diffusion.config import configure, has_fp8_head
-
-            configure(vllm_config)
-            ops.adopt_scheme(vllm_config, has_fp8_head=has_fp8_head(vllm_config))
-            validator.install()
-
-    class LlamaModelConfig(VerifyAndUpdateConfig):
-        """The same hook for Llama, some of whose checkpoints are DiffuLLaMA's."""
-
-        @staticmethod
-        def verify_and_update_model_config(model_config: ModelConfig) -> None:
-            diffullama.adopt(model_config)
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
@@ -80,15 +40,64 @@ def register() -> None:
         from vllm.diffusion.api import cli
 
         cli.want_a_model()
+    _register_configurations()
+    _register_models()
+
+
+def _register_configurations() -> None:
+    """What a configuration's model type stands for, and what is made of it for the engine."""
+    from transformers import AutoConfig
+
+    from vllm.diffusion.models import diffullama
+    from vllm.diffusion.models.config import config_classes
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    class LlamaModelConfig(VerifyAndUpdateConfig):
+        """Upstream's hook for Llama, some of whose checkpoints are DiffuLLaMA's."""
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: ModelConfig) -> None:
+            diffullama.adopt(model_config)
+
+    class DiffusionModelConfig(LlamaModelConfig):
+        """The same for our architectures; it runs while the engine is configured."""
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
+            from vllm.diffusion import ops
+            from vllm.diffusion.api import validator
+            from vllm.diffusion.config import configure, has_fp8_head
+
+            configure(vllm_config)
+            ops.adopt_scheme(vllm_config, has_fp8_head=has_fp8_head(vllm_config))
+            validator.install()
+
     for model_type, config_class in config_classes().items():
         _CONFIG_REGISTRY[model_type] = config_class
         # Upstream does so where it reads a configuration; tokenizers look here in other processes.
         AutoConfig.register(model_type, config_class, exist_ok=True)
     for family in FAMILIES:
+        MODELS_CONFIG_MAP.update(dict.fromkeys(family.architectures, DiffusionModelConfig))
+    MODELS_CONFIG_MAP.setdefault("LlamaForCausalLM", LlamaModelConfig)
+
+
+def _register_models() -> None:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+
+    class Inspected(_LazyRegisteredModel):
+        """A class that is looked at in this process: its import uses no GPU.
+
+        Upstream would start another process for it once on every machine, which imports it all.
+        """
+
+        def inspect_model_cls(self) -> _ModelInfo:
+            return _ModelInfo.from_model_cls(self.load_model_cls())
+
+    for family in FAMILIES:
         for architecture in family.architectures:
             ModelRegistry.models[architecture] = Inspected(*family.model_class.split(":"))
-            MODELS_CONFIG_MAP[architecture] = DiffusionModelConfig
-    MODELS_CONFIG_MAP.setdefault("LlamaForCausalLM", LlamaModelConfig)
 
 
 def platform() -> str | None:

@@ -6,13 +6,16 @@ Those of a lower priority number come before all others.
 One that would not fit alone is refused. One that does not fit now lets later ones that do pass, but
 only so many: then everybody waits until it has started. So small requests do not wait for room that
 only a large one needs, and no stream of small ones can keep a large one out.
+
+Readings of one call start together: they arrive one by one and are to share a step.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.errors import ActivationBudgetError
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
 MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
+LONGEST_WAIT_S = 0.05  # of readings that are here for those of their call that are not
 
 
 class WaitingLine:
@@ -113,3 +117,41 @@ def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:
     except ActivationBudgetError as error:
         return error
     return None
+
+
+class _Group(NamedTuple):
+    """One that is not complete."""
+
+    num_arrived: int
+    since: float
+
+
+class Gathering:
+    """Says which requests still wait for others of their call.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._groups: dict[str, _Group] = {}
+
+    def arrived(self, item: Scheduled) -> None:
+        """A request waits."""
+        score = item.params.score
+        if score is None or score.group_size == 1:
+            return
+        self._forget_late()
+        group = self._groups.pop(score.group, _Group(0, self._clock()))
+        if group.num_arrived + 1 < score.group_size:
+            self._groups[score.group] = group._replace(num_arrived=group.num_arrived + 1)
+
+    def waits(self, item: Scheduled) -> bool:
+        """Whether somebody is missing, and has not been for too long."""
+        self._forget_late()
+        return item.params.score is not None and item.params.score.group in self._groups
+
+    def _forget_late(self) -> None:
+        late = self._clock() - LONGEST_WAIT_S
+        self._groups = {name: g for name, g in self._groups.items() if g.since > late}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops
 from vllm.diffusion.engine.batch import EMPTY_PART
 from vllm.diffusion.engine.division import Cuts, Division, gathered, rounds_of, to_first
-from vllm.diffusion.engine.first_forwards import FirstForwards
 from vllm.diffusion.engine.forward import (
     run_body,
     run_last_layer,
@@ -18,7 +17,7 @@ from vllm.diffusion.engine.forward import (
     upload_samples,
     upload_share,
 )
-from vllm.diffusion.engine.head import PooledHead
+from vllm.diffusion.engine.siblings import FirstForwards
 from vllm.diffusion.engine.streamed import StreamedForward
 from vllm.diffusion.memory.footprint import INPUT_BYTES, READ_INPUT_BYTES, RESULT_BYTES
 from vllm.diffusion.ranks import Ranks
@@ -27,6 +26,7 @@ from vllm.diffusion.sampling import joined, sample
 if TYPE_CHECKING:
     import torch
 
+    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.engine.batch import SamplePart, StepBatch
     from vllm.diffusion.engine.division import Round
     from vllm.diffusion.engine.forward import BodyOutputs, Chunked
@@ -212,3 +212,28 @@ class Compute:
         elif plan.sizes != self._last_sizes:
             self._pool.trim()
             self._last_sizes, self._most_rows = plan.sizes, SHORT_ROWS
+
+
+class PooledHead:
+    """Final norm and output head; what they return is good until the scope of `buffers` ends."""
+
+    def __init__(self, model: DiffusionModel, buffers: Buffers) -> None:
+        self.vocab_start = model.vocab_start
+        self.vocab_size = model.vocab_size
+        self._model = model
+        self._buffers = buffers
+
+    @property
+    def head_matrix(self) -> torch.Tensor | None:
+        """The output matrix, see `DiffusionModel.head_matrix`."""
+        return self._model.head_matrix
+
+    def final_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The last norm of x [R, D]."""
+        return self._model.final_norm(x, out=self._buffers.take("normed", tuple(x.shape), x.dtype))
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [R, columns of this rank] of normed hidden states [R, D]."""
+        shape = (hidden_states.shape[0], self._model.num_columns)
+        logits = self._buffers.take("logits", shape, hidden_states.dtype)
+        return self._model.compute_logits(hidden_states, out=logits, scratch=self._buffers)

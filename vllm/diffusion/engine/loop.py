@@ -1,45 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step after step: each collected before the next is launched, or launched while others compute."""
+"""Step after step: each collected before the next is launched, or launched while others compute.
+
+What goes wrong in a step ends the requests that it concerns, never the engine. A rule that raises
+ends its own request, and every rank sees it raise. A step that runs out of memory is tried again
+without the requests that take most. What else fails ends all requests of the step, on all ranks
+that run it (`agreement`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from vllm.diffusion.engine.first_forwards import is_copied
+from vllm.diffusion.engine.agreement import OUT_OF_MEMORY
+from vllm.diffusion.engine.messages import StepResult
+from vllm.diffusion.engine.siblings import is_copied
 from vllm.diffusion.engine.turns import by_priority, step_behind, to_the_end
+from vllm.diffusion.engine.windows import ALL_ROWS
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from vllm.diffusion.engine.messages import Slice, StepResult
-    from vllm.diffusion.engine.recovery import Attempt, Recovery
-    from vllm.diffusion.engine.step import Outcomes, StepRunner
+    from vllm.diffusion import ops
+    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.engine.agreement import Agreement
+    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.budget import StepMemory
+    from vllm.diffusion.engine.canvas import Canvas
+    from vllm.diffusion.engine.messages import NewCanvas, Slice
+    from vllm.diffusion.engine.turns import Shares
+    from vllm.diffusion.memory import ActivationPool, PageStore, Planner
+
+logger = init_logger(__name__)
 
 MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
 
+A = TypeVar("A")
+T = TypeVar("T")
+# The requests of a step, and why those failed that did.
+Outcomes: TypeAlias = "dict[str, Exception | None]"
+
+
+class Step(NamedTuple):
+    """A step that the device has been given, to be waited for and committed.
+
+    Attributes:
+        started: time.perf_counter() before its first instruction.
+        batch: what is computed.
+        sampled: what is found.
+        memory: what it took.
+    """
+
+    started: float
+    batch: StepBatch
+    sampled: ops.HostCopy
+    memory: StepMemory
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [canvas.req_id for canvas in self.batch.canvases]
+
+
+class StepRunner(Protocol):
+    """What the loop needs of a model runner."""
+
+    canvases: dict[str, Canvas]
+    planner: Planner
+    pool: ActivationPool
+    caches: PageStore
+    shares: Shares
+
+    @property
+    def kept_bytes(self) -> int: ...
+
+    def start(self, new: NewCanvas) -> None: ...
+
+    def forget(self, req_id: str) -> None: ...
+
+    def step_known(self, new: NewCanvas) -> Outcomes: ...
+
+    def launch(self, req_ids: list[str]) -> Step: ...
+
+    def launch_slice(self, asked: Slice) -> Step | None: ...
+
+    def drop_slices(self) -> bool: ...
+
+    def collect(self, step: Step) -> Outcomes: ...
+
+
+class Attempt(NamedTuple):
+    """What came of launching a step; those who failed hear of it when the step is collected.
+
+    Attributes:
+        step: None where nothing could be launched.
+        failures: requests that do not take part, and why.
+    """
+
+    step: Step | None
+    failures: dict[str, Exception]
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [*(() if self.step is None else self.step.req_ids), *self.failures]
+
 
 class StepLoop:
-    """Moves the requests of a runner one step at a time.
+    """Starts the requests of a runner and moves them one step at a time.
 
     Args:
         runner: whose requests they are.
-        recovery: launches and collects steps, and survives their errors.
+        agreement: with the ranks that run the same steps.
 
     Attributes:
-        num_rows: of the step that was collected last.
+        num_rows: of the steps that were collected since it was last set.
     """
 
-    def __init__(self, runner: StepRunner, recovery: Recovery) -> None:
-        self._runner, self._recovery = runner, recovery
+    def __init__(self, runner: StepRunner, agreement: Agreement) -> None:
+        self._runner, self._agreement = runner, agreement
         self._under_way: list[Attempt] = []  # in the order in which they were launched
+        self._begun_anew: str | None = None  # whose long step has run out of memory once
         self.num_rows = 0
+
+    def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
+        """Take in requests.
+
+        Returns:
+            the failures of those for whose keys and values there is no memory, and the results of
+            those whose first step needs none but what a sibling has computed.
+        """
+        results = {}
+        for new in admitted:
+            error = self._start(new)
+            if isinstance(error, OUT_OF_MEMORY):
+                self._runner.pool.trim()  # what steps have left behind
+                error = self._start(new)
+            if error is not None:
+                results[new.req_id] = self._failed(new.req_id, error)
+                continue
+            what = f"request {new.req_id} computes its first step itself"
+            outcomes, _ = self._tried(what, self._runner.step_known, new)
+            results |= self._results(outcomes or {})
+        return results
 
     @torch.inference_mode()
     def plain(self, rows: Mapping[str, int]) -> dict[str, StepResult]:
         """One step, in which each request may have so many rows."""
-        return self._recovery.results(self._collect(self._recovery.launch(rows)))
+        return self._results(self._collect(self._launch(rows)))
 
     @torch.inference_mode()
     def ahead(self, rows: Mapping[str, int], apart: Collection[str] = ()) -> dict[str, StepResult]:
@@ -55,12 +163,12 @@ class StepLoop:
             apart: requests that are kept apart.
         """
         if not self._under_way:
-            self._under_way.append(self._recovery.launch(rows))
+            self._under_way.append(self._launch(rows))
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
         stays = (req_id for req_id, error in outcomes.items() if error or self._is_copied(req_id))
         self._launch_behind({*apart, *stays})
-        return self._recovery.results(outcomes)
+        return self._results(outcomes)
 
     def _is_copied(self, req_id: str) -> bool:
         """Whether siblings may start with the next message, before what a request keeps changes."""
@@ -69,10 +177,26 @@ class StepLoop:
 
     @torch.inference_mode()
     def slice(self, asked: Slice) -> dict[str, StepResult]:
-        """The next slice of a long step; the request's result, if it was the last one."""
-        outcomes = self._recovery.advance_slice(asked)
-        to_the_end(self._runner.canvases, outcomes)
-        return self._recovery.results(outcomes)
+        """The next slice of a long step; the request's result, if it was the last one.
+
+        Where memory runs out, what steps have left behind is given back, and the step begins anew
+        with the next slice, once.
+        """
+        failures: dict[str, Exception] = {}
+        step, req_id = None, asked.req_id
+        if self._is_ready(req_id, failures, asked.rows):
+            what = f"a slice of request {req_id} could not be launched"
+            step, failure = self._tried(what, self._runner.launch_slice, asked)
+            if failure is not None:
+                self._runner.drop_slices()
+                if isinstance(failure, OUT_OF_MEMORY) and self._begun_anew != req_id:
+                    self._begun_anew = req_id
+                    self._runner.pool.trim()
+                    return {}
+                failures[req_id] = failure
+        if step is not None:
+            self._begun_anew = None
+        return self._results(self._collect(Attempt(step, failures)))
 
     @property
     def launched(self) -> list[list[str]]:
@@ -84,11 +208,12 @@ class StepLoop:
         running = self._runner.canvases.keys()
         self._under_way = [a for a in self._under_way if not running.isdisjoint(a.req_ids)]
 
-    def _collect(self, attempt: Attempt) -> Outcomes:
-        self.num_rows = 0 if attempt.step is None else attempt.step.batch.num_rows
-        outcomes = self._recovery.collect(attempt)
-        to_the_end(self._runner.canvases, outcomes)
-        return outcomes
+    def _start(self, new: NewCanvas) -> Exception | None:
+        """Take in a request; why it could not be, on any rank."""
+        _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
+        if failure is not None:
+            self._runner.forget(new.req_id)
+        return failure
 
     def _launch_behind(self, apart: Collection[str]) -> None:
         """Launch the step that follows those under way, where that can be done at once.
@@ -108,4 +233,108 @@ class StepLoop:
         planner = self._runner.planner
         taken = step_behind(under_way, wishes, planner.row_budget, self._runner.shares)
         if taken and planner.runs_whole(sum(taken.values()), self._runner.kept_bytes):
-            self._under_way.append(self._recovery.launch(taken))
+            self._under_way.append(self._launch(taken))
+
+    def _launch(self, rows: Mapping[str, int]) -> Attempt:
+        """Launch a step; where memory runs out, without the requests that take most.
+
+        Each request may have so many rows.
+
+        What other steps have left behind is given back first, then what a paused step holds, and
+        the same step tried again.
+        """
+        failures: dict[str, Exception] = {}
+        ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
+        has_trimmed = False
+        while ready:
+            what = "a denoise step could not be launched"
+            step, failure = self._tried(what, self._runner.launch, ready)
+            if failure is None:
+                return Attempt(step, failures)
+            if not isinstance(failure, OUT_OF_MEMORY):
+                return Attempt(None, failures | dict.fromkeys(ready, failure))
+            if has_trimmed and not self._runner.drop_slices():
+                largest = self._largest(ready)
+                failures[largest] = failure
+                ready.remove(largest)
+                self._runner.caches.release(largest)
+            self._runner.pool.trim()
+            has_trimmed = True
+        return Attempt(None, failures)
+
+    def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
+        """Whether a request's rule says what the step is for; else it is among the failures."""
+        canvas = self._runner.canvases[req_id]
+        canvas.room = room
+        try:
+            canvas.begin()
+        except Exception as error:
+            logger.exception("decoding of request %s failed", req_id)
+            failures[req_id] = error.with_traceback(None)
+            return False
+        return True
+
+    def _largest(self, req_ids: list[str]) -> str:
+        """The request with the most rows, of several the last one."""
+        return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
+
+    def _collect(self, attempt: Attempt) -> Outcomes:
+        """Wait for a step and commit it; requests that have gone meanwhile are left out."""
+        step, failures = attempt
+        outcomes: Outcomes = {}
+        if step is not None:
+            self.num_rows += step.batch.num_rows
+            what = f"a denoise step failed; its {len(step.req_ids)} requests end"
+            found, failure = self._tried(what, self._runner.collect, step)
+            outcomes = found or {}
+            if failure is not None:
+                failures = failures | dict.fromkeys(step.req_ids, failure)
+        canvases = self._runner.canvases
+        outcomes |= {r: reason for r, reason in failures.items() if r in canvases}
+        to_the_end(canvases, outcomes)
+        return outcomes
+
+    def _tried(
+        self, what: str, call: Callable[[A], T], argument: A
+    ) -> tuple[T | None, Exception | None]:
+        """What a call returns, or what failed on any rank; `what` is for the log.
+
+        Of memory that runs out it is said later who has to go for it.
+        """
+        found, failure = None, None
+        try:
+            found = call(argument)
+        except Exception as error:
+            if not isinstance(error, OUT_OF_MEMORY):
+                logger.exception(what)
+            failure = error.with_traceback(None)  # whose frames hold tensors
+        failure = self._agreement.reach(failure)
+        return (found, None) if failure is None else (None, failure)
+
+    def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
+        """What clients are told of a step that is committed."""
+        canvases = self._runner.canvases
+        return {
+            req_id: canvases[req_id].report() if error is None else self._failed(req_id, error)
+            for req_id, error in outcomes.items()
+        }
+
+    def _failed(self, req_id: str, error: Exception) -> StepResult:
+        logger.warning("request %s ends: %s", req_id, error)
+        canvas = self._runner.canvases.get(req_id)
+        return StepResult(
+            new_token_ids=[],
+            num_forwards=0 if canvas is None else canvas.num_forwards,
+            num_committed=0,
+            error=f"{type(error).__name__}: {error}",
+        )
+
+
+def commit(canvas: Canvas, candidates: Candidates) -> Exception | None:
+    """Commit what a step found for a request, which ends alone where that fails."""
+    try:
+        canvas.commit(candidates)
+    except Exception as error:
+        logger.exception("decoding of request %s failed", canvas.req_id)
+        return error
+    return None

@@ -2,7 +2,7 @@
 """The hot path: one denoise step of every running request.
 
 A step is built, planned, computed chunk by chunk, sampled and committed. What may go wrong on the
-way is the business of `Recovery`, what memory is taken that of `Ledger`.
+way is the business of `StepLoop`, what memory is taken that of `Ledger`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.batch import build_batch
+from vllm.diffusion.engine.budget import Ledger
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
-from vllm.diffusion.engine.first_forwards import is_copied, is_shared
 from vllm.diffusion.engine.graphs import GraphRunner, buckets_of
-from vllm.diffusion.engine.ledger import Ledger
-from vllm.diffusion.engine.loop import StepLoop
+from vllm.diffusion.engine.loop import Outcomes, Step, StepLoop, commit
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
-from vllm.diffusion.engine.recovery import Recovery
+from vllm.diffusion.engine.siblings import is_copied, is_shared
 from vllm.diffusion.engine.slices import Slices
-from vllm.diffusion.engine.step import Outcomes, Step
 from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.ranks import Ranks
-from vllm.diffusion.sampling import NoiseSource, PhiloxNoise
+from vllm.diffusion.sampling import PhiloxNoise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +61,6 @@ class DiffusionModelRunner:
         agreement: with the ranks that run the same steps; None for one rank.
         graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
         max_model_len: the longest sequence.
-        noise: source of random numbers; None for the one that requests name.
         ranks: that compute the same steps; None where there are no others.
 
     Attributes:
@@ -82,13 +79,12 @@ class DiffusionModelRunner:
         agreement: Agreement | None = None,
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
-        noise: NoiseSource | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.planner = planner
         self.device = device
-        self.noise = noise or PhiloxNoise()
+        self.noise = PhiloxNoise()
         self.pool = pool
         self.host = HostBuffers(is_pinned=device.type == "cuda")
         self.caches = PageStore(
@@ -103,7 +99,6 @@ class DiffusionModelRunner:
         self.shares = Shares(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
-        self._recovery = Recovery(self, self._agreement)
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
         self._ranks = ranks or Ranks()
         self._compute = Compute(
@@ -111,8 +106,9 @@ class DiffusionModelRunner:
         )
         self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
         self._log = StepLog(is_on=is_reporting)
-        self._loop = StepLoop(self, self._recovery)
+        self._loop = StepLoop(self, self._agreement)
         self._usage = self._idle_usage()  # of the newest step whose results were handed out
+        self._over: list[tuple[Step, float]] = []  # to be told of, and time.perf_counter() then
 
     # ---- one engine step ----
 
@@ -121,9 +117,10 @@ class DiffusionModelRunner:
 
         Requests that start while a step is under way take part in one after it.
         """
+        self._loop.num_rows = 0
         for req_id in message.finished_req_ids:
             self.forget(req_id)
-        results = self._recovery.start(message.admitted)
+        results = self._loop.start(message.admitted)
         self._assign(message.new_pages)
         req_ids = list(message.num_scheduled_tokens)
         asked, long = message.next_slice, message.long
@@ -138,12 +135,13 @@ class DiffusionModelRunner:
             results |= self._loop.plain(stepping)
         if asked is not None and asked.req_id not in results:
             results |= self._loop.slice(asked)
+        self._take_note()
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=results,
             usage=self._usage if req_ids else self._idle_usage(),
-            num_rows=self._loop.num_rows if stepping or asked else 0,
+            num_rows=self._loop.num_rows,
             launched=self._loop.launched,
             paused=self._paused(),
             worked=self._slices.take_worked(),
@@ -164,13 +162,19 @@ class DiffusionModelRunner:
         """Commit what a step found; requests that have gone meanwhile are left out."""
         candidates = step.batch.candidates(step.sampled.wait(), self.noise)
         outcomes = {
-            canvas.req_id: self._recovery.commit(canvas, found)
+            canvas.req_id: commit(canvas, found)
             for canvas, found in zip(step.batch.canvases, candidates, strict=True)
             if self.canvases.get(canvas.req_id) is canvas
         }
-        self._usage = step.memory.usage(self._idle_usage())
-        self._log.step(step.started, step.batch, self._usage, step.memory.plan)
+        self._over.append((step, time.perf_counter()))
         return outcomes
+
+    def _take_note(self) -> None:
+        """Of steps that are over: a device does not wait for it."""
+        over, self._over = self._over, []
+        for step, ended in over:
+            self._usage = step.memory.usage(self._idle_usage())
+            self._log.step(step.started, ended, step.batch, self._usage, step.memory.plan)
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Give the device the next slice of a request's step; the step, where it is the last."""
@@ -262,6 +266,7 @@ class DiffusionModelRunner:
             self._assign(pages or {})
             with torch.inference_mode():
                 self.collect(self.launch([new.req_id for new in requests]))
+            self._take_note()
         except OUT_OF_MEMORY as error:
             failure = error.with_traceback(None)
         finally:
@@ -301,7 +306,7 @@ class DiffusionModelRunner:
         if sampled is None:
             return {}
         (found,) = batch.candidates(ops.HostCopy(sampled).wait(), self.noise)
-        return {new.req_id: self._recovery.commit(canvas, found)}
+        return {new.req_id: commit(canvas, found)}
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in what pages requests get, where the scheduler hands them out."""

@@ -19,9 +19,7 @@ from vllm.diffusion import startup_log, watchdog
 from vllm.diffusion.config import row_budget, served_model, sharing
 from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
-from vllm.diffusion.engine.admission import WaitingLine
-from vllm.diffusion.engine.gathering import Gathering
-from vllm.diffusion.engine.interface import CanvasInterface
+from vllm.diffusion.engine.admission import Gathering, WaitingLine
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -39,7 +37,7 @@ from vllm.diffusion.engine.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.params import SEED_BITS
 from vllm.logger import init_logger
-from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
 
@@ -55,8 +53,12 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class DiffusionScheduler(CanvasInterface):
+class DiffusionScheduler(SchedulerInterface):
     """Says who starts, who takes part in a step, and what clients are told of it."""
+
+    connector = None
+    ec_connector = None
+    _pause_state = PauseState.UNPAUSED
 
     def __init__(
         self,
@@ -297,6 +299,16 @@ class DiffusionScheduler(CanvasInterface):
 
     # ---- state that upstream asks for ----
 
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause_state
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._pause_state = pause_state
+
+    def shutdown(self) -> None:
+        pass
+
     def get_num_unfinished_requests(self) -> int:
         return len(self._waiting) + len(self._running) + len(self._untold)
 
@@ -316,6 +328,20 @@ class DiffusionScheduler(CanvasInterface):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         return self._paging.reset(self._running.values() if reset_running_requests else ())
+
+    # ---- what upstream's interface has and canvases do not: drafts, grammars, encoder caches ----
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
+        return None
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        pass
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        pass
+
+    def reset_encoder_cache(self) -> None:
+        pass
 
 
 def _priority(item: Scheduled) -> int:

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.engine.loop import Step
 from vllm.diffusion.engine.messages import Worked
-from vllm.diffusion.engine.step import Step
 from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.budget import Ledger
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.compute import Compute
     from vllm.diffusion.engine.forward import Chunked
-    from vllm.diffusion.engine.ledger import Ledger
     from vllm.diffusion.engine.messages import Slice
     from vllm.diffusion.memory import ActivationPool, Frame, PageStore, Plan
 

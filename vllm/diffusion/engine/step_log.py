@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import envs
@@ -55,12 +54,14 @@ class StepLog:
                 readable(caches.reserved_bytes),
             )
 
-    def step(self, started: float, batch: StepBatch, usage: StepUsage, plan: Plan) -> None:
-        """A step that is over and began at `started`, of time.perf_counter()."""
+    def step(
+        self, started: float, ended: float, batch: StepBatch, usage: StepUsage, plan: Plan
+    ) -> None:
+        """A step from `started` to `ended`, of time.perf_counter()."""
         if not self._is_on:
             return
-        begun, self._last_end = max(started, self._last_end), time.perf_counter()
-        elapsed_ms = 1000 * (self._last_end - begun)
+        elapsed_ms = 1000 * (ended - max(started, self._last_end))
+        self._last_end = ended
         at_info = self._tells_every_step or elapsed_ms >= SLOW_STEP_MS
         (logger.info if at_info else logger.debug)(
             "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d, "

@@ -58,21 +58,26 @@ def step_behind(
         row_budget: rows that several requests may share in one step.
         shares: from where on one step does not hold all.
     """
-    fit_a_graph = sum(wish.rows for wish in wishes.values() if wish.keeps) <= shares.rows
-    kinds = {
-        req_id: (wish.keeps, wish.is_window and not fit_a_graph) for req_id, wish in wishes.items()
-    }
-    waiting = {r: wish.rows for r, wish in wishes.items() if wish.rows and r not in under_way}
-    units = {req_id: wish.unit for req_id, wish in wishes.items() if wish.unit is not None}
-    for kind in dict.fromkeys(kinds[req_id] for req_id in waiting):
-        alike = {req_id: rows for req_id, rows in waiting.items() if kinds[req_id] == kind}
-        all_rows = [wish.rows for req_id, wish in wishes.items() if kinds[req_id] == kind]
-        _, are_windows = kind
-        rows = min(row_budget, max(shares.rows, 0 if are_windows else -(-sum(all_rows) // 2)))
-        most = max(shares.requests, -(-len(all_rows) // 2))
-        all_fit = sum(all_rows) <= rows and len(all_rows) <= most
-        if not all_fit or not any(kinds.get(req_id) == kind for req_id in under_way):
-            return take_turns(dict(islice(alike.items(), most)), rows, units)
+    waiting = {r: wish for r, wish in wishes.items() if wish.rows and r not in under_way}
+    if not waiting:
+        return {}
+    fit_a_graph = sum([wish.rows for wish in wishes.values() if wish.keeps]) <= shares.rows
+    kinds: dict[tuple[bool, bool], list[str]] = {}
+    for req_id, wish in wishes.items():
+        kinds.setdefault((wish.keeps, wish.is_window and not fit_a_graph), []).append(req_id)
+    for wish in waiting.values():
+        are_windows = wish.is_window and not fit_a_graph
+        alike = kinds.pop((wish.keeps, are_windows), None)
+        if alike is None:
+            continue  # looked at already
+        all_rows = sum([wishes[req_id].rows for req_id in alike])
+        rows = min(row_budget, max(shares.rows, 0 if are_windows else -(-all_rows // 2)))
+        most = max(shares.requests, -(-len(alike) // 2))
+        all_fit = all_rows <= rows and len(alike) <= most
+        if not all_fit or set(alike).isdisjoint(under_way):
+            taken = list(islice(filter(waiting.__contains__, alike), most))
+            units = {r: unit for r in taken if (unit := waiting[r].unit) is not None}
+            return take_turns({r: waiting[r].rows for r in taken}, rows, units)
     return {}
 
 
@@ -91,6 +96,8 @@ def take_turns(
         row_budget: rows that several requests may share in one step.
         units: for requests whose forward may be computed in parts: parts are multiples of it.
     """
+    if sum(next_rows.values()) <= row_budget:
+        return dict(next_rows)
     taken: dict[str, int] = {}
     room, units = row_budget, units or {}
     for req_id, wanted in next_rows.items():
@@ -103,8 +110,10 @@ def take_turns(
     return taken
 
 
-def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> dict[str, T]:
+def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping[str, T]:
     """Those of the lowest number first; of equal ones in the order of their turns."""
+    if len({priority(item) for item in turns.values()}) < 2:
+        return turns
     return dict(sorted(turns.items(), key=lambda turn: priority(turn[1])))
 
 
