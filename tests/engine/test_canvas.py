@@ -76,8 +76,8 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
         if step == 5:  # its pages were taken away, and others hold less
             made.assign(keys, 4)
         rows = made.wish.rows
-        work, forward = made.next_forward()
-        seen.append((rows, forward.window))
+        work, window = made.next_forward()
+        seen.append((rows, window.forward.window))
         found = np.full(work.eligible.size, 7), np.linspace(0.9, 0.5, work.eligible.size)
         made.commit(Candidates(work.eligible, *found))
     assert seen == [*[(4, range(8, 12))] * 4, (8, range(8, 16)), (12, range(4, 16))]

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.decoding import Work
-    from vllm.diffusion.engine.canvas import Canvas
+    from vllm.diffusion.engine.canvas import Canvas, Window
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
     from vllm.diffusion.sampling import NoiseSource
-    from vllm.diffusion.visibility import Forward
 
 
 class PackedSequence(NamedTuple):
@@ -61,12 +60,15 @@ class PackedSequence(NamedTuple):
         """How many rows, at `positions` [r], ascending, read the same of its keys, and which."""
         if not self.block_length:
             return [(positions.size, self)]
-        blocks, counts = np.unique(positions // self.block_length, return_counts=True)
-        ends = np.minimum((blocks + 1) * self.block_length, self.num_keys)
-        return [
-            (count, self._replace(num_keys=end, block_length=0))
-            for count, end in zip(counts.tolist(), ends.tolist(), strict=True)
-        ]
+        counted = []
+        while positions.size:
+            end = (int(positions[0]) // self.block_length + 1) * self.block_length
+            is_last = positions[-1] < end  # most often all of them are in one block
+            count = positions.size if is_last else int(np.searchsorted(positions, end))
+            num_keys = min(end, self.num_keys)
+            counted.append((count, self._replace(num_keys=num_keys, block_length=0)))
+            positions = positions[count:]
+        return counted
 
 
 class SpanGroup(NamedTuple):
@@ -145,13 +147,13 @@ class StepBatch:
     @cached_property
     def shape(self) -> StepShape:
         """What a plan depends on."""
-        counts = (w.eligible.size * len(o) for w, o in zip(self.works, self.own, strict=True))
+        counts = [w.eligible.size * len(o) for w, o in zip(self.works, self.own, strict=True)]
         return StepShape(
             rows=self.num_rows,
             sample_rows=sum(counts),
-            longest=max(sequence.num_keys for sequence in self.sequences),
+            longest=max([sequence.num_keys for sequence in self.sequences]),
             num_sequences=len(self.sequences),
-            kept_keys=max((s.num_keys for s in self.sequences if s.is_cached), default=0),
+            kept_keys=max([s.num_keys for s in self.sequences if s.is_cached], default=0),
             keeps=self.slot_mapping.size > 0,
         )
 
@@ -162,7 +164,7 @@ class StepBatch:
 
     @property
     def num_sampled(self) -> int:
-        return sum(work.eligible.size for work in self.works)
+        return sum([work.eligible.size for work in self.works])
 
     def span_groups(self, *chunk: slice) -> tuple[SpanGroup, ...]:
         """What a chunk of rows attends to; rows count from the chunk's first.
@@ -202,44 +204,32 @@ class StepBatch:
 
     def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
         """How the rows of a part are sampled, with the part's `positions` on the device."""
-        return tuple(
-            self._row_group(
-                self.canvases[number],
-                part.positions[rows],
-                rows,
-                unconditional,
-                positions[rows],
-                self.joints[number],
+        groups = []
+        for number, rows, unconditional in part.pieces:
+            canvas, on_canvas = self.canvases[number], part.positions[rows]
+            joints = self.joints[number]
+            groups.append(
+                RowGroup(
+                    params=canvas.params,
+                    scoring=canvas.rule.scoring,
+                    step=canvas.num_forwards,
+                    forbid_mask=canvas.rule.forbid_mask,
+                    rows=rows,
+                    unconditional_rows=unconditional,
+                    positions=positions[rows],
+                    adjust=canvas.adjust_logits,
+                    token_ids=canvas.token_ids(on_canvas),
+                    joints=tuple([(joint, joint.rows_among(on_canvas)) for joint in joints]),
+                )
             )
-            for number, rows, unconditional in part.pieces
-        )
-
-    @staticmethod
-    def _row_group(
-        canvas: Canvas,
-        on_canvas: Array,
-        rows: slice,
-        unconditional: slice | None,
-        positions: torch.Tensor,
-        joints: list[Joint],
-    ) -> RowGroup:
-        return RowGroup(
-            params=canvas.params,
-            scoring=canvas.rule.scoring,
-            step=canvas.num_forwards,
-            forbid_mask=canvas.rule.forbid_mask,
-            rows=rows,
-            unconditional_rows=unconditional,
-            positions=positions,
-            adjust=canvas.adjust_logits,
-            token_ids=canvas.token_ids(on_canvas),
-            joints=tuple((joint, joint.rows_among(on_canvas)) for joint in joints),
-        )
+        return tuple(groups)
 
     @cached_property
     def joints(self) -> tuple[list[Joint], ...]:
         """Per request, what it chooses together."""
         found = [c.joints(work) for c, work in zip(self.canvases, self.works, strict=True)]
+        if not any(found):
+            return tuple(found)
         ends, start = [], 0
         for canvas, work, own in zip(self.canvases, self.works, found, strict=True):
             stops = [canvas.prompt_length + joint.window.stop for joint in own]
@@ -289,37 +279,26 @@ def build_batch(canvases: Iterable[Canvas], logit_shift: int) -> StepBatch:
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
-    kinds: tuple[list[_Window], ...] = ([], [], [])
+    kinds: tuple[list[tuple[Canvas, Work, Window]], ...] = ([], [], [])
     for canvas in canvases:
-        work, forward = canvas.next_forward()
-        reads_kept = forward.num_keys > len(forward.window)
-        kind = (canvas.cache is not None) + reads_kept
-        kinds[kind].append(_Window(canvas, work, forward, reads_kept))
-    windows = [window for kind in kinds for window in kind]
+        work, window = canvas.next_forward()
+        kinds[(canvas.cache is not None) + window.reads_kept].append((canvas, work, window))
+    packed = [one for kind in kinds for one in kind]
     packing = _Packing()
-    own = tuple(map(packing.add, windows))
+    own = tuple([packing.add(canvas, window) for canvas, _, window in packed])
     return StepBatch(
         token_ids=np.concatenate(packing.token_ids),
         positions=np.concatenate(packing.positions),
         slot_mapping=np.concatenate([_NO_SLOTS, *packing.slots]),
         sequences=packing.sequences,
-        canvases=tuple(window.canvas for window in windows),
-        works=tuple(window.work for window in windows),
+        canvases=tuple([canvas for canvas, _, _ in packed]),
+        works=tuple([work for _, work, _ in packed]),
         own=own,
         logit_shift=logit_shift,
     )
 
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
-
-
-class _Window(NamedTuple):
-    """What is computed of a request in this step, and what for."""
-
-    canvas: Canvas
-    work: Work
-    forward: Forward
-    reads_kept: bool  # keys that this step does not compute
 
 
 class _Packing:
@@ -332,25 +311,26 @@ class _Packing:
         self.sequences: list[PackedSequence] = []
         self._num_rows = 0
 
-    def add(self, window: _Window) -> tuple[PackedSequence, ...]:
+    def add(self, canvas: Canvas, window: Window) -> tuple[PackedSequence, ...]:
         """Put a request's rows behind those so far."""
-        canvas = window.canvas
-        own = self._append(window, canvas.tokens)
-        if not canvas.is_guided:
+        own = self._append(canvas, window, canvas.tokens)
+        if canvas.num_sequences == 1:
             return (own,)
         hidden = canvas.unconditional_tokens()
-        return own, self._append(window, hidden, canvas.unconditional_start)
+        return own, self._append(canvas, window, hidden, canvas.unconditional_start)
 
-    def _append(self, window: _Window, tokens: Array, kept_start: int = 0) -> PackedSequence:
+    def _append(
+        self, canvas: Canvas, window: Window, tokens: Array, kept_start: int = 0
+    ) -> PackedSequence:
         """Put a window of a sequence behind the rows so far.
 
         Args:
+            canvas: the request.
             window: what is computed.
             tokens: [T] int64, of the sequence.
             kept_start: where position 0 is among the kept positions of the request.
         """
-        canvas, _, forward, reads_kept = window
-        first, stop = forward.window.start, forward.window.stop
+        _, first, stop, num_keys, block_length, reads_kept = window
         self.token_ids.append(tokens[first:stop])
         self.positions.append(canvas.positions[first:stop])
         start = self._num_rows
@@ -360,7 +340,6 @@ class _Packing:
             self.slots.append(canvas.cache.slots[kept_start + first : kept_start + stop])
             first_kept = canvas.cache.start + kept_start
             first_key = first_kept if reads_kept else first_key
-        num_keys, block_length = canvas.visibility.seen_by(forward.window, forward.num_keys)
         sequence = PackedSequence(
             start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
         )
@@ -374,39 +353,31 @@ class _PartBuilder:
     def __init__(self, batch: StepBatch) -> None:
         self.num_rows = 0
         self._batch = batch
-        self._positions: list[Array] = []
-        self._prompt_lengths: list[int] = []
-        self._sequences: list[PackedSequence] = []
+        self._rows: list[tuple[Array, PackedSequence, int]] = []  # the last: a prompt's length
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
     def add(self, number: int, positions: Array) -> None:
         """The rows that predict `positions` [r] of a request, by its number in the batch."""
-        own, unconditional = self._batch.own[number][0], self._batch.own[number][1:]
-        prompt_length = self._batch.canvases[number].prompt_length
-        rows = self._append(positions, own, prompt_length)
-        others = [self._append(positions, sequence, prompt_length) for sequence in unconditional]
-        self._pieces.append((number, rows, others[0] if others else None))
-
-    def _append(self, positions: Array, sequence: PackedSequence, prompt_length: int) -> slice:
-        place = slice(self.num_rows, self.num_rows + positions.size)
-        self._positions.append(positions)
-        self._sequences.append(sequence)
-        self._prompt_lengths.append(prompt_length)
-        self.num_rows = place.stop
-        return place
+        prompt_length, places = self._batch.canvases[number].prompt_length, []
+        for sequence in self._batch.own[number]:
+            self._rows.append((positions, sequence, prompt_length))
+            places.append(slice(self.num_rows, self.num_rows + positions.size))
+            self.num_rows += positions.size
+        self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
 
     def finish(self) -> SamplePart:
-        counts = [positions.size for positions in self._positions]
-        positions = np.concatenate(self._positions)
+        own, sequences, prompt_lengths = zip(*self._rows, strict=True)
+        counts = [positions.size for positions in own]
+        positions = np.concatenate(own)
         read = np.maximum(positions - self._batch.logit_shift, 0)
-        first_rows = [sequence.start - sequence.first for sequence in self._sequences]
+        first_rows = [sequence.start - sequence.first for sequence in sequences]
         counted, end = [], 0
-        for sequence, count in zip(self._sequences, counts, strict=True):
+        for sequence, count in zip(sequences, counts, strict=True):
             counted += sequence.counted(read[end : end + count])
             end += count
         return SamplePart(
             read + np.repeat(first_rows, counts),
-            positions - np.repeat(self._prompt_lengths, counts),
+            positions - np.repeat(prompt_lengths, counts),
             _group_spans(counted),
             tuple(self._pieces),
         )

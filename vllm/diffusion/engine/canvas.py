@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding import Commit, Work, make_rule, select
+from vllm.diffusion.decoding import Work, make_rule, select
 from vllm.diffusion.engine.guided import Guided
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
@@ -32,6 +32,34 @@ if TYPE_CHECKING:
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
+class Window(NamedTuple):
+    """What a forward computes of a sequence, and what that reads.
+
+    Attributes:
+        forward: the same as `visibility` has it.
+        first, stop: positions that it computes.
+        num_keys, block_length: keys that are read, see `Visibility.seen_by`.
+        reads_kept: there are keys among them that it does not compute.
+    """
+
+    forward: Forward
+    first: int
+    stop: int
+    num_keys: int
+    block_length: int
+    reads_kept: bool
+
+    @classmethod
+    def of(cls, forward: Forward, visibility: Visibility) -> Window:
+        positions, num_keys = forward.window, forward.num_keys
+        seen = visibility.seen_by(positions, num_keys)
+        return cls(forward, positions.start, positions.stop, *seen, num_keys > len(positions))
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.first
+
+
 class Canvas:
     """Prompt and canvas of a request as one row of tokens, on the host.
 
@@ -42,10 +70,12 @@ class Canvas:
     Attributes:
         req_id: the request.
         params: its parameters.
+        num_sequences: that are computed of it; with guidance a second one hides what was known.
         tokens: [T] int64, in whole blocks.
         length: T.
         positions: [T] int64, from 0.
         rule: its decoding, at its present state.
+        wants_logprobs: of tokens that are proposed, or that are to be scored.
         adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
         cache: keys and values that are kept between forwards, if any; where the scheduler hands
             out their pages, those that there are.
@@ -61,17 +91,21 @@ class Canvas:
         self.req_id = new.req_id
         self.visibility = visibility.with_blocks_of(new.params.block_length)
         self.params = new.params
+        self.num_sequences = 2 if new.params.cfg_scale > 0 else 1
         self.cache = cache
         self.room = ALL_ROWS
         self.prompt_length = len(new.prompt_token_ids)
         self.tokens = self._masked_row(new.prompt_token_ids, self.params)
         self.length = self.tokens.size
-        self.positions = np.arange(self.tokens.size)
+        self.positions = np.arange(self.length)
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
         if self.params.score is not None:  # the target of a likelihood stays where it is known
             self._known[self.params.score.context_length :] = False
         self.rule = make_rule(self.params, self.prompt_length)
+        self.wants_logprobs = (
+            self.params.num_logprobs is not None or self.rule.token_ids is not None
+        )
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._guided = None if self.params.guide is None else self._begin_guided()
         self._selector = new.selector or self._guided
@@ -87,7 +121,7 @@ class Canvas:
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
-        self._uncut: Forward | None = None  # the next one if nothing cuts it, for `_uncut_rows`
+        self._uncut: Window | None = None  # the next one if nothing cuts it, for `_uncut_rows`
         self._uncut_rows = (0, 0)
         self._wish: Wish | None = None  # what that is; most often the same as before
         self._is_for_rule = True  # the forward under way
@@ -105,10 +139,6 @@ class Canvas:
             row[start:] = params.eos_id
             row[start : start + len(params.suffix_ids)] = params.suffix_ids
         return row
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.params.num_logprobs is not None or self.rule.token_ids is not None
 
     def token_ids(self, positions: Array) -> Array | None:
         """Tokens [R, k] whose log probabilities are wanted at canvas positions [R]."""
@@ -147,13 +177,13 @@ class Canvas:
     @property
     def num_kept_positions(self) -> int:
         """Positions that have a place where all are kept, and the gap between two sequences."""
-        return self.length + (self.unconditional_start if self.is_guided else 0)
+        return self.length + (self.unconditional_start if self.num_sequences > 1 else 0)
 
     @property
     def frozen_positions(self) -> tuple[range, ...]:
         """Kept positions that no forward writes once the prompt is frozen."""
         frozen = max(self.prompt_length - self.params.logit_shift, 0)
-        starts = (0, self.unconditional_start) if self.is_guided else (0,)
+        starts = (0, self.unconditional_start) if self.num_sequences > 1 else (0,)
         return tuple(range(start, start + frozen) for start in starts)
 
     def read_prompt(self, cache: KeptSequence) -> None:
@@ -181,32 +211,24 @@ class Canvas:
 
         All rows where the rule fails: its error is met when it is the forward's turn.
         """
-        return self._next_window * (2 if self.is_guided else 1)
-
-    @property
-    def _next_window(self) -> int:
-        """Rows of the next forward's window, if nothing cuts it."""
         try:
-            return len(self._whole_forward(self.begin().rows).window)
+            return self._next_window().num_rows * self.num_sequences
         except Exception:
             self._uncut = self._wish = None
-            return self.length
+            return self.length * self.num_sequences
 
-    def _whole_forward(self, rows: tuple[int, int]) -> Forward:
-        """The next forward, for the rule's `rows`, if nothing cuts it."""
+    def _next_window(self) -> Window:
+        """What the next forward computes, if nothing cuts it."""
+        rows = self.begin().rows
         if self._uncut is None or self._uncut_rows != rows:
-            self._uncut, self._uncut_rows, self._wish = self._windows.next(rows), rows, None
+            self._uncut = Window.of(self._windows.next(rows), self.visibility)
+            self._uncut_rows, self._wish = rows, None
         return self._uncut
 
     @property
     def has_made_one_forward(self) -> bool:
         """Its first forward is over, and no other one is under way."""
         return self.num_forwards == 1 and self._forward is None
-
-    @property
-    def is_guided(self) -> bool:
-        """Whether its sequence is computed twice, the second time with what was known hidden."""
-        return self.params.cfg_scale > 0
 
     @property
     def wish(self) -> Wish:
@@ -220,7 +242,7 @@ class Canvas:
         unit = self.unit
         if unit is not None:  # of the rows, those that have pages for their keys and values
             return Wish(min(rows, self._rows_with_pages // unit * unit), keeps=True, unit=unit)
-        is_window = self._next_window < self.length
+        is_window = rows < self.length * self.num_sequences
         return Wish(rows, keeps=self.cache is not None, is_window=is_window)
 
     @property
@@ -242,18 +264,18 @@ class Canvas:
             self._windows.kept = num_kept
             self._forward = self._uncut = None  # what is under way writes to pages of the past
 
-    def next_forward(self) -> tuple[Work, Forward]:
+    def next_forward(self) -> tuple[Work, Window]:
         """What the next forward is for, and what it computes.
 
         It may have to go without the rule, which then works on nothing and hears nothing of it.
         """
-        work = self.begin()
+        work, window = self.begin(), self._next_window()
         room = min(self.room, self._rows_with_pages)
-        self._forward = self._whole_forward(work.rows)
-        if len(self._forward.window) > room:
-            self._forward = self._windows.next(work.rows, room)
-        self._is_for_rule = self._forward.window.stop >= work.rows[1]
-        return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), self._forward
+        if window.num_rows > room:
+            window = Window.of(self._windows.next(work.rows, room), self.visibility)
+        self._forward = window.forward
+        self._is_for_rule = window.stop >= work.rows[1]
+        return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), window
 
     def begin(self) -> Work:
         """What the next forward is for; fills what the rule wants filled before it.
@@ -321,18 +343,16 @@ class Canvas:
     def _let_rule_choose(self, candidates: Candidates) -> Array:
         """Write what the rule chooses; the positions [K] of that."""
         self._work = None
-        commit = self._select(candidates)
+        if self._selector is None:
+            commit = self.rule.decide(candidates)
+        else:
+            commit = select(self._selector, self.rule, self.tokens, candidates)
         if self._proposals is not None:
             was_masked = self.tokens[candidates.positions] == self.params.mask_id
             self._proposals.note(candidates, commit, was_masked)
         self.tokens[commit.positions] = commit.tokens
         self.num_forwards += 1
         return commit.positions
-
-    def _select(self, candidates: Candidates) -> Commit:
-        if self._selector is None:
-            return self.rule.decide(candidates)
-        return select(self._selector, self.rule, self.tokens, candidates)
 
     @property
     def num_committed(self) -> int:

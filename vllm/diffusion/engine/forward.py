@@ -106,18 +106,6 @@ class Samples(NamedTuple):
     attending: tuple[Attending, ...]
 
 
-class SharedSamples(NamedTuple):
-    """What the device is told of a round of sample rows.
-
-    Attributes:
-        given: [g] int64, as `Round` has it.
-        positions: [r] int64, on the canvas, of this rank's part.
-    """
-
-    given: Tensor
-    positions: Tensor
-
-
 def run_to_end(work: Chunked[T]) -> T:
     """All chunks, one after the other; what the work returns."""
     while True:
@@ -140,13 +128,17 @@ def upload(
 
 def upload_share(
     batch: StepBatch, cuts: Cuts, rows: slice, rounds: Sequence[Round], caches: PageStore
-) -> tuple[BodyInputs, list[SharedSamples]]:
-    """The same of a streamed forward, where this rank has the rows `rows`."""
+) -> tuple[BodyInputs, tuple[tuple[Tensor, Tensor], ...]]:
+    """The same of a streamed forward, where this rank has the rows `rows`.
+
+    Of the sample rows of every round: which rows of this rank's share the parts of all ranks want,
+    [g] int64, and [r] int64, where those of this rank's part are on the canvas.
+    """
     chunks = (*cuts.attend, *cuts.last_attend)
     groups = [batch.span_groups(*chunk.places) for chunk in chunks]
     packed = pack(batch, groups, rows), tuple((r.given, r.positions) for r in rounds)
     inputs, samples = ops.to_device(packed, caches.device)
-    return _body_inputs(groups, inputs, caches), [SharedSamples(*own) for own in samples]
+    return _body_inputs(groups, inputs, caches), samples
 
 
 def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[Samples]:

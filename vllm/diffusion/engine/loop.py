@@ -221,7 +221,8 @@ class StepLoop:
         A step in chunks launches more kernels than a GPU's queue holds, so launching would wait
         for it.
         """
-        if len(self._under_way) == MOST_UNDER_WAY:
+        under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}
+        if len(self._under_way) == MOST_UNDER_WAY or under_way.issuperset(self._runner.canvases):
             return
         canvases = by_priority(self._runner.canvases, lambda canvas: canvas.params.priority or 0)
         wishes = {
@@ -229,7 +230,6 @@ class StepLoop:
             for req_id, canvas in canvases.items()
             if req_id not in apart and not canvas.is_complete
         }
-        under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}
         planner = self._runner.planner
         taken = step_behind(under_way, wishes, planner.row_budget, self._runner.shares)
         if taken and planner.runs_whole(sum(taken.values()), self._runner.kept_bytes):

@@ -14,11 +14,10 @@ from vllm.diffusion.board import processes_here
 from vllm.diffusion.config import row_budget, sequence_parallel, served_model
 from vllm.diffusion.engine.agreement import Agreement, Meets
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
-from vllm.diffusion.engine.build_info import build_info, log_build_info
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.paging import most_positions
 from vllm.diffusion.engine.sizes import make_planner
-from vllm.diffusion.engine.status import status_of
+from vllm.diffusion.engine.status import build_info, log_build_info, status_of
 from vllm.diffusion.engine.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
 from vllm.diffusion.memory.plan import readable

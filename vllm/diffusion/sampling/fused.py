@@ -150,7 +150,8 @@ def _parameters(
     groups: Sequence[RowGroup], key: LaunchKey, device: torch.device
 ) -> tuple[ops.Rows, bool | torch.Tensor]:
     """Parameters of the rows, and which are scored at random; one copy to the device at most."""
-    columns = tuple(sorted({t for g in groups for t in (*g.forbidden, *g.excluded)}))
+    forbidden, excluded = [g.forbidden for g in groups], [g.excluded for g in groups]
+    columns = tuple(sorted({token for tokens in (*forbidden, *excluded) for token in tokens}))
     is_random = [g.params.remasking == "random" and not key.is_tempered for g in groups]
     is_noisy = [g.params.temperature > 0 for g in groups]
     needs_seed = [a or b for a, b in zip(is_random, is_noisy, strict=True)]
@@ -165,8 +166,8 @@ def _parameters(
                 [g.step if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
                 np.int64,
             ),
-            "forbidden": ([_bits(g.forbidden, columns) for g in groups], np.int32),
-            "excluded": ([_bits(g.excluded, columns) for g in groups], np.int32),
+            "forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32),
+            "excluded": ([_bits(tokens, columns) for tokens in excluded], np.int32),
             "is_random": (is_random, np.bool_),
         },
         [g.positions.numel() for g in groups],
