@@ -147,6 +147,29 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
     assert engine.is_idle()
 
 
+def test_a_request_that_cannot_start_ends_alone(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason: others of the same step go on."""
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+    start = engine.runner.start
+
+    def fail_for_one(new: Any) -> None:
+        if len(new.prompt_token_ids) == 21:
+            raise ValueError("the rule cannot begin")
+        start(new)
+
+    monkeypatch.setattr(engine.runner, "start", fail_for_one)
+    bad, good = engine.ask(
+        as_request(random_prompt(21), **BLOCKS),
+        as_request(prompt, **BLOCKS),
+    )
+    assert bad.finish_reason == "error"
+    assert bad.report["error"] == "ValueError: the rule cannot begin"
+    assert_decoded([good], [wanted])
+    assert engine.is_idle()
+
+
 def test_a_full_disk_for_logs_ends_nothing(
     engine: Engine,
     model: LLaDAReference,
