@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, running, sampling_params
+from tests.engine.harness import BLOCKS, Ask, running, start
 from vllm.diffusion import metrics
 from vllm.diffusion.engine import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
@@ -131,8 +131,7 @@ def test_an_abort_after_some_steps_is_an_end(
     seen = record(monkeypatch)
     upstream = telling.llm.llm_engine
     ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
-    prompt: Any = {"prompt_token_ids": ask.prompt}
-    req_id = upstream.add_request("leaves", prompt, sampling_params(ask))
+    req_id = start(telling, "leaves", ask)
     for _ in range(5):
         upstream.step()
     upstream.abort_request([req_id], internal=True)

@@ -10,12 +10,12 @@ import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, start, step
-from tests.engine.test_chunks import PLANS, record
+from tests.engine.test_chunks import PLANS, record, tokens
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.pages import PAGE_SIZE, num_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from tests.engine.harness import Answer, Engine
     from tests.reference.llada_model import LLaDAReference
@@ -46,14 +46,10 @@ def requests() -> list[Ask]:
     ]
 
 
-def tokens(answers: Iterable[Answer]) -> list[tuple[list[int], int | None]]:
-    return [(answer.token_ids, answer.num_forwards) for answer in answers]
-
-
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[tuple[list[int], int | None]]:
     """What every request gets on its own."""
-    return tokens(engine.ask(ask)[0] for ask in requests())
+    return tokens([engine.ask(ask)[0] for ask in requests()])
 
 
 def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Answer]:
