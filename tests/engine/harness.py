@@ -134,10 +134,7 @@ def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Without what upstream does to garbage at start and end: it would keep the engine for good.
-
-    It collects six times an engine, which takes longer than all else of a tiny one.
-    """
+    """Without upstream's six collections of garbage, slower than all else, and without freezes."""
     freeze_imports()
     with (
         mock.patch.object(gc, "collect"),
