@@ -61,6 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(GpuTestCounter(required=config.getoption("--require-gpu")))
     if config.getoption("--write-golden"):
         config.pluginmanager.register(GoldenWriter())
+    if config.getoption("numprocesses", None):  # this process starts those of pytest-xdist
+        from tests.server import warm
+
+        warm.share()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,16 +8,23 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.server.process import MODEL_NAME, POLL_S
+from tests.server.process import MODEL_NAME, PATIENCE_S, POLL_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import httpx
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 PUZZLE = "What plus Paris 7 is France of?"  # no learnt answer: noise decides much of what comes out
+LONG = {  # takes minutes
+    "prompt": PUZZLE,
+    "ignore_eos": True,
+    "gen_length": 2048,
+    "steps": 2048,
+    "block_length": 2048,
+}
 GENERATE = "/generate"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -73,10 +80,16 @@ class Client:
         """Requests in the engine, running and waiting."""
         return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
 
-    def wait_for_num_requests(self, wanted: int, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while (found := self.num_requests()) != wanted:
-            assert time.monotonic() < deadline, f"{found:g} requests; wanted {wanted}"
+    def wait_for_num_requests(self, wanted: int) -> None:
+        self._wait_for(self.num_requests, wanted)
+
+    def wait_for_metric(self, name: str, wanted: float) -> None:
+        self._wait_for(lambda: self.metric(name), wanted)
+
+    def _wait_for(self, measure: Callable[[], float], wanted: float) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while (found := measure()) != wanted:
+            assert time.monotonic() < deadline, f"{found:g}; wanted {wanted:g}"
             time.sleep(POLL_S)
 
 

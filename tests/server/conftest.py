@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import httpx
+
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
@@ -24,11 +26,12 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The overlay's own entry point, in float32: answers must not depend on batch neighbours."""
-    command = [
-        *SERVER,
-        *("--model", str(model_dir), "--served-model-name", MODEL_NAME, "--dtype", "float32"),
-    ]
+    """The overlay's own entry point, in float32: answers must not depend on batch neighbours.
+
+    With an argument that cannot act.
+    """
+    command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
+    command += ["--dtype", "float32", "--enable-prefix-caching"]
     process = ServerProcess(command, tmp_path_factory.mktemp("server") / "server.log")
     try:
         process.wait_until_healthy()
@@ -40,12 +43,18 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         process.kill()
 
 
+@pytest.fixture(scope="session")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    """One for all tests: to make one reads the certificates of the system."""
+    with server.client() as found:
+        yield found
+
+
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
+def client(server: ServerProcess, http: httpx.Client) -> Iterator[Client]:
     """A client. Afterwards the server must be healthy and have logged no traceback."""
-    start = len(server.log())
-    with server.client() as http:
-        yield Client(http)
-        assert http.get("/health").status_code == 200
-    logged = server.log()[start:]
+    start = server.log_size()
+    yield Client(http)
+    assert http.get("/health").status_code == 200
+    logged = server.log(start)
     assert "Traceback" not in logged, logged

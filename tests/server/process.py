@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
-from benchmarks.server_process import POLL_S, free_port, is_healthy
+from benchmarks.server_process import free_port, is_healthy
 from tests.server.warm import WarmProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "llada-tiny"
@@ -28,6 +29,9 @@ MODEL_NAME = "llada-tiny"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.api_server")
 START_S = 300.0  # the first start after an installation compiles all of upstream's modules
 STOP_S = 120.0
+PATIENCE_S = 60.0  # with what takes a moment: a busy machine must not fail a test
+POLL_S = 0.05
+KEEP_ALIVE_S = 2.0  # a server keeps a connection for 5 s
 
 
 class ServerFailed(Exception):
@@ -54,7 +58,7 @@ def environment(**variables: str) -> dict[str, str]:
 class ServerProcess:
     """A server in a process group of its own.
 
-    What begins with `SERVER` is forked from a process that has imported vllm.
+    What this interpreter runs is forked from a process that has imported vllm.
 
     Args:
         command: the command line, without `--port`.
@@ -78,7 +82,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._process: subprocess.Popen[bytes] | WarmProcess
-        if tuple(command[: len(SERVER)]) == SERVER:
+        if command[0] == sys.executable:
             self._process = WarmProcess(command[1:], log, environment(**variables))
             return
         with log.open("wb") as output:
@@ -96,20 +100,28 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+    def log(self, start: int = 0) -> str:
+        """The log from byte `start` on."""
+        with self._log.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
 
-    def wait_for_line(self, pattern: str, timeout_s: float = 10.0) -> None:
+    def log_size(self) -> int:
+        """Bytes of the log so far."""
+        return self._log.stat().st_size
+
+    def wait_for_line(self, pattern: str) -> None:
         """A line of the log that ends so; it may be written a moment after an answer is sent."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while not re.search(pattern + "$", self.log(), re.MULTILINE):
             if time.monotonic() > deadline:
-                raise self._failed(f"logged no line {pattern!r} within {timeout_s:g} s")
+                raise self._failed(f"logged no line {pattern!r} within {PATIENCE_S:g} s")
             time.sleep(POLL_S)
 
     def client(self, timeout_s: float = 120.0) -> httpx.Client:
-        """A client that passes proxies by."""
-        return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
+        """A client that passes proxies by, and no connection that the server may be closing."""
+        limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+        return httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, trust_env=False)
 
     def wait_until_healthy(self, timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -135,9 +147,9 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             raise self._failed(f"did not end within {timeout_s:g} s") from None
 
-    def group_is_empty(self, timeout_s: float = 10.0) -> bool:
+    def group_is_empty(self) -> bool:
         """Whether no process of the group is left, the engine's included."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             try:
                 os.killpg(self._process.pid, 0)
@@ -146,11 +158,26 @@ class ServerProcess:
             time.sleep(POLL_S)
         return False
 
-    def kill_engine(self) -> None:
-        """SIGKILL to the engine's process, which upstream names."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        (engine,) = [child for child in children if "EngineCore" in "".join(child.cmdline())]
-        engine.kill()
+    def descendants(self) -> list[psutil.Process]:
+        """The processes below the main one."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def engine(self) -> psutil.Process:
+        """The process of the engine, which upstream names."""
+        (engine,) = named(self.descendants(), "EngineCore")
+        return engine
+
+    def wait_until_unhealthy(self) -> None:
+        """Until /health says 503, or the server has ended by itself."""
+        deadline = time.monotonic() + PATIENCE_S
+        with self.client() as http:
+            while not self.has_ended():
+                if time.monotonic() > deadline:
+                    raise self._failed("is still healthy")
+                with contextlib.suppress(httpx.TransportError):  # it closes its port before it ends
+                    if http.get("/health").status_code == 503:
+                        return
+                time.sleep(POLL_S)
 
     def kill(self) -> None:
         """End every process of the group, whatever state it is in."""
@@ -161,3 +188,33 @@ class ServerProcess:
     def _failed(self, what: str) -> ServerFailed:
         tail = "\n".join(self.log().splitlines()[-60:])
         return ServerFailed(f"the server {what}; its log ends with:\n{tail}")
+
+
+def named(processes: Iterable[psutil.Process], title: str) -> list[psutil.Process]:
+    """Those with a word in their command lines, which upstream sets."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if title in "".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def still_alive(processes: list[psutil.Process]) -> list[str]:
+    """Those that do not end by themselves."""
+    _, alive = psutil.wait_procs(processes, PATIENCE_S)
+    lines = []
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+    return lines
+
+
+def is_error(answer: Future[httpx.Response]) -> bool:
+    """An error answer, or a connection that was closed."""
+    try:
+        return answer.result(PATIENCE_S).status_code >= 500
+    except httpx.TransportError:
+        return True

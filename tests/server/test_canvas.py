@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -151,29 +152,28 @@ def test_openais_client_takes_them(client: Client, server: ServerProcess) -> Non
     assert last["num_forwards"] > 0
 
 
-@pytest.mark.parametrize("route", [GENERATE, CHAT])
-def test_a_reader_that_stops_reading_holds_up_nobody(
-    client: Client, server: ServerProcess, route: str
-) -> None:
-    """The request ends and others are served; then the newest canvas is there."""
+def test_readers_that_stop_reading_hold_up_nobody(client: Client, server: ServerProcess) -> None:
+    """Their requests end and others are served; then the newest canvases are there."""
     long = {"gen_length": 512, "block_length": 8, "steps": 256, "ignore_eos": True}
-    body = body_for(route, **long, stream=True, stream_canvas=True)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    try:
-        connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        client.wait_for_num_requests(1)
+    ended = client.metric("vllm:request_success_total")
+    routes = (GENERATE, CHAT)
+    with ExitStack() as open_ones:
+        responses = []
+        for route in routes:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            open_ones.callback(connection.close)
+            body = json.dumps(body_for(route, **long, stream=True, stream_canvas=True))
+            connection.request("POST", route, body, {"Content-Type": "application/json"})
+            responses.append(connection.getresponse())
         assert client.ask()["text"] == [ANSWER]
-        client.wait_for_num_requests(0)
-        lines = (line.decode().rstrip("\n") for line in response)
-        *found, done = events(lines)
-    finally:
-        connection.close()
-    assert done == "[DONE]"
-    canvases = [c for data in found if (c := canvas_of(route, json.loads(data)))]
-    check_canvases(canvases, 512)
-    assert canvases[-1]["step"] == 256
-    assert all(canvases[-1]["committed"])
+        client.wait_for_metric("vllm:request_success_total", ended + 3)
+        for route, response in zip(routes, responses, strict=True):
+            *found, done = events(line.decode().rstrip("\n") for line in response)
+            assert done == "[DONE]"
+            canvases = [c for data in found if (c := canvas_of(route, json.loads(data)))]
+            check_canvases(canvases, 512)
+            assert canvases[-1]["step"] == 256
+            assert all(canvases[-1]["committed"])
 
 
 def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:

@@ -14,7 +14,7 @@ from tests.server.process import MODEL_NAME
 if TYPE_CHECKING:
     from tests.server.client import Client
 
-NOISY = {"temperature": 2.0, "gen_length": 32, "ignore_eos": True}
+NOISY = {"temperature": 2.0, "gen_length": 32, "steps": 8, "ignore_eos": True}
 MINIMUM_PAYLOAD = {
     "prompt": QUESTION,
     "max_tokens": 32,

@@ -43,7 +43,8 @@ def text_of(route: str, answer: dict[str, Any]) -> str:
 def test_every_route_answers_by_schema_and_regex(client: Client) -> None:
     for route in (CHAT, COMPLETIONS, GENERATE):
         for temperature in (0, 1.5):
-            body = body_for(route, gen_length=96, response_format=FORMAT, temperature=temperature)
+            asked = {"gen_length": 96, "steps": 24, "temperature": temperature}
+            body = body_for(route, response_format=FORMAT, **asked)
             City.model_validate_json(text_of(route, client.http.post(route, json=body).json()))
         body = body_for(route, gen_length=32, structured_outputs={"regex": "[a-z]{5}"})
         answer = client.http.post(route, json=body).json()
@@ -82,7 +83,8 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Cli
 
 
 def test_several_answers_log_probabilities_and_stop_strings(client: Client) -> None:
-    shared = {"gen_length": 96, "response_format": FORMAT, "temperature": 1.0, "seed": 1}
+    shared: dict[str, Any] = {"gen_length": 96, "steps": 24, "temperature": 1.0, "seed": 1}
+    shared["response_format"] = FORMAT
     body = body_for(CHAT, **shared, n=2, logprobs=True, top_logprobs=1)
     choices = client.http.post(CHAT, json=body).json()["choices"]
     assert len(choices) == 2
@@ -131,7 +133,8 @@ def check_call(name: str, arguments: str) -> None:
 
 def test_tools_are_called(client: Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "remove"}}):
-        body = body_for(CHAT, gen_length=96, tools=TOOLS, tool_choice=choice, temperature=1.0)
+        asked = {"gen_length": 96, "steps": 24, "temperature": 1.0}
+        body = body_for(CHAT, tools=TOOLS, tool_choice=choice, **asked)
         answer = client.http.post(CHAT, json=body).json()["choices"][0]
         (call,) = answer["message"]["tool_calls"]
         assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)

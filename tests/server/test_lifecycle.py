@@ -4,21 +4,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
+import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.server.client import ANSWER, CHAT, GENERATE, PUZZLE, Client, body_for, refusal
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    PUZZLE,
+    Client,
+    body_for,
+    refusal,
+)
 from tests.server.process import (
     MODEL_NAME,
+    PATIENCE_S,
     POLL_S,
     ROOT,
     SERVER,
@@ -26,13 +35,15 @@ from tests.server.process import (
     ServerProcess,
     environment,
     free_port,
+    is_error,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SCREEN = 40  # lines
+POOL_BYTES = 150_000  # of the server that loses its engine; room for short answers
 STEP_LINE = r"execute_diffusion_once time = [\d.]+ ms"
 LLADA_SCRIPT = ROOT / "scripts" / "run_llada_server.sh"
 # Libraries of a GPU can leave handlers behind under which a wait goes on after a signal.
@@ -62,6 +73,7 @@ def servers(
             ["env", "-u", "VLLM_WORKER_MULTIPROC_METHOD", "bash", str(LLADA_SCRIPT)],
             folder / "script.log",
             port=port,
+            PYTHONPATH=str(folder / "path"),
             LLADA_MODEL_DIR=str(model_dir),
             PORT=str(port),
             MAX_MODEL_LEN="8192",  # longer than config.json says: the script allows it
@@ -70,18 +82,17 @@ def servers(
         ),
         "vllm serve": ServerProcess(
             [
-                *(upstream, "serve", str(model_dir), "--served-model-name", MODEL_NAME),
-                *("--shutdown-timeout", "30"),
+                *(sys.executable, upstream, "serve", str(model_dir)),
+                *("--served-model-name", MODEL_NAME, "--shutdown-timeout", "30"),
             ],
             folder / "serve.log",
-            PYTHONPATH=os.pathsep.join([str(folder / "path"), str(ROOT)]),
-            VLLM_WORKER_MULTIPROC_METHOD="spawn",  # as by default
             VLLM_API_KEY="secret",
             DLLM_MAX_REQUEST_BYTES="10000",
         ),
         "to be killed": ServerProcess(
-            [*SERVER, str(model_dir), "--dtype", "float32", "--enable-prefix-caching"],
+            [*SERVER, str(model_dir), "--served-model-name", MODEL_NAME, "--dtype", "float32"],
             folder / "killed.log",
+            VLLM_ACTIVATION_POOL_SIZE_BYTES=str(POOL_BYTES),
             VLLM_SERVER_DEV_MODE="1",  # has routes that pause
         ),
     }
@@ -94,9 +105,8 @@ def servers(
             process.kill()
 
 
-def test_the_log_of_a_start_fits_on_a_screen(servers: dict[str, ServerProcess]) -> None:
+def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
     """It says what the engine runs on, and once which arguments cannot act."""
-    server = servers["to be killed"]
     text, _, _ = server.log().partition("Application startup complete")
     assert len(text.splitlines()) <= SCREEN, text
     for line in ("flash_sample: ", "fused_ops: ", "gather_gemm: ", "vmm_allocator: "):
@@ -111,45 +121,44 @@ def test_the_log_of_a_start_fits_on_a_screen(servers: dict[str, ServerProcess]) 
     assert "(llada): prompt and canvas up to 4096 tokens" in text
     named = "without effect on a diffusion language model: --enable-prefix-caching"
     assert text.count(named) == 1
-    assert "without effect" not in servers["script"].log()
     for other in ("Route: ", "Initializing a V1 LLM engine", "You are using a model of type"):
         assert other not in text
 
 
 def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None:
-    """Plain and streamed requests finish, newcomers are turned away, the exit status is 0."""
+    """Plain and streamed requests finish, newcomers are turned away, the exit status is 0.
+
+    The engine is stopped until all of that was seen, and sleeps through its own signal.
+    """
     server = servers["script"]
-    long: dict[str, Any] = {"gen_length": 384, "steps": 384, "ignore_eos": True, "seed": 1}
-    body = {"prompt": PUZZLE, **long}
+    body: dict[str, Any] = {"prompt": PUZZLE, "gen_length": 64, "steps": 64, "ignore_eos": True}
+    assert "without effect" not in server.log()
     with server.client() as http, ThreadPoolExecutor(2) as pool:
         client = Client(http)
         assert client.http.get("/v1/models").json()["data"][0]["id"] == "two words"
         assert client.ask()["text"] == [ANSWER]
-        assert engine_of(server.pid).create_time() < first_word(server.log())
+        assert client.http.get("/ready").status_code == 200
+        engine = server.engine()
+        assert engine.create_time() < first_word(server.log())
+        engine.suspend()
         plain = pool.submit(client.generate, **body)
         streamed = pool.submit(client.events, GENERATE, body)
-        client.wait_for_num_requests(2)
-        assert client.http.get("/ready").status_code == 200
+        wait_for_requests(http, 2)
         server.terminate()
         wait_until_turned_away(server)
         assert client.http.get("/health").status_code == 200  # alive, and busy
         assert client.http.get("/ready").json() == {"status": "draining"}
         assert not plain.done()
+        engine.resume()
         answer = plain.result()
-        assert len(answer["token_ids"][0]) == 384
+        assert len(answer["token_ids"][0]) == 64
         assert answer["finish_reason"] == ["length"]
         assert streamed.result()[-1]["token_ids"] == answer["token_ids"]
     assert server.wait() == 0, server.log()
     assert server.group_is_empty()
-    assert len(re.findall(STEP_LINE, server.log())) >= 384
+    assert len(re.findall(STEP_LINE, server.log())) >= 64
+    assert "force killing" not in server.log()
     assert "Traceback" not in server.log()
-
-
-def engine_of(pid: int) -> psutil.Process:
-    """The engine's process of a server."""
-    below = psutil.Process(pid).children(recursive=True)
-    (engine,) = [child for child in below if "EngineCore" in "".join(child.cmdline())]
-    return engine
 
 
 def first_word(log: str) -> float:
@@ -160,14 +169,23 @@ def first_word(log: str) -> float:
     return time.mktime(time.strptime(f"{year}-{match[1]}", "%Y-%m-%d %H:%M:%S"))
 
 
-def wait_until_turned_away(server: ServerProcess, timeout_s: float = 30.0) -> None:
-    """Until a new request hears that the server is leaving."""
-    body = {"prompt": "hello", "gen_length": 1}
-    deadline = time.monotonic() + timeout_s
+def wait_for(is_met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_met():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(POLL_S)
+
+
+def wait_for_requests(http: httpx.Client, wanted: int) -> None:
+    """Until the server waits for answers of an engine that is stopped."""
+    wait_for(lambda: len(http.get("/status.json").json()["requests"]) == wanted)
+
+
+def wait_until_turned_away(server: ServerProcess) -> None:
+    """Until a new request hears that the server is leaving; until then the engine is stopped."""
     with server.client() as http:
-        while (response := http.post(GENERATE, json=body)).status_code == 200:
-            assert time.monotonic() < deadline, "new requests are still served"
-            time.sleep(POLL_S)
+        wait_for(lambda: http.get("/ready").json() == {"status": "draining"})
+        response = http.post(GENERATE, json={"prompt": "hello", "gen_length": 1})
     assert "shutting down" in refusal(response, 503)["message"]
     assert response.headers["retry-after"]
 
@@ -193,43 +211,76 @@ def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) 
     server.wait_for_line(rf'"POST {CHAT}" 200 [\d.]+ s id=mine-7')
 
 
-def test_an_engine_that_sleeps_through_its_signal_ends_all_the_same(
-    servers: dict[str, ServerProcess],
-) -> None:
+def test_vllm_serve_ends_well(servers: dict[str, ServerProcess]) -> None:
     server = servers["vllm serve"]
     server.terminate()
     assert server.wait() == 0, server.log()
-    assert "force killing" not in server.log()
     assert "Traceback" not in server.log()
     assert server.group_is_empty()
 
 
-def test_a_paused_engine_is_not_ready(servers: dict[str, ServerProcess]) -> None:
+@pytest.fixture
+def doomed(servers: dict[str, ServerProcess]) -> Iterator[httpx.Client]:
+    """Of the server whose pool is small and whose engine is killed in the end."""
     with servers["to be killed"].client() as http:
-        assert http.get("/ready").json() == {"status": "ready"}
-        assert http.post("/pause", params={"mode": "keep"}).status_code == 200
-        paused = http.get("/ready")
-        assert (paused.status_code, paused.json()) == (503, {"status": "paused"})
-        assert http.get("/health").status_code == 200
-        assert http.post("/resume").status_code == 200
-        assert http.get("/ready").status_code == 200
-        assert Client(http).ask()["text"] == [ANSWER]
+        yield http
 
 
-def test_a_dead_engine_ends_everything(servers: dict[str, ServerProcess]) -> None:
-    """Its process is killed: within 5 s nobody is told that all is well, and no request hangs."""
-    server = servers["to be killed"]
-    body = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 2048}
-    with server.client() as http, ThreadPoolExecutor(2) as pool:
-        client = Client(http)
-        plain = pool.submit(http.post, GENERATE, json=body)
-        streamed = pool.submit(last_event, http, body)
-        client.wait_for_num_requests(2)
-        server.kill_engine()
-        deadline = time.monotonic() + 5
-        while is_well(http):
-            assert time.monotonic() < deadline, "/health is still good"
-            time.sleep(POLL_S)
+def test_requests_that_never_fit_are_refused_on_every_route(doomed: httpx.Client) -> None:
+    prompt, model = [5] * 44, MODEL_NAME
+    bodies = {
+        GENERATE: {"prompt": prompt, "gen_length": 256},
+        COMPLETIONS: {"prompt": prompt, "max_tokens": 256, "model": model},
+    }
+    for route, body in bodies.items():
+        message = refusal(doomed.post(route, json=body))["message"]
+        assert message.startswith("prompt + gen_length: given 300; its steps need ")
+        assert "tokens" in message
+        longest = int(message.split("wanted at most ")[1].split()[0])
+        assert 44 + 16 <= longest < 300
+
+
+def test_an_answer_says_what_its_largest_step_took(doomed: httpx.Client) -> None:
+    answer = doomed.post(GENERATE, json={"prompt": [5] * 20, "gen_length": 16}).json()
+    report = answer["diffusion"]
+    assert 0 < report["average_bytes"] <= report["peak_bytes"] <= report["budget_bytes"]
+    assert report["budget_bytes"] < POOL_BYTES
+
+
+def test_a_paused_engine_is_not_ready(doomed: httpx.Client) -> None:
+    """The engine is asked with some patience, then what it said before is told."""
+
+    def is_told(state: str) -> bool:
+        response = doomed.get("/ready")
+        told = response.json() == {"status": state}
+        assert not told or response.status_code == (200 if state == "ready" else 503)
+        return told
+
+    wait_for(lambda: is_told("ready"))
+    assert doomed.post("/pause", params={"mode": "keep"}).status_code == 200
+    wait_for(lambda: is_told("paused"))
+    assert doomed.get("/health").status_code == 200
+    assert doomed.post("/resume").status_code == 200
+    wait_for(lambda: is_told("ready"))
+    assert Client(doomed).ask()["text"] == [ANSWER]
+
+
+def test_a_dead_engine_ends_everything(
+    servers: dict[str, ServerProcess], doomed: httpx.Client
+) -> None:
+    """Its process is killed: nobody is told that all is well any more, and no request hangs.
+
+    It is stopped before, so that its requests are not complete.
+    """
+    server, body = servers["to be killed"], {"prompt": PUZZLE, "gen_length": 16}
+    engine = server.engine()
+    engine.suspend()
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(doomed.post, GENERATE, json=body)
+        streamed = pool.submit(last_event, doomed, body)
+        wait_for_requests(doomed, 2)
+        engine.kill()
+        server.wait_until_unhealthy()
         assert is_error(plain)
         assert is_error(streamed)
     assert server.wait() is not None
@@ -242,21 +293,6 @@ def last_event(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
         found = [line for line in response.iter_lines() if line and "[DONE]" not in line]
     text = found[-1].removeprefix("data: ") if found else "{}"
     return httpx.Response(500 if "error" in text else 200, text=text)
-
-
-def is_error(future: Future[httpx.Response]) -> bool:
-    """An error answer, or a connection that was closed."""
-    try:
-        return future.result(timeout=30).status_code >= 500
-    except httpx.TransportError:
-        return True
-
-
-def is_well(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts far beyond the checkpoint's own length, as ids and as text."""
+"""Prompts far beyond the checkpoint's own length, as ids and as text; and an engine's end."""
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.server.client import GENERATE, Client, refusal
-from tests.server.process import SERVER, ServerProcess
+from tests.server.client import GENERATE, LONG, Client, refusal
+from tests.server.process import SERVER, ServerProcess, is_error, named, still_alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 MAX_MODEL_LEN = 2**21
-LONG = 102_400  # tokens of the prompt of a request of 204,800
+NUM_TOKENS = 102_400  # of the prompt of a request of 204,800
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +53,11 @@ def long_client(long_server: ServerProcess) -> Iterator[Client]:
 @pytest.mark.parametrize("kind", ["ids", "text"])
 def test_a_long_prompt_passes_the_door(long_client: Client, kind: str) -> None:
     """All of it is read before its canvas is refused, for which no prompt would leave room."""
-    prompt = random_prompt(LONG) if kind == "ids" else "long " * (LONG // 4)
-    num_tokens = LONG
+    prompt = random_prompt(NUM_TOKENS) if kind == "ids" else "long " * (NUM_TOKENS // 4)
+    num_tokens = NUM_TOKENS
     if kind == "text":
         num_tokens = long_client.answer("/tokenize", {"prompt": prompt})["count"]
-        assert num_tokens >= LONG
+        assert num_tokens >= NUM_TOKENS
     body = {"prompt": prompt, "gen_length": MAX_MODEL_LEN}
     error = refusal(long_client.http.post(GENERATE, json=body))
     assert error["param"] == "gen_length"
@@ -84,3 +87,15 @@ def test_more_positions_than_the_checkpoint_has(long_client: Client) -> None:
 def test_stop_strings_need_the_text(long_client: Client) -> None:
     body = {"prompt": "hello", "gen_length": 8, "stop": "a", "detokenize": False}
     assert "detokenize" in refusal(long_client.http.post(GENERATE, json=body))["message"]
+
+
+def test_an_engine_ends_with_its_server(long_server: ServerProcess) -> None:
+    """Which is killed while it computes a request that would take minutes: the last test."""
+    started = long_server.descendants()
+    assert named(started, "EngineCore")
+    with long_server.client() as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, GENERATE, json={**LONG, "stream": True})
+        Client(http).wait_for_num_requests(1)
+        os.kill(long_server.pid, signal.SIGKILL)
+        assert is_error(answer)
+    assert still_alive(started) == []

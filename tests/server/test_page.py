@@ -115,6 +115,7 @@ def test_what_the_server_offers(client: Client) -> None:
 
 
 def test_who_runs_and_how_far(client: Client) -> None:
+    client.wait_for_num_requests(0)  # of tests before
     idle = client.http.get("/status.json").json()
     assert idle["requests"] == []
     assert idle["pool_bytes"]["budget"] > idle["pool_bytes"]["used_pages"] == 0

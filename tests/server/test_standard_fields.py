@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.checkpoints import make_case, random_prompt
 from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for
-from tests.server.process import MODEL, ROOT, SERVER, ServerProcess, environment
+from tests.server.process import MODEL_NAME, ROOT, SERVER, ServerProcess, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 DOCUMENT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
 COMMANDS = {
@@ -29,39 +29,22 @@ COMMANDS = {
 }
 FULL = ("llada", "dream", "llada-moe")  # the other ones see blocks alone
 CANVAS = {"gen_length": 32, "steps": 8}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model of every family; all but one are hardly trained."""
-    import make_tiny_model
-    from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
-
-    quick = Plan(
-        training=TrainingSettings(phases=(Phase(2, (12,)),), tokens_per_batch=100),
-        verifications=(DecodingSetting(canvas=8, steps=1, block_length=8),),
-        required_share=0.0,
-    )
-    folder = tmp_path_factory.mktemp("models")
-    others = [family for family in COMMANDS if family != "llada"]
-    for family in others:
-        make_tiny_model.make(folder / family, family, seed=0, plan=quick)
-    return {"llada": MODEL, **{family: folder / family for family in others}}
+RANDOM = {"llada-moe": "moe", "fast-dllm": "fast_dllm"}  # cases of checkpoints
 
 
 @pytest.fixture(scope="module", params=list(COMMANDS))
 def served(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: Any
+    request: pytest.FixtureRequest, server: ServerProcess, tmp_path_factory: Any
 ) -> Iterator[tuple[str, ServerProcess]]:
     """A family and its server; tests/scripts says that the family's script runs the same."""
     family = request.param
-    process = ServerProcess(
-        [
-            *(*SERVER, "--model", str(models[family]), "--dtype", "float32"),
-            *("--served-model-name", "llada-tiny"),
-        ],
-        tmp_path_factory.mktemp(family) / "server.log",
-    )
+    if family == "llada":
+        yield family, server
+        return
+    folder = tmp_path_factory.mktemp(family)
+    model = make_case(folder / "model", RANDOM.get(family, family))
+    command = [*SERVER, "--model", str(model), "--served-model-name", MODEL_NAME]
+    process = ServerProcess([*command, "--dtype", "float32"], folder / "server.log")
     try:
         process.wait_until_healthy()
         yield family, process
@@ -135,3 +118,21 @@ def test_what_is_refused_all_the_same(served: tuple[str, ServerProcess]) -> None
                 response = http.post(route, json=body_for(route, **CANVAS, **fields))
                 assert response.status_code == 400, fields
                 assert response.json()["error"]["param"] == name
+
+
+def test_cached_tokens_are_told_on_the_openai_routes(served: tuple[str, ServerProcess]) -> None:
+    """Of block-causal families what was found of a prompt is told without being asked for."""
+    family, server = served
+    if family != "sdar":
+        pytest.skip("one family for all")
+    body = {"prompt": random_prompt(130, 1), "max_tokens": 8, "ignore_eos": True}
+    with server.client() as http:
+        client = Client(http)
+        first, second = (client.answer(COMPLETIONS, {"model": MODEL_NAME, **body}) for _ in "12")
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+        assert second["choices"][0]["text"] == first["choices"][0]["text"]
+        asked = {"model": MODEL_NAME, **body, "stream_options": {"include_usage": True}}
+        chunks = client.events(COMPLETIONS, asked)
+        assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+        assert "vllm:prefix_cache_hits_total" in http.get("/metrics").text

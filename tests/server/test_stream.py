@@ -67,17 +67,15 @@ def test_an_event_for_every_new_prefix(client: Client) -> None:
 
 
 def test_events_arrive_while_the_request_runs(client: Client) -> None:
-    long = {"gen_length": 256, "block_length": 4, "steps": 512, "ignore_eos": True}
+    """It would run for long if its reader stayed."""
+    long = {"gen_length": 2048, "block_length": 4, "steps": 2048, "ignore_eos": True}
     body = {"prompt": "hello", **long}
     with client.http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
         found = events(response.iter_lines())
         first = json.loads(next(found))
-        assert 0 < len(first["token_ids"]) < 256
+        assert 0 < len(first["token_ids"]) < 2048
         client.wait_for_num_requests(1)  # the gauges follow a moment after the events
-        rest = list(found)
-    assert len(rest) > 10
-    assert rest[-1] == "[DONE]"
-    assert len(json.loads(rest[-2])["token_ids"][0]) == 256
+    client.wait_for_num_requests(0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])

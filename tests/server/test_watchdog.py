@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that a server or an offline program started outlives it, even after SIGKILL."""
+"""Nothing that an offline program started outlives it, even after SIGKILL.
+
+A server's engine does not either: tests/server/test_long_prompts.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
-import httpx
 import psutil
 import pytest
 
-from tests.server.client import PUZZLE
-from tests.server.process import SERVER, START_S, ServerProcess, environment
-from tests.server.warm import POLL_S, WarmProcess
+from tests.server.process import POLL_S, START_S, environment, still_alive
+from tests.server.warm import WarmProcess
 from vllm.diffusion import watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-END_S = 5.0
 
 OFFLINE = """
 import sys, time
@@ -34,40 +31,6 @@ if __name__ == "__main__":
     print("READY", flush=True)
     time.sleep(600)
 """
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """The living processes below a process, and what they are."""
-    return psutil.Process(pid).children(recursive=True)
-
-
-def still_alive(processes: list[psutil.Process]) -> list[str]:
-    """Those that are there after the time that they have."""
-    _, alive = psutil.wait_procs(processes, END_S)
-    lines = []
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
-            process.kill()
-    return lines
-
-
-def test_an_engine_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None:
-    """While it computes a request that would take minutes."""
-    command = [*SERVER, "--model", str(model_dir), "--max-model-len", "4096"]
-    server = ServerProcess(command, tmp_path / "server.log", VLLM_LOG_DIFFUSION_STEPS="1")
-    try:
-        server.wait_until_healthy()
-        body = {"prompt": PUZZLE, "gen_length": 2048, "steps": 2048, "block_length": 2048}
-        with contextlib.suppress(httpx.TimeoutException), server.client(1.0) as client:
-            client.post("/generate", json={**body, "stream": True, "ignore_eos": True})
-        started = descendants(server.pid)
-        assert any("EngineCore" in "".join(process.cmdline()) for process in started)
-        os.kill(server.pid, signal.SIGKILL)
-        assert still_alive(started) == []
-    finally:
-        server.kill()
 
 
 @pytest.mark.slow
@@ -83,7 +46,7 @@ def test_an_engine_and_its_workers_end_with_an_offline_program(
         while "READY" not in log.read_text():
             assert program.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(POLL_S)
-        started = descendants(program.pid)
+        started = psutil.Process(program.pid).children(recursive=True)
         assert len(started) >= 3
     finally:
         program.send_signal(signal.SIGKILL)
@@ -143,7 +106,7 @@ context = multiprocessing.get_context("fork")
 
 def worker():
     watchdog.follow_parent()
-    print(os.getpid(), flush=True)
+    print("worker", os.getpid(), flush=True)
     time.sleep(600)
 
 def engine():
@@ -154,7 +117,7 @@ def engine():
 if __name__ == "__main__":
     child = context.Process(target=engine, name="EngineCore")
     child.start()
-    print(child.pid, flush=True)
+    print("engine", child.pid, flush=True)
     time.sleep(600)
 """
 
@@ -166,8 +129,9 @@ def test_a_worker_that_was_forked_from_a_watching_engine_watches_too(tmp_path: P
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         try:
             assert program.stdout is not None
-            engine, worker = (psutil.Process(int(program.stdout.readline())) for _ in range(2))
-            engine.kill()
+            pids = dict(program.stdout.readline().split() for _ in range(2))  # in any order
+            worker = psutil.Process(int(pids["worker"]))
+            psutil.Process(int(pids["engine"])).kill()
             assert still_alive([worker]) == []
         finally:
             program.kill()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python programs forked from a process that has imported vllm: half a minute less for a server.
 
-`python -m tests.server.warm` is that process: it reads a line of JSON a program, forks, and runs
-the program in the child, as `python ...` would. It tells the child's pid, and later how it ended.
-`WarmProcess` is the other side.
+`python -m tests.server.warm FD` is that process: it accepts connections on a listening socket, each
+of which sends a program as a line of JSON; it forks, and the child runs the program as `python ...`
+would. It tells the child's pid on that connection, and later how it ended. `WarmProcess` is the
+other side. The processes of pytest-xdist share one (`share`), which imports when first needed.
 """
 
 from __future__ import annotations
@@ -14,24 +15,30 @@ import json
 import os
 import runpy
 import select
+import shutil
+import socket
 import subprocess
 import sys
-import time
+import tempfile
 import warnings
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import setproctitle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 POLL_S = 0.05
-# What a server and its engine import on their way to the first answer, the engine a fork of it.
+ADDRESS = "MOSAIC_TESTS_WARM"  # variable with the path of the shared process's socket
+# What a server and its engine import on their way to the first answer, the engine a fork of it, and
+# an offline program.
 NEEDED = (
-    "vllm.entrypoints.api_server",
-    *("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
+    *("vllm.entrypoints.api_server", "vllm.entrypoints.launchers.api_server.entry"),
+    *("vllm.diffusion.api.cli", "vllm.diffusion.api.endpoint"),
+    *("vllm.entrypoints.anthropic.serving", "vllm.entrypoints.llm"),
+    *("vllm.v1.engine.async_llm", "vllm.v1.engine.core"),
+    *("vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor"),
     *("vllm.diffusion.engine.scheduler", "vllm.diffusion.engine.worker"),
 )
 
@@ -48,101 +55,115 @@ class WarmProcess:
     def __init__(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
         told = {"arguments": [*arguments], "log": str(log), "variables": {**variables}}
         self.args = [*arguments]
-        self._parent = _parent()
-        self.pid = self._parent.start(told)
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(os.environ.get(ADDRESS) or _parent()[0])
+        self._connection.sendall(json.dumps(told).encode() + b"\n")
+        self.pid = self._number()
+        self.returncode: int | None = None
+
+    def _number(self) -> int:
+        # Unbuffered: nothing that was read lies where select does not see it.
+        with self._connection.makefile("rb", buffering=0) as numbers:
+            line = numbers.readline()
+        if not line:
+            raise RuntimeError("the process that forks has ended")
+        return int(line)
 
     def poll(self) -> int | None:
-        return self._parent.status_of(self.pid)
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
 
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        deadline = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(POLL_S)
-        return status
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = self._number()
+            self._connection.close()
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-class _Parent:
-    """The process that forks. It ends when this one does, whose pipe it reads."""
-
-    def __init__(self) -> None:
-        from tests.server.process import ROOT, environment
-
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.warm"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # nothing that was read lies where select does not see it
-            cwd=ROOT,
-            env=environment(),
-        )
-        self._status: dict[int, int] = {}
-
-    def start(self, told: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
-        return int(self._told("started")["started"])
-
-    def status_of(self, pid: int) -> int | None:
-        while pid not in self._status and self._has_line():
-            self._told("ended")
-        return self._status.get(pid)
-
-    def _told(self, wanted: str) -> dict[str, int]:
-        """The next line of this kind; those before it are of servers that have ended."""
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            told: dict[str, int] = json.loads(line)
-            if "ended" in told:
-                self._status[told["ended"]] = told["status"]
-            if wanted in told:
-                return told
-        raise RuntimeError("the process that forks has ended")
-
-    def _has_line(self) -> bool:
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+def share() -> None:
+    """Let the processes that this one starts, those of pytest-xdist, fork from the same one."""
+    os.environ[ADDRESS], _ = _parent()
 
 
 @cache
-def _parent() -> _Parent:
-    return _Parent()
+def _parent() -> tuple[str, subprocess.Popen[bytes]]:
+    """The process that forks, and its address. It ends with this one, whose pipe it reads."""
+    from tests.server.process import ROOT, environment
+
+    address = tempfile.mkdtemp(prefix="mosaic-tests-") + "/warm"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.warm", str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=(listener.fileno(),),
+            cwd=ROOT,
+            env=environment(),
+        )
+    return address, process
 
 
-def forked() -> dict[str, Any] | None:
-    """Fork a child for each line of stdin: what it says in the child, None at the end of stdin."""
+def forked(listener: socket.socket) -> dict[str, Any] | None:
+    """Fork a child for each connection: what it says in the child, None at the end of stdin."""
+    children: dict[int, socket.socket] = {}
     while True:
-        if select.select([0], [], [], POLL_S)[0]:
-            line = sys.stdin.readline()
-            if not line:
-                return None
+        readable, _, _ = select.select([0, listener], [], [], POLL_S)
+        if 0 in readable:
+            return None
+        if readable:
+            connection, _ = listener.accept()
+            with connection.makefile("rb") as lines:
+                told: dict[str, Any] = json.loads(lines.readline())
+            added = import_what_is_needed()
             if not (pid := os.fork()):
-                told: dict[str, Any] = json.loads(line)
-                return told
-            tell(started=pid)
-        tell_who_ended()
+                for other in (listener, connection, *children.values()):
+                    other.close()
+                return {**told, "added": added}
+            children[pid] = connection
+            tell(connection, pid)
+        tell_who_ended(children)
 
 
-def tell(**what: int) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
+def tell(connection: socket.socket, number: int) -> None:
+    with suppress(ConnectionError):  # who started the program has ended
+        connection.sendall(b"%d\n" % number)
 
 
-def tell_who_ended() -> None:
-    try:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = ended
-            tell(ended=pid, status=os.waitstatus_to_exitcode(status))
-    except ChildProcessError:
-        pass
+def tell_who_ended(children: dict[int, socket.socket]) -> None:
+    while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        pid, status = ended
+        with children.pop(pid) as connection:
+            tell(connection, os.waitstatus_to_exitcode(status))
+
+
+@cache
+def import_what_is_needed() -> dict[str, str]:
+    """Import what programs share, once; returns the variables that importing has set."""
+    import setproctitle
+
+    given = {**os.environ}
+    for name in NEEDED:
+        importlib.import_module(name)
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm import plugins
+
+    make_arg_parser(FlexibleArgumentParser())  # what it reads of all classes is kept
+    plugins.plugins_loaded = False  # each program loads them, as part of what it does
+    setproctitle.getproctitle()  # finds its place in memory by the environment that is still there
+    gc.collect()
+    gc.freeze()  # the garbage collector of a program leaves alone what all of them share
+    return {name: value for name, value in os.environ.items() if given.get(name) != value}
 
 
 def run(
@@ -174,12 +195,10 @@ def run(
 
 
 if __name__ == "__main__":
-    _given = {**os.environ}
-    for _name in NEEDED:
-        importlib.import_module(_name)
-    setproctitle.getproctitle()  # finds its place in memory by the environment that is still there
-    gc.collect()
-    gc.freeze()  # the garbage collector of a program leaves alone what all of them share
-    _added = {name: value for name, value in os.environ.items() if _given.get(name) != value}
-    if (_told := forked()) is not None:
-        run(**_told, added=_added)
+    with socket.socket(fileno=int(sys.argv[1])) as _listener:
+        _folder = Path(_listener.getsockname()).parent
+        _told = forked(_listener)
+    if _told is not None:
+        run(**_told)
+    else:
+        shutil.rmtree(_folder)
