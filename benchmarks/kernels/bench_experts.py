@@ -32,6 +32,7 @@ from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, matmul_
 from benchmarks.gpu_timing import random_rows as random
 from gather_gemm import add_terms, route
 from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product
+from gather_gemm.scoring import Scoring
 from vllm.diffusion.ops.experts import Matrices, gated_products, route_rows, weighted_terms
 from vllm_add_llada.cuda_kernels import fused_ops
 
@@ -235,7 +236,10 @@ def route_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
 
     def launch(layer: Layer, block: tuple[int, int]) -> None:
         parts = routing_kernel.launch_score(layer.x, layer.gate)
-        routing_kernel.launch_route(parts, layer.num_chosen, None, *layer.routing, block)
+        weights, slots, ends = layer.routing
+        routing_kernel.launch_route(
+            parts, layer.num_chosen, None, Scoring(), weights, slots, ends, block
+        )
 
     def compiled(layer: Layer) -> None:
         fused_ops.route_rows(layer.x, layer.gate, layer.num_chosen)
