@@ -36,8 +36,12 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
     folder = checkpoint(name)
     model = load_reference(folder)
-    cases = [(clear_case(model, length, **asked), asked) for length, asked in ASKED]
-    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
+    cases = [clear_case(model, length, **asked) for length, asked in ASKED]
+    asks = [
+        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, ASKED, strict=True)
+    ]
     with running(folder) as engine:
-        for answer, ((_, wanted), _) in zip(engine.ask(*asks), cases, strict=True):
-            assert_alike(answer, wanted)
+        alone = [engine.ask(ask)[0] for ask in asks]
+        for answers in (alone, engine.ask(*asks)):
+            for answer, (_, wanted) in zip(answers, cases, strict=True):
+                assert_alike(answer, wanted)
