@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "native_common/bind.h"
 #include "params.h"
+#include "vllm_add_llada/cuda_kernels/common/bind.h"
 
 namespace native {
 

@@ -34,12 +34,12 @@
 #include <algorithm>
 #include <climits>
 
-#include "native_common/dispatch.cuh"
-#include "native_common/launch.cuh"
 #include "params.h"
 #include "row.cuh"
 #include "segment.cuh"
 #include "team.cuh"
+#include "vllm_add_llada/cuda_kernels/common/dispatch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
 
 namespace flash_sample {
 namespace {

@@ -6,9 +6,9 @@
 
 #include <climits>
 
-#include "native_common/reduce.cuh"
 #include "params.h"
 #include "philox.cuh"
+#include "vllm_add_llada/cuda_kernels/common/reduce.cuh"
 
 namespace flash_sample {
 

@@ -5,8 +5,8 @@
 
 #include <cstring>
 
-#include "native_common/vectors.cuh"
 #include "team.cuh"
+#include "vllm_add_llada/cuda_kernels/common/vectors.cuh"
 
 namespace flash_sample {
 

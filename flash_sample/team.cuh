@@ -6,8 +6,8 @@
 
 #include <cstring>
 
-#include "native_common/barriers.cuh"
 #include "row.cuh"
+#include "vllm_add_llada/cuda_kernels/common/barriers.cuh"
 
 namespace flash_sample {
 

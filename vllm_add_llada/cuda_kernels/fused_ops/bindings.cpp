@@ -8,10 +8,10 @@
 #include "fused_ops.h"
 #include "grouped_gemm.h"
 #include "linear.h"
-#include "native_common/bind.h"
 #include "quantise.h"
 #include "ranks.h"
 #include "router.h"
+#include "vllm_add_llada/cuda_kernels/common/bind.h"
 
 namespace native {
 

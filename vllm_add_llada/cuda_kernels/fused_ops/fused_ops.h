@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "native_common/params.h"
+#include "vllm_add_llada/cuda_kernels/common/params.h"
 
 namespace fused_ops {
 

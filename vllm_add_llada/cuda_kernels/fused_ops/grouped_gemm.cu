@@ -18,7 +18,7 @@
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
-#include "native_common/ring.cuh"
+#include "vllm_add_llada/cuda_kernels/common/ring.cuh"
 
 namespace fused_ops {
 namespace {

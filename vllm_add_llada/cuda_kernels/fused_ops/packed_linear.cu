@@ -22,8 +22,8 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
-#include "native_common/dispatch.cuh"
-#include "native_common/ring.cuh"
+#include "vllm_add_llada/cuda_kernels/common/dispatch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/ring.cuh"
 
 namespace fused_ops {
 namespace {

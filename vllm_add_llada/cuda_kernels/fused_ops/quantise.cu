@@ -10,10 +10,10 @@
 #include <algorithm>
 
 #include "epilogue.cuh"
-#include "native_common/launch.cuh"
-#include "native_common/reduce.cuh"
-#include "native_common/vectors.cuh"
 #include "quantise.h"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/reduce.cuh"
+#include "vllm_add_llada/cuda_kernels/common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

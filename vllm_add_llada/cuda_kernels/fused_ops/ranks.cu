@@ -4,9 +4,9 @@
 // Every rank reads the parts of all others over the links between the cards and adds them in the
 // order of the ranks, in fp32 and rounded once, so all have the same bits.
 
-#include "native_common/launch.cuh"
-#include "native_common/vectors.cuh"
 #include "ranks.h"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

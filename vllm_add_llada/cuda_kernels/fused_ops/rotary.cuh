@@ -15,9 +15,9 @@
 #include <algorithm>
 
 #include "fused_ops.h"
-#include "native_common/launch.cuh"
-#include "native_common/reduce.cuh"
-#include "native_common/vectors.cuh"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/reduce.cuh"
+#include "vllm_add_llada/cuda_kernels/common/vectors.cuh"
 
 namespace fused_ops {
 constexpr int kRotaryThreads = 256;

@@ -11,10 +11,10 @@
 
 #include <cuda_bf16.h>
 
-#include "native_common/dispatch.cuh"
-#include "native_common/reduce.cuh"
-#include "native_common/ring.cuh"
 #include "router.h"
+#include "vllm_add_llada/cuda_kernels/common/dispatch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/reduce.cuh"
+#include "vllm_add_llada/cuda_kernels/common/ring.cuh"
 
 namespace fused_ops {
 namespace {

@@ -3,8 +3,8 @@
 // silu(gate) * up. silu is computed in fp32 and rounded to the model dtype, then multiplied there.
 
 #include "fused_ops.h"
-#include "native_common/launch.cuh"
-#include "native_common/vectors.cuh"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

@@ -4,8 +4,8 @@
 // are numbered through and dealt out to the blocks.
 
 #include "fused_ops.h"
-#include "native_common/launch.cuh"
-#include "native_common/vectors.cuh"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/vectors.cuh"
 
 namespace fused_ops {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
-#include "native_common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
 
 namespace fused_ops {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <climits>
 
-#include "native_common/dispatch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/dispatch.cuh"
 
 namespace native {
 

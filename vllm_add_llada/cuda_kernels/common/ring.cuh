@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "native_common/hopper.cuh"
+#include "vllm_add_llada/cuda_kernels/common/hopper.cuh"
 
 namespace native {
 

@@ -14,7 +14,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "native_common/params.h"
+#include "vllm_add_llada/cuda_kernels/common/params.h"
 
 namespace native {
 

@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
-#include "native_common/barriers.cuh"
-#include "native_common/launch.cuh"
+#include "vllm_add_llada/cuda_kernels/common/barriers.cuh"
+#include "vllm_add_llada/cuda_kernels/common/launch.cuh"
 
 namespace native {
 
