@@ -19,7 +19,7 @@ from tests.checkpoints import make_case
 from tests.engine.test_overlay import engine_config, llama  # noqa: F401
 from vllm.diffusion import startup_log
 from vllm.diffusion.api import arguments
-from vllm.diffusion.engine import build_info
+from vllm.diffusion.engine import status
 from vllm.diffusion.engine.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
@@ -80,9 +80,9 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = tuple(Room(name, is_built=name != missing) for name in ROOMS)
-    monkeypatch.setattr(build_info, "rooms", lambda: found)
+    monkeypatch.setattr(status, "rooms", lambda: found)
     info = {"activation_pool": "vmm", "attention": "sdpa+flash3+split"}
-    lines = told(build_info.logger, build_info.log_build_info, info, GPU, 3 << 30, None)
+    lines = told(status.logger, status.log_build_info, info, GPU, 3 << 30, None)
     warnings = [text for level, text in lines if level == logging.WARNING]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{missing}: not built") and BUILD in warnings[0]
@@ -98,7 +98,7 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
 def test_without_a_gpu_nothing_is_missing() -> None:
     info = {"activation_pool": "torch", "attention": "sdpa"}
     given = (info, CPU, 1 << 30, "none (no GPU)")
-    lines = told(build_info.logger, build_info.log_build_info, *given)
+    lines = told(status.logger, status.log_build_info, *given)
     assert {level for level, _ in lines} == {logging.INFO}
     assert [text for _, text in lines] == [
         *(f"{name}: PyTorch reference (no GPU)" for name in ROOMS),
@@ -115,7 +115,7 @@ def test_why_a_pool_is_not_virtual_memory(
     monkeypatch.setenv("VLLM_USE_VMM", wanted)
     info = {"activation_pool": "torch", "attention": "sdpa"}
     given = (info, GPU, 1 << 30, None)
-    texts = [text for _, text in told(build_info.logger, build_info.log_build_info, *given)]
+    texts = [text for _, text in told(status.logger, status.log_build_info, *given)]
     assert f"activation pool: 1.00 GiB, PyTorch's allocator ({reason})" in texts
 
 
