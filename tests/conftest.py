@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+from tqdm.std import tqdm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +32,11 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# The lock of progress bars is shared with every process that is forked later. One that is killed
+# while it draws would keep it for good, and so would a thread that draws beside a fork.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 
 GPU_MARKERS = ("gpu", "multi_gpu")
 MODEL_VARIABLES = (
