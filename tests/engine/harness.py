@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import pytest
+
     from tests.reference.decode import LogitModel
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
@@ -205,6 +207,20 @@ def finish(engine: Engine) -> dict[str, Answer]:
 def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
     """The same parameters as a reference run takes; by default for the whole canvas."""
     return Ask(prompt, {"ignore_eos": ignore_eos, **asked})
+
+
+def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that takes the rows of every step from now on."""
+    rows: list[int] = []
+    launch = engine.runner.launch
+
+    def noted(req_ids: list[str]) -> Any:
+        step = launch(req_ids)
+        rows.append(step.batch.num_rows)
+        return step
+
+    monkeypatch.setattr(engine.runner, "launch", noted)
+    return rows
 
 
 def load_reference(folder: Path) -> LLaDAReference:

@@ -19,6 +19,7 @@ from tests.engine.harness import (
     Answer,
     Ask,
     Engine,
+    rows_of_launches,
     running,
     sampling_params,
     shrink,
@@ -437,13 +438,7 @@ def test_several_answers_compute_their_prompt_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others start behind the first one's forward, and find its pages."""
-    rows: list[int] = []
-    launch = engine.runner.launch
-    monkeypatch.setattr(
-        engine.runner,
-        "launch",
-        lambda ids: (step := launch(ids), rows.append(step.batch.num_rows))[0],
-    )
+    rows = rows_of_launches(engine, monkeypatch)
     noisy = {"temperature": 0.8, "n": 3, "seed": 5}
     one = ask(SHARED, block_length=4, gen_length=8, algorithm="semi_ar", temperature=0.8)
     alone, counts = [], []

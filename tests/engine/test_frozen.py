@@ -17,6 +17,7 @@ from tests.engine.harness import (
     as_request,
     assert_parity,
     clear_case,
+    rows_of_launches,
     running,
     sampling_params,
     shrink,
@@ -148,13 +149,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
 ) -> None:
     """They are those of requests of their own, guided ones too, and the last may come alone."""
     engine, _ = pair
-    rows = []
-    launch = engine.runner.launch
-    monkeypatch.setattr(
-        engine.runner,
-        "launch",
-        lambda ids: (step := launch(ids), rows.append(step.batch.num_rows))[0],
-    )
+    rows = rows_of_launches(engine, monkeypatch)
     asked = {"gen_length": 16, "block_length": 8, "steps": 4, "ignore_eos": True, "cache": cache}
     for guidance in (0.0, 0.5):
         extra = {**asked, "cfg_scale": guidance}
@@ -198,13 +193,7 @@ def test_what_the_first_forward_keeps_is_copied(
     engine, _ = pair
     prompt, extra = random_prompt(150), {"gen_length": 16, "block_length": 8, "ignore_eos": True}
     asks = [Ask(prompt, {**extra, **asked}, {"temperature": 0.8, "seed": 5 + i}) for i in range(3)]
-    rows: list[int] = []
-    launch = engine.runner.launch
-    monkeypatch.setattr(
-        engine.runner,
-        "launch",
-        lambda ids: (step := launch(ids), rows.append(step.batch.num_rows))[0],
-    )
+    rows = rows_of_launches(engine, monkeypatch)
     alone, num_rows = engine.ask(*asks), sum(rows)
     assert len({tuple(answer.token_ids) for answer in alone}) > 1
     together = sampling_params(asks[0])
