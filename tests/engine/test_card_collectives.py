@@ -100,7 +100,7 @@ def run_rank() -> None:
 
 @pytest.mark.multi_gpu
 def test_two_gpus_sum_and_go_on_after_a_failure() -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
