@@ -24,6 +24,7 @@ Written: parallel.json and parallel.png.
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import statistics
 import sys
@@ -184,6 +185,8 @@ class Job:
             parent.send(None)
         finally:
             engine.shutdown()
+            del engine  # it shuts down again when it is collected, and could not while Python ends
+            gc.collect()
 
     async def _measures(self, engine: Any) -> AsyncIterator[tuple[str, float, str]]:
         """(measure, value, unit)."""
@@ -297,7 +300,8 @@ def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
     axis.set_ylabel("times one GPU's speed")
-    axis.legend()
+    if ways:
+        axis.legend()
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
