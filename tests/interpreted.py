@@ -19,13 +19,16 @@ _TIMEOUT_S = 300
 # The interpreter replaces Triton's language anew at every call of a function within a kernel, such
 # as `tl.sum`; once is enough.
 _SERVER = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
+gc.disable()
 from triton import language as tl
 from triton.language import core
 from triton.runtime import interpreter
 from vllm.diffusion import ops
 interpreter._patch_lang(lambda: (tl, core))
 interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+gc.freeze()
+gc.enable()
 answers, sys.stdout = sys.stdout, sys.stderr
 for line in sys.stdin:
     ours, theirs = os.pipe()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +21,6 @@ from typing import Any
 FOLDER = Path(os.environ["STAND_IN_FOLDER"])
 LIMIT = int(os.environ.get("STAND_IN_LIMIT", "1000000"))
 FAILURE = os.environ.get("STAND_IN_FAILURE", "refuse")
-ENGINE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 NO_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB"
 
 
@@ -88,7 +86,10 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, lambda *_: log("told to end"))
     log(f"arguments: {sys.argv[1:]}")
     log(f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}, length {os.environ['MAX_MODEL_LEN']}")
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE])
+    if not (engine := os.fork()):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        os._exit(0)
     with (FOLDER / "pids").open("a") as pids:
-        pids.write(f"{os.getpid()} {engine.pid}\n")
+        pids.write(f"{os.getpid()} {engine}\n")
     ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()

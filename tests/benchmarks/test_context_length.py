@@ -136,7 +136,7 @@ def arguments(project: Path, **changed: Any) -> list[str]:
         "max": 192,
         "precision": 16,
         "steps": 3,
-        "shutdown-timeout": 0.3,
+        "shutdown-timeout": 0.05,
         **{name.replace("_", "-"): value for name, value in changed.items()},
     }
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -225,7 +225,7 @@ def test_options_reach_the_server(project: Path, capsys: pytest.CaptureFixture[s
         ("cut", "failed", "wanted 64 tokens in the answer, got 1"),
     ],
 )
-def test_a_failure_is_kept_and_its_limit_searched(
+def test_a_failure_is_kept(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -236,12 +236,12 @@ def test_a_failure_is_kept_and_its_limit_searched(
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
     monkeypatch.setenv("STAND_IN_FAILURE", failure)
     changed = {"request-timeout": 2} if failure == "hang" else {}
-    options = arguments(project, max=256, precision=32, **changed)
+    options = arguments(project, max=256, precision=64, **changed)
     assert runner.main("llada", options) == 0
-    found = {point["length"]: point for point in points(project)}
-    assert asked(project) == [64, 128, 96]
-    assert [found[n]["status"] for n in (64, 96, 128)] == [OK, OK, status]
-    assert told in found[128]["reason"]
+    assert asked(project) == [64, 128]
+    runs, fails = points(project)
+    assert (runs["status"], fails["status"]) == (OK, status)
+    assert told in fails["reason"]
     assert f"shortest that fails: 128 ({status}: " in capsys.readouterr().out
     assert not living(project)
 

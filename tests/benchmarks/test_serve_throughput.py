@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import serve_throughput
+from benchmarks import serve_throughput, server_process
 from benchmarks.serve_throughput import (
     Row,
     body_of,
@@ -21,8 +22,10 @@ from benchmarks.serve_throughput import (
 )
 from benchmarks.shapes import Shape
 from tests.checkpoints import EOS_ID, EOT_ID, make_checkpoint
+from tests.server.process import ServerProcess
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -114,8 +117,21 @@ def test_stop_ids_of_generation_config_end_answers_too(tmp_path: Path) -> None:
     assert stop_ids_of(tmp_path, {}) == {7, 8}
 
 
+@contextmanager
+def forked(
+    command: list[str], log: Path, *, port: int, variables: dict[str, str]
+) -> Iterator[ServerProcess]:
+    """The same server as a fork of a process that has imported it all."""
+    server = ServerProcess(command, log, port=port, **variables)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
 @pytest.mark.slow
-def test_loop_and_server_are_measured(tmp_path: Path) -> None:
+def test_loop_and_server_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_process, "ServerProcess", forked)
     folder = make_checkpoint(tmp_path / "model", family="llada", seed=3)
     arguments = ["--model", str(folder), "--dtype", "float32", "--clients", "1", "3"]
     numbers = ["--requests", "6", "--plain-requests", "3", "--gen-length", "16", "--steps", "8"]

@@ -20,6 +20,7 @@ from tests.reference.llada_model import LLaDAReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import pytest
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256
+POOL_BYTES = 256 << 20
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
 # The canvas is short where the reference draws noise: its generator is plain Python.
 # Tests count steps: how slow the machine is must not decide which are cut.
@@ -107,7 +109,7 @@ class Engine:
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[Engine]:
     """An engine that is gone, process groups and all, when the block ends."""
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **small_pool()}
     if torch.distributed.is_initialized():  # forked ranks would have the groups of another engine
         from vllm.envs import disable_envs_cache
 
@@ -117,8 +119,22 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
 
     # Who waits for another process must not keep a core from it.
     waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(2e-4))
-    with mock.patch.dict(os.environ, environment), waits:
+    with mock.patch.dict(os.environ, environment), waits, models_inspected_here():
         yield from _running(folder, settings)
+
+
+def small_pool() -> dict[str, str]:
+    """The variable for a pool on the CPU whose pages are made in no time."""
+    name = "VLLM_ACTIVATION_POOL_SIZE_BYTES"
+    is_given = name in os.environ or torch.cuda.is_available()
+    return {} if is_given else {name: str(POOL_BYTES)}
+
+
+def models_inspected_here() -> AbstractContextManager[Any]:
+    """Upstream looks at a model of its own in this process, and starts none that imports it all."""
+    from vllm.model_executor.models import registry
+
+    return mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
 
 
 def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import llada_config, make_checkpoint
+from tests.engine.harness import models_inspected_here
+from tests.server.process import START_S, environment
+from tests.server.warm import WarmProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +40,9 @@ LLAMA = {
 def engine_config(folder: Path, **arguments: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, max_model_len=64, **arguments
-    ).create_engine_config()
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=64, **arguments)
+    with models_inspected_here():
+        return args.create_engine_config()
 
 
 @pytest.fixture
@@ -77,34 +78,25 @@ def test_our_plugins_are_always_on_the_allow_list(
     assert os.environ["VLLM_PLUGINS"] == before
 
 
-# Warnings of ours are errors, as in the tests.
-CHECK = """
-import sys, warnings
-for package in ("vllm.diffusion", "flash_sample", "vllm_add_llada"):
-    warnings.filterwarnings("error", module=package)
-import vllm
+TOKENIZERS = """
+import sys
+from transformers import AutoTokenizer
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm.model_executor.models import ModelRegistry
-from vllm.platforms import current_platform
-from transformers import AutoTokenizer
 for folder in sys.argv[1:]:
     AutoTokenizer.from_pretrained(folder)
-from vllm.diffusion.engine import model_runner, scheduler, worker
-assert "LLaDAModelLM" in ModelRegistry.get_supported_archs()
-assert current_platform.device_type in ("cpu", "cuda"), current_platform
 """
 
 
-def test_a_fresh_process_knows_our_models(checkpoint: Callable[[str], Path]) -> None:
-    """Also where other plugins are asked for; tokenizers know their types without upstream."""
+def test_tokenizers_know_their_types_before_upstream_reads_a_configuration(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    script, log = tmp_path / "tokenizers.py", tmp_path / "log"
+    script.write_text(TOKENIZERS)
     folders = [str(checkpoint(case)) for case in ("mha", "dream", "moe")]
-    environment = {**os.environ, "VLLM_PLUGINS": "foreign"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, *folders], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "You are using a model of type" not in done.stdout + done.stderr
+    status = WarmProcess([str(script), *folders], log, environment()).wait(START_S)
+    assert status == 0, log.read_text()
+    assert "You are using a model of type" not in log.read_text()
 
 
 # ---- other models ------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
 from tests.checkpoints import MASK_ID, VOCAB_SIZE
+from tests.engine.harness import models_inspected_here
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.visibility import FULL
@@ -58,7 +59,8 @@ def engine_config(path: Path, dtype: str = "float32", **engine_args: Any) -> Vll
     args = EngineArgs(
         model=str(path), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, **engine_args
     )
-    return args.create_engine_config()
+    with models_inspected_here():
+        return args.create_engine_config()
 
 
 def join_world(config: VllmConfig, init_file: Path, rank: int = 0, size: int = 1) -> None:

@@ -79,6 +79,7 @@ def servers(
             MAX_MODEL_LEN="8192",  # longer than config.json says: the script allows it
             EXTRA_VLLM_ARGS="--served-model-name 'two words' --shutdown-timeout 120",
             VLLM_LOG_DIFFUSION_STEPS="1",
+            VLLM_PLUGINS="foreign",  # ours are taken all the same
         ),
         "vllm serve": ServerProcess(
             [

@@ -151,8 +151,10 @@ def import_what_is_needed() -> dict[str, str]:
     import setproctitle
 
     given = {**os.environ}
+    gc.disable()
     for name in NEEDED:
         importlib.import_module(name)
+    gc.enable()
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
