@@ -384,7 +384,9 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
   constexpr int kStageBytes = kColumns * kRowBytes + kRows * kStageDepth * 2;
   const int overhead =
       kAlignment + kBarrierBytes + num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
-  const int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / kStageBytes, num_steps});
+  int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / kStageBytes, num_steps});
+  // A stage that is filled again is of the same warps each time: others would miss a phase of it.
+  if (num_stages < num_steps) num_stages -= num_stages % kDeep;
   // The sums take the place of the stages.
   const int num_rows = std::min(params.num_rows, kRows);
   const int sum_bytes = kDeep * num_rows * (kColumns + 4) * 4;
