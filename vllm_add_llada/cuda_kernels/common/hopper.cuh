@@ -58,6 +58,16 @@ __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int co
       : "memory");
 }
 
+// Whole 16 bytes from and to multiples of 16.
+__device__ inline void copy_bytes(uint32_t target, const void* source, int bytes,
+                                  uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Asks for this block's share of some bytes, which come to the second-level cache.
 __device__ inline void fetch_share(const void* data, int64_t bytes) {
   constexpr int64_t kPiece = 4096;
@@ -153,6 +163,11 @@ __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
+// A barrier of the first `count` threads of a block, whole warps.
+__device__ inline void sync_first(int count) {
+  asm volatile("barrier.cta.sync 1, %0;" ::"r"(count) : "memory");
+}
+
 // Waits for all products under way, and keeps the compiler from reading the sums before.
 template <int kCount>
 __device__ inline void settle(float (&sums)[kCount]) {
@@ -168,8 +183,18 @@ __device__ inline void keep(const uint32_t (&values)[kCount]) {
   for (uint32_t value : values) asm volatile("" ::"r"(value) : "memory");
 }
 
+// Every thread of a cluster that has arrived goes on when all have, and sees what they wrote.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 __device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 __device__ inline float4 load_of_block(uint32_t address, int rank) {
@@ -182,6 +207,16 @@ __device__ inline float4 load_of_block(uint32_t address, int rank) {
       : "r"(address), "r"(rank)
       : "memory");
   return value;
+}
+
+// Writes two numbers to the shared memory of a block of the cluster, by an address in this one's.
+__device__ inline void store_of_block(uint32_t address, int rank, float first, float second) {
+  asm volatile(
+      "{\n.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v2.f32 [remote], {%2, %3};\n}\n" ::"r"(address),
+      "r"(rank), "f"(first), "f"(second)
+      : "memory");
 }
 
 __device__ inline int block_of_cluster() {

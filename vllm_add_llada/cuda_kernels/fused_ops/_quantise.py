@@ -202,7 +202,7 @@ def fused_linear_fp8(
             f"scales for out {list(out.shape)}, got {list(x.values.shape)}, {weight.dtype} "
             f"{list(weight.shape)} and {list(scales.shape)}"
         )
-    if tiling is None or not _has_linear(x, weight, out):
+    if tiling is None or not _has_linear(x, weight, scales, out):
         _linear(x, weight, scales, out, bias, epilogue)
         return
     tiling, both = replace(tiling, rows=0), (x.scales, scales)
@@ -228,7 +228,7 @@ def _linear(
     out.copy_(out.float() + product if epilogue is Epilogue.RESIDUAL else product)
 
 
-def _has_linear(x: QuantisedRows, weight: Tensor, out: Tensor) -> bool:
+def _has_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> bool:
     """Whether the kernel reads these, and writes rows that lie as those of `out`."""
     if len(out) == 0 or native is None or not out.is_cuda or out.dtype != torch.bfloat16:
         return False
@@ -236,7 +236,7 @@ def _has_linear(x: QuantisedRows, weight: Tensor, out: Tensor) -> bool:
     return (
         hopper_multiprocessors(out.device.index) > 0
         and all(m.stride(1) == 1 and m.stride(0) % _ALIGNMENT == 0 for m in matrices)
-        and all(m.data_ptr() % _ALIGNMENT == 0 for m in matrices)
+        and all(m.data_ptr() % _ALIGNMENT == 0 for m in (*matrices, scales))
         and out.stride(1) == 1
         and out.stride(0) % 2 == 0
         and out.data_ptr() % 4 == 0

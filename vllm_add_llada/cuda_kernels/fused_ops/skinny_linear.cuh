@@ -6,9 +6,9 @@
 // counts is the number of bytes in flight, so one block has (almost) all of a multiprocessor's
 // shared memory, and the tilings make about one block for each multiprocessor. A cluster of `split`
 // blocks computes one tile: each sums a part of the depth on the tensor cores (rows padded to 64;
-// the padding costs no traffic), then each adds up its share of the columns out of the shared
-// memory of all, in the order of the blocks. Every sum has one order, whatever the number of rows:
-// results are deterministic and do not depend on the rows beside a row.
+// the padding costs no traffic), then gives every other its share of the columns, and adds up its
+// own in the order of the blocks. Every sum has one order, whatever the number of rows: results are
+// deterministic and do not depend on the rows beside a row.
 //
 // Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
 // while that kernel ends, and waits for it before it reads x. And when all of its own weight is on
@@ -17,7 +17,8 @@
 //
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and for each row of the weight,
 // by which the sums are multiplied before anything else is done with them. A stage has as many
-// bytes of either, so fp8 goes twice as deep.
+// bytes of either, so fp8 goes twice as deep. What the end of a block needs is with it long before:
+// scales, and what the sums are added to.
 //
 // Tried and slower: half of the shared memory, so that the next product's weights find room beside
 // these (32 rows); rows of x that the blocks of two tiles bring each other (multicast, fp8, at any
@@ -37,6 +38,7 @@ namespace {
 
 constexpr int kMaxStages = 16;
 constexpr int kBarrierBytes = kMaxStages * 16;
+constexpr int kMostSumBytes = 20 * 1024;  // of a cluster's sums beside the stages
 
 // Elements of a stage's depth.
 template <bool kIsFp8>
@@ -50,47 +52,11 @@ struct KernelParams {
   int64_t out_stride;
   int num_rows, num_columns, depth;
   int stage_bytes, num_stages;
+  int sums;  // bytes from the first stage to a cluster's sums; 0: these take the stages' place
   Ahead ahead;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// A sum of fp8 products as it is meant.
-template <bool kIsFp8>
-__device__ float2 scaled_pair(const KernelParams& params, int row, int column, const float* sums) {
-  if constexpr (!kIsFp8) return make_float2(sums[0], sums[1]);
-  const float scale = params.x_scales[row];
-  return make_float2(sums[0] * (scale * params.weight_scales[column]),
-                     sums[1] * (scale * params.weight_scales[column + 1]));
-}
-
-// The scales of a tile's columns are on their way to the cache while its sums are computed.
-template <bool kTwoParts, int kColumns>
-__device__ void prefetch_scales(const KernelParams& params, int tile) {
-  constexpr int kLine = 32;  // floats
-  constexpr int kWidth = kTwoParts ? kColumns / 2 : kColumns;
-  const int place = threadIdx.x * kLine;
-  if (place >= kColumns) return;
-  const int part = place / kWidth;
-  prefetch(params.weight_scales + part * (params.num_columns / 2) + tile * kWidth + place % kWidth);
-}
-
-// Adds the bias, and for kResidual what is there already.
-template <Epilogue kEpilogue>
-__device__ void store_pair(const KernelParams& params, int row, int column, float first,
-                           float second) {
-  if (kEpilogue != Epilogue::kSiluMul && params.bias != nullptr) {
-    first += __bfloat162float(params.bias[column]);
-    second += __bfloat162float(params.bias[column + 1]);
-  }
-  auto* target = reinterpret_cast<__nv_bfloat162*>(params.out + row * params.out_stride + column);
-  if (kEpilogue == Epilogue::kResidual) {
-    const __nv_bfloat162 there = *target;
-    first += __low2float(there);
-    second += __high2float(there);
-  }
-  *target = __floats2bfloat162_rn(first, second);
-}
 
 // What a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
 struct WeightTiles {
@@ -98,8 +64,17 @@ struct WeightTiles {
   int first_row, part_stride, parts;
 };
 
-__device__ void copy_weight(const Ring<>& ring, const WeightTiles& tiles, int stage, int depth) {
-  expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
+// Where a block finds the scales of its fp8 operands, in shared memory: those of the weight's rows
+// come with the first stage.
+struct Scales {
+  float *of_columns, *of_rows;
+  const float* source;  // of the weight's
+  int width;            // of a part
+};
+
+__device__ void copy_weight(const Ring<>& ring, const WeightTiles& tiles, int stage, int depth,
+                            int more_bytes = 0) {
+  expect_bytes(ring.full(stage), ring.sizes.stage_bytes + more_bytes);
   for (int part = 0; part < tiles.parts; ++part) {
     copy_tile(ring.weight(stage) + part * (ring.sizes.weight_bytes / tiles.parts), tiles.map, depth,
               tiles.first_row + part * tiles.part_stride, ring.full(stage), kEvictFirst);
@@ -110,13 +85,24 @@ __device__ void copy_rows(const Ring<>& ring, const CUtensorMap* x, int stage, i
   copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
 }
 
+__device__ void copy_scales(const Ring<>& ring, const WeightTiles& tiles, const Scales& scales) {
+  const int bytes = scales.width * sizeof(float);
+  for (int part = 0; part < tiles.parts; ++part) {
+    copy_bytes(shared_address(scales.of_columns + part * scales.width),
+               scales.source + tiles.first_row + part * tiles.part_stride, bytes, ring.full(0));
+  }
+}
+
 // One thread keeps the ring full.
-template <int kElements>
+template <bool kIsFp8>
 __device__ void produce(const Ring<>& ring, const CUtensorMap* x, const WeightTiles& weight,
-                        const Ahead& ahead, int first_depth, int num_steps) {
+                        const Scales& scales, const Ahead& ahead, int first_depth, int num_steps) {
+  constexpr int kElements = kStageDepth<kIsFp8>;
   const int filled = min(num_steps, ring.sizes.num_stages);
+  const int scale_bytes = kIsFp8 ? weight.parts * scales.width * sizeof(float) : 0;
   for (int step = 0; step < filled; ++step) {
-    copy_weight(ring, weight, step, first_depth + step * kElements);
+    copy_weight(ring, weight, step, first_depth + step * kElements, step == 0 ? scale_bytes : 0);
+    if (kIsFp8 && step == 0) copy_scales(ring, weight, scales);
   }
   if (filled == num_steps) fetch_share(ahead.data, ahead.bytes);
   wait_for_prerequisites();
@@ -167,6 +153,48 @@ __device__ void consume(const Ring<>& ring, int num_steps, int group,
   for (auto& sums : total) settle(sums);
 }
 
+// What is done with sums: a block's view of the result, whose columns start at `first_column`.
+template <bool kIsFp8, Epilogue kEpilogue>
+struct Result {
+  const KernelParams& params;
+  const Scales& scales;
+  int first_column;
+
+  __device__ __nv_bfloat162* place(int row, int column) const {
+    return reinterpret_cast<__nv_bfloat162*>(params.out + row * params.out_stride + first_column +
+                                             column);
+  }
+
+  // What two neighbouring sums are added to.
+  __device__ __nv_bfloat162 there(int row, int column) const {
+    if (kEpilogue != Epilogue::kResidual || row >= params.num_rows) return {};
+    return *place(row, column);
+  }
+
+  // Sums as they are meant. `column` is of the block's part of the weight.
+  __device__ float2 meant(float2 sums, int row, int column) const {
+    if constexpr (kIsFp8) {
+      const float of_row = scales.of_rows[row];
+      const auto of_columns = *reinterpret_cast<const float2*>(scales.of_columns + column);
+      sums.x *= of_row * of_columns.x;
+      sums.y *= of_row * of_columns.y;
+    }
+    return sums;
+  }
+
+  __device__ void store(int row, int column, float2 sums, __nv_bfloat162 there) const {
+    if (kEpilogue != Epilogue::kSiluMul && params.bias != nullptr) {
+      sums.x += __bfloat162float(params.bias[first_column + column]);
+      sums.y += __bfloat162float(params.bias[first_column + column + 1]);
+    }
+    if (kEpilogue == Epilogue::kResidual) {
+      sums.x += __low2float(there);
+      sums.y += __high2float(there);
+    }
+    *place(row, column) = __floats2bfloat162_rn(sums.x, sums.y);
+  }
+};
+
 #endif
 
 template <bool kIsFp8, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
@@ -178,120 +206,131 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   static_assert(!kTwoParts || kSplit == 1, "gate and up meet in one thread");
   constexpr int kParts = kTwoParts ? 2 : 1, kWidth = kColumns / kParts;
+  constexpr int kWarps = kGroups * kGroupThreads / 32;  // that multiply
   extern __shared__ char shared[];
+  __shared__ alignas(16) float scales_of_columns[kIsFp8 ? kColumns : 4];
+  __shared__ alignas(16) float scales_of_rows[kIsFp8 ? kGroups * kGroupRows : 4];
   const uint32_t base = first_stage(shared);
   const Ring<> ring{base,
                     base + params.num_stages * params.stage_bytes,
                     {params.stage_bytes, params.num_stages, kColumns * kRowBytes}};
-  if (threadIdx.x == 0) ring.open(&x, &weight, 1, kGroups * kGroupThreads / 32);
+  if (threadIdx.x == 0) ring.open(&x, &weight, 1, kWarps);
   __syncthreads();
   launch_dependents();
-  if constexpr (kIsFp8) prefetch_scales<kTwoParts, kColumns>(params, blockIdx.x / kSplit);
+  // Other blocks write sums here once this one has begun, or where they take the stages' place once
+  // it has read these.
+  const bool is_beside = params.sums > 0;
+  if (kSplit > 1 && is_beside) cluster_arrive();
 
   const int rank = kSplit == 1 ? 0 : block_of_cluster();
-  const int tile = blockIdx.x / kSplit;
-  const int first_column = tile * (kTwoParts ? kWidth : kColumns);
+  const int first_column = blockIdx.x / kSplit * (kTwoParts ? kWidth : kColumns);
   const int num_steps = params.depth / kSplit / kStageDepth<kIsFp8>;
-  const int first_depth = rank * num_steps * kStageDepth<kIsFp8>;
+  const Scales scales{scales_of_columns, scales_of_rows, params.weight_scales, kWidth};
   const int warp = threadIdx.x / 32;
-  float total[kParts][kWidth / 2];
 
-  if (warp == kGroups * kGroupThreads / 32) {
+  if (warp == kWarps) {
     if (threadIdx.x % 32 == 0) {
-      const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kTwoParts ? 2 : 1};
-      produce<kStageDepth<kIsFp8>>(ring, &x, tiles, params.ahead, first_depth, num_steps);
+      const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kParts};
+      produce<kIsFp8>(ring, &x, tiles, scales, params.ahead, rank * num_steps * kStageDepth<kIsFp8>,
+                      num_steps);
     }
     __syncwarp();
-  } else {
-    consume<kIsFp8, kParts, kWidth>(ring, num_steps, warp / 4, total);
+    if constexpr (kSplit > 1) {  // barriers are of all threads
+      if (!is_beside) cluster_arrive();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+    }
+    return;
   }
-  // Every thread that writes waits itself, those beside the producing one too.
-  wait_for_prerequisites();
 
+  // Every thread that writes waits itself.
+  wait_for_prerequisites();
+  if constexpr (kIsFp8) {
+    if (threadIdx.x < params.num_rows) scales_of_rows[threadIdx.x] = params.x_scales[threadIdx.x];
+  }
+  const Result<kIsFp8, kEpilogue> result{params, scales, first_column};
   // A thread of a group has columns lane % 4 * 2 (and the next) of every eight, of two rows.
   const int lane = threadIdx.x % 32;
   const int first_row = warp * 16 + lane / 4;
   const int pair = lane % 4 * 2;
-  const bool multiplies = warp < kGroups * 4;
+  float total[kParts][kWidth / 2];
 
   if constexpr (kSplit == 1) {
-    if (!multiplies) return;
+    consume<kIsFp8, kParts, kWidth>(ring, num_steps, warp / 4, total);
+    if constexpr (kIsFp8) sync_first(kWarps * 32);  // scales of rows
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8;
       if (row >= params.num_rows) continue;
-      if constexpr (kTwoParts) {
 #pragma unroll
-        for (int i = 0; i < kWidth / 8; ++i) {
-          const int column = first_column + i * 8 + pair;
-          const int of_up = params.num_columns / 2 + column;
-          const float* sums = &total[0][i * 4 + half * 2];
-          const float2 gate = scaled_pair<kIsFp8>(params, row, column, sums);
-          const float2 up = scaled_pair<kIsFp8>(params, row, of_up, &total[1][i * 4 + half * 2]);
-          const float2 product = silu_mul(gate, up);
-          store_pair<kEpilogue>(params, row, column, product.x, product.y);
-        }
-      } else {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-          for (int i = 0; i < kWidth / 8; ++i) {
-            const int column = first_column + part * kWidth + i * 8 + pair;
-            const float2 sums =
-                scaled_pair<kIsFp8>(params, row, column, &total[part][i * 4 + half * 2]);
-            store_pair<kEpilogue>(params, row, column, sums.x, sums.y);
-          }
+      for (int i = 0; i < kWidth / 8; ++i) {
+        const int column = i * 8 + pair;
+        const float* sums = &total[0][i * 4 + half * 2];
+        const float2 first = result.meant(make_float2(sums[0], sums[1]), row, column);
+        if constexpr (kTwoParts) {
+          sums = &total[1][i * 4 + half * 2];
+          const float2 up = result.meant(make_float2(sums[0], sums[1]), row, kWidth + column);
+          result.store(row, column, silu_mul(first, up), {});
+        } else {
+          result.store(row, column, first, result.there(row, column));
         }
       }
     }
   } else {
-    // The stages are read; their place takes the sums, fp32 [rows, kColumns + 4].
-    constexpr int kPitch = kColumns + 4;  // rows apart in the banks
+    // Sums of every block of the cluster for this one's share, fp32 [kSplit, rows, kShare + 4].
     constexpr int kShare = kColumns / kSplit;
-    __syncthreads();
-    if (multiplies) {
+    constexpr int kPitch = kShare + 4;  // rows apart in the banks
+    constexpr int kQuads = kShare / 4;
+    constexpr int kTurns = kQuads / 2;  // of all threads over the quads of all rows
+    float* place = reinterpret_cast<float*>(shared + (base - shared_address(shared)) + params.sums);
+    __nv_bfloat162 there[kTurns][2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + half * 8;
-        if (row >= params.num_rows) continue;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int quad = turn * kWarps * 32 + threadIdx.x;
+      const int row = quad / kQuads, column = rank * kShare + quad % kQuads * 4;
+      there[turn][0] = result.there(row, column);
+      there[turn][1] = result.there(row, column + 2);
+    }
+    consume<kIsFp8, kParts, kWidth>(ring, num_steps, warp / 4, total);
+    if (!is_beside) cluster_arrive();
+    cluster_wait();
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8;
+      if (row >= params.num_rows) continue;
 #pragma unroll
-          for (int i = 0; i < kWidth / 8; ++i) {
-            const uint32_t address =
-                ring.stages + (row * kPitch + part * kWidth + i * 8 + pair) * 4;
-            asm volatile("st.shared::cta.v2.f32 [%0], {%1, %2};" ::"r"(address),
-                         "f"(total[part][i * 4 + half * 2]), "f"(total[part][i * 4 + half * 2 + 1])
-                         : "memory");
-          }
-        }
+      for (int i = 0; i < kWidth / 8; ++i) {
+        const int of_share = i * 8 % kShare + pair;
+        const int slot = (rank * params.num_rows + row) * kPitch + of_share;
+        store_of_block(shared_address(place + slot), i * 8 / kShare, total[0][i * 4 + half * 2],
+                       total[0][i * 4 + half * 2 + 1]);
       }
     }
-    cluster_sync();
-    constexpr int kQuads = kShare / 4;
-    for (int i = threadIdx.x; i < params.num_rows * kQuads; i += blockDim.x) {
-      const int row = i / kQuads;
-      const int column = rank * kShare + i % kQuads * 4;
-      float4 values[kSplit];
+    cluster_arrive();
+    cluster_wait();
 #pragma unroll
-      for (int block = 0; block < kSplit; ++block) {
-        values[block] = load_of_block(ring.stages + (row * kPitch + column) * 4, block);
-      }
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int quad = turn * kWarps * 32 + threadIdx.x;
+      const int row = quad / kQuads, of_share = quad % kQuads * 4;
+      const int column = rank * kShare + of_share;
+      if (row >= params.num_rows) break;
+      const float* sums_there = place + row * kPitch + of_share;
+      float4 sums = *reinterpret_cast<const float4*>(sums_there);
 #pragma unroll
       for (int block = 1; block < kSplit; ++block) {
-        values[0].x += values[block].x;
-        values[0].y += values[block].y;
-        values[0].z += values[block].z;
-        values[0].w += values[block].w;
+        sums_there += params.num_rows * kPitch;
+        const float4 more = *reinterpret_cast<const float4*>(sums_there);
+        sums.x += more.x;
+        sums.y += more.y;
+        sums.z += more.z;
+        sums.w += more.w;
       }
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const int place = first_column + column + i;
-        const float2 sums = scaled_pair<kIsFp8>(params, row, place, &values[0].x + i);
-        store_pair<kEpilogue>(params, row, place, sums.x, sums.y);
-      }
+      const float2 first = result.meant(make_float2(sums.x, sums.y), row, column);
+      const float2 second = result.meant(make_float2(sums.z, sums.w), row, column + 2);
+      result.store(row, column, first, there[turn][0]);
+      result.store(row, column + 2, second, there[turn][1]);
     }
-    cluster_sync();  // no block ends while others read its shared memory
   }
 #endif
 }
@@ -322,17 +361,21 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
                              params.depth,
                              0,
                              0,
+                             0,
                              params.ahead};
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
   // The multiplication of the last stage reads 64 rows of x for each group, present or not.
-  const int overhead = kAlignment + (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
+  const int behind = (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
+  const int scale_bytes = (kIsFp8 ? kColumns + kGroups * kGroupRows : 8) * sizeof(float);
+  const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4 * kSplit) * sizeof(float) : 0;
+  // Where the sums of a tile are no little thing beside the stages they take the place of these.
+  const int beside = sum_bytes <= kMostSumBytes ? sum_bytes : 0;
+  const int room = kSharedBytes - scale_bytes - kAlignment - behind - beside;
   kernel_params.num_stages =
-      std::min({kMaxStages, (kSharedBytes - overhead) / kernel_params.stage_bytes,
-                params.depth / kSplit / kElements});
-  // The sums of a tile take the place of the stages.
-  const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4) * 4 : 0;
-  const int shared_bytes =
-      std::max(kernel_params.num_stages * kernel_params.stage_bytes, sum_bytes) + overhead;
+      std::min({kMaxStages, room / kernel_params.stage_bytes, params.depth / kSplit / kElements});
+  const int stages = kernel_params.num_stages * kernel_params.stage_bytes;
+  kernel_params.sums = beside > 0 ? stages + behind : 0;
+  const int shared_bytes = kAlignment + std::max(stages + behind + beside, sum_bytes);
   const Launch launch{params.num_columns / kColumns * kSplit,
                       kGroups * kGroupThreads + 32,
                       stream,
