@@ -5,7 +5,8 @@
     benchmarks/kernels/bench_fused_ops.py [--ops rms_norm silu_mul] [--rows 32 4096] [--json FILE]
 
 bf16, shapes of LLaDA-8B (rotary in fp32), Dream-7B (grouped heads, rotary in bf16) and LLaDA-MoE
-(norm of each head). Queries, keys and values are views of one fused product. Each operation runs
+(norm of each head), and LLaDA2.0-mini (half of each head is rotated, keys and values are kept in
+the same launch). Queries, keys and values are views of one fused product. Each operation runs
 from a CUDA graph over up to 64 inputs (together beyond the cache, from 256 rows or so), in turns
 with its PyTorch reference.
 
@@ -100,6 +101,22 @@ def rotary_cases(rows: int) -> Iterator[Case]:
         size = 2 * rows * head_dim * (2 * (num_heads + num_kv_heads) + table_dtype.itemsize)
         told = f"({num_heads} + {num_kv_heads}) x {head_dim}, {name_of(table_dtype)} tables"
         yield Case("norm_rotary" if has_norm else "apply_rotary", f"{rows} x {told}", size, make)
+    yield kept_case(rows)
+
+
+def kept_case(rows: int) -> Case:
+    heads, head_dim, rotary_dim = (16, 4, 4), 128, 64
+    gains = random(2, head_dim).unbind()
+
+    def make() -> tuple[object, ...]:
+        q, k, v = random(rows, sum(heads), head_dim).split(heads, dim=1)
+        angles = random(rows, rotary_dim)
+        slots = torch.randperm(2 * rows, device="cuda")[:rows]
+        kept = fused_ops.Kept(v, *random(2, 2 * rows, heads[1], head_dim).unbind(), slots)
+        return q, k, *gains, 1e-5, angles.cos(), angles.sin(), kept
+
+    size = 2 * rows * (head_dim * (2 * (heads[0] + heads[1]) + 3 * heads[1]) + 2 * rotary_dim)
+    return Case("norm_rotary", f"{rows} x (16 + 4) x {head_dim}, kept", size, make)
 
 
 def silu_cases(rows: int) -> Iterator[Case]:

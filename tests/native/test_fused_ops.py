@@ -263,6 +263,68 @@ def test_store_keys_values(generator, device, dtype, slot_dtype, num_heads, head
     assert torch.equal(pool, wanted)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("num_kept", [0, 1, 9, 13])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [
+        (16, 4, 128, 64),  # what does not turn is kept, too
+        (4, 4, 128, 128),
+        (0, 2, 64, 64),  # no queries
+        (3, 2, 96, 96),  # a head's threads are no power of two
+        (3, 2, 18, 18),  # no vectors
+    ],
+)
+def test_rotation_keeps_keys_and_values(
+    generator, device, dtype, has_norm, num_kept, num_heads, num_kv_heads, head_dim, rotary_dim
+):
+    """The bits of two operations one after the other, of the last rows; in caches with a gap."""
+    shape = (13, num_heads + 2 * num_kv_heads, head_dim)
+    fused = random(generator, *shape, dtype=dtype, device=device)
+    pool = random(generator, 2, 17, num_kv_heads, head_dim + 8, dtype=dtype, device=device)
+    angles = random(generator, 13, rotary_dim, device=device)
+    gains = [random(generator, head_dim, dtype=dtype, device=device) for _ in range(2)]
+    slots = torch.randperm(17, generator=generator)[:num_kept]
+    slots[2:4] = torch.tensor([-1, 17])[: len(slots[2:4])]  # left out
+    slots = slots.to(device)
+    results = []
+    for is_apart in (True, False):
+        product, caches = fused.clone(), pool.clone()
+        q, k, v = product.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        places = caches[..., :head_dim].unbind()
+        kept = None if is_apart else fused_ops.Kept(v, *places, slots)
+        if has_norm:
+            fused_ops.norm_rotary(q, k, *gains, 1e-6, angles.cos(), angles.sin(), kept)
+        else:
+            fused_ops.apply_rotary(q, k, angles.cos(), angles.sin(), kept)
+        if is_apart:
+            rows = slice(13 - num_kept, None)
+            fused_ops.store_keys_values(k[rows], v[rows], *places, slots)
+        results.append((product, caches))
+    (product, caches), (found_product, found_caches) = results
+    assert torch.equal(found_product, product) and torch.equal(found_caches, caches)
+    assert num_kept == 0 or not torch.equal(caches, pool)
+
+
+@pytest.mark.gpu
+def test_rotation_keeps_many_rows(generator):
+    """As a step of many windows: other threads than those of few rows."""
+    fused = random(generator, 2000, 24, 128, dtype=torch.bfloat16, device="cuda")
+    pool = torch.zeros(2, 4096, 4, 128, dtype=torch.bfloat16, device="cuda")
+    angles = random(generator, 2000, 64, device="cuda")
+    gains = random(generator, 2, 128, dtype=torch.bfloat16, device="cuda")
+    slots = torch.randperm(4096, generator=generator)[:1500].cuda()
+    q, k, v = fused.split((16, 4, 4), dim=1)
+    kept = fused_ops.Kept(v, *pool, slots)
+    before = v.clone()
+    fused_ops.norm_rotary(q, k, *gains, 1e-6, angles.cos(), angles.sin(), kept)
+    wanted = torch.zeros_like(pool)
+    wanted[0, slots], wanted[1, slots] = k[-1500:], v[-1500:]
+    assert torch.equal(pool, wanted) and torch.equal(v, before)
+
+
 MASK = 99
 
 
@@ -338,11 +400,13 @@ def test_overlapping_kernels_wait_for_each_other(generator):
             run(fused_ops.rms_norm, x, gain, 1e-6, out=normed)
             run(fused_linear, normed, qkv_weight, fused, tiling=to_qkv, early=True)
             q, k, v = fused.view(num_rows, 48, 128).split((32, 8, 8), dim=1)
+            kept = fused_ops.Kept(v, *caches[layer], slots) if layer < num_layers // 2 else None
             if layer % 2:
-                run(fused_ops.norm_rotary, q, k, gain[:128], gain[128:256], 1e-6, *tables)
+                run(fused_ops.norm_rotary, q, k, gain[:128], gain[128:256], 1e-6, *tables, kept)
             else:
-                run(fused_ops.apply_rotary, q, k, *tables)
-            run(fused_ops.store_keys_values, k, v, *caches[layer], slots)
+                run(fused_ops.apply_rotary, q, k, *tables, kept)
+            if kept is None:
+                run(fused_ops.store_keys_values, k, v, *caches[layer], slots)
             rows = caches[layer].view(2, num_rows, 1024)
             run(fused_ops.rms_norm, rows[0], gain[:1024], 1e-6, out=rows[0])
             run(fused_ops.silu_mul, fused, gated)
@@ -465,6 +529,18 @@ SLOTS = torch.zeros(4, dtype=torch.int32)
         (
             lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS, HEADS, SLOTS.float()),
             r"slots must be int32 or int64 \[4\]",
+        ),
+        (
+            lambda: fused_ops.apply_rotary(
+                HEADS, HEADS, TABLE, TABLE, fused_ops.Kept(HEADS, HEADS, HEADS, SLOTS.repeat(2))
+            ),
+            r"slots must be at most \[4\], got \[8\]",
+        ),
+        (
+            lambda: fused_ops.apply_rotary(
+                HEADS, HEADS, TABLE, TABLE, fused_ops.Kept(HEADS[:3], HEADS, HEADS, SLOTS)
+            ),
+            r"apply_rotary: v must be .*\[4, 2, 8\]",
         ),
         (lambda: fused_ops.silu_mul(torch.zeros(2, 3)), r"gate_up must be \[R, 2M\]"),
         (lambda: fused_ops.silu_mul(X, out=torch.zeros(4, 5)), r"out must be .*\[4, 4\]"),

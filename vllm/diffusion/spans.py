@@ -135,6 +135,19 @@ def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
         raise ValueError(f"spans: wanted ranges that tile {rows} query rows, given {list(spans)}")
 
 
+class KeyTarget(NamedTuple):
+    """Where the keys and values of the last rows of a chunk are kept.
+
+    Attributes:
+        k, v: [N, KV, hd], of the store; written.
+        slots: [S] int64, the store's row of each of the last S rows; negative for none.
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+
+
 class KeySource(NamedTuple):
     """Rows of a chunk, and the keys and values that they read.
 

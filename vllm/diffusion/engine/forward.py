@@ -20,7 +20,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.step_inputs import layout_of, pack, pack_samples
 from vllm.diffusion.memory import chunks
-from vllm.diffusion.spans import AttentionLayout, KeySource
+from vllm.diffusion.spans import AttentionLayout, KeySource, KeyTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -178,14 +178,14 @@ def run_body(
         return model.rotary(inputs.positions[rows], scratch)
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
+        layer = model.layers[index]
         if inputs.slot_mapping.numel():
             caches.turn_to(index)
         for rows in writing:
             yield seconds.keys_values
+            target = _target_of(rows, num_rows, index, inputs.slot_mapping, caches)
             with scratch.scope("keys-values"):
-                model.layers[index].keys_values(x[rows], tables(rows), product[rows], scratch)
-        _, k, v = model.layers[index].attention.split(product)
-        keep(k, v, index, inputs.slot_mapping, caches)
+                layer.keys_values(x[rows], tables(rows), product[rows], scratch, target)
 
     for index, layer in enumerate(before_last):
         yield from keys_values(index, product)
@@ -230,6 +230,15 @@ def run_last_layer(
             layer.attend(x, rotary, sources, None, scratch)
             layer.feed_forward(x, scratch)
             yield x
+
+
+def _target_of(
+    rows: slice, num_rows: int, index: int, slot_mapping: Tensor, caches: PageStore
+) -> KeyTarget | None:
+    """Where a layer's keys and values of a chunk are kept, if any are; arguments as for `keep`."""
+    first = num_rows - slot_mapping.numel()
+    slots = slot_mapping[max(rows.start - first, 0) : max(rows.stop - first, 0)]
+    return KeyTarget(caches.keys(index), caches.values(index), slots) if slots.numel() else None
 
 
 def keep(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.exchange import HeadExchange
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.spans import KeySource
+    from vllm.diffusion.spans import KeySource, KeyTarget
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,14 @@ class SelfAttention:
         """In the order of their use."""
         return self.qkv_proj, self.out_proj
 
-    def keys_values(self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers) -> None:
+    def keys_values(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        out: Tensor,
+        buffers: Buffers,
+        target: KeyTarget | None = None,
+    ) -> None:
         """Write this layer's projections of the rows of a chunk, queries and keys rotated.
 
         Args:
@@ -70,13 +77,14 @@ class SelfAttention:
             out: [R, (H + 2 KV) hd], queries, keys and values side by side; or [R, 2 KV hd],
                 keys and values alone. Written; `split` finds the parts.
             buffers: scratch memory.
+            target: where the keys and values of some rows are kept, besides.
         """
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
             self._project(self._normed(x, buffers), slice(-out.shape[1], None), out, buffers)
-            q, k, _ = self.split(out)
-            self._rotate(q, k, rotary)
+            q, k, v = self.split(out)
+            self._rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Queries [R, H, hd], if they are there, keys and values [R, KV, hd]; views of `product`.
@@ -181,23 +189,25 @@ class SelfAttention:
             self._rotate(q, None, rotary)
         return q
 
-    def _rotate(self, q: Tensor | None, k: Tensor | None, rotary: Rotary) -> None:
-        """Norm queries and keys where the model does so, then rotate them, in place.
+    def _rotate(
+        self, q: Tensor | None, k: Tensor | None, rotary: Rotary, kept: ops.Kept | None = None
+    ) -> None:
+        """Norm queries and keys where the model does so, rotate them, in place, and keep keys.
 
         A norm of each head alone is one pass with the rotation; one over all heads needs its own.
         """
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
-            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+            ops.apply_rotary(q, k, rotary.cos, rotary.sin, kept)
         elif isinstance(q_norm, AllHeadsRMSNorm):
             if q is not None:
                 q_norm(q, out=q)
             if k is not None:
                 k_norm(k, out=k)
-            ops.apply_rotary(q, k, rotary.cos, rotary.sin)
+            ops.apply_rotary(q, k, rotary.cos, rotary.sin, kept)
         else:
             weights = (q_norm.weight, k_norm.weight)
-            ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin)
+            ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin, kept)
 
     def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         """x += Wo heads [R, H / groups, hd], of one group of heads."""

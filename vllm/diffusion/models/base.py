@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.models.modules import FeedForward
+    from vllm.diffusion.spans import KeyTarget
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
 
@@ -88,13 +89,19 @@ class DiffusionLayer(nn.Module):
         return self.mlp.stage(self.post_attention_layernorm)
 
     def keys_values(
-        self, x: Tensor, rotary: Rotary, out: Tensor, buffers: Buffers | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        out: Tensor,
+        buffers: Buffers | None = None,
+        target: KeyTarget | None = None,
     ) -> None:
         """Write the projections of x [R, D] to out, queries and keys rotated.
 
-        `out` is [R, (H + 2 KV) hd], or [R, 2 KV hd] where the queries are not wanted.
+        `out` is [R, (H + 2 KV) hd], or [R, 2 KV hd] where the queries are not wanted. Keys and
+        values of some rows go to `target`, too.
         """
-        self.attention.keys_values(x, rotary, out, buffers or FreshBuffers(x.device))
+        self.attention.keys_values(x, rotary, out, buffers or FreshBuffers(x.device), target)
 
     def attend(
         self,

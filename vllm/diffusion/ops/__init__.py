@@ -52,7 +52,7 @@ from vllm.diffusion.ops.sampling import (
     token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
-from vllm_add_llada.cuda_kernels.fused_ops import Packed, QuantisedRows
+from vllm_add_llada.cuda_kernels.fused_ops import Kept, Packed, QuantisedRows
 
 __all__ = [
     "SOFTMAX",
@@ -61,6 +61,7 @@ __all__ = [
     "ExpertWeights",
     "Fp8Projection",
     "HostCopy",
+    "Kept",
     "Matrices",
     "Matrix",
     "OrderedProjection",

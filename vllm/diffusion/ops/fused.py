@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_add_llada.cuda_kernels import fused_ops
-from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
+from vllm_add_llada.cuda_kernels.fused_ops import Kept, QuantisedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,9 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, s
     fused_ops.rotary_tables(positions, inverse_frequencies, cos, sin)
 
 
-def apply_rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+def apply_rotary(
+    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, kept: Kept | None = None
+) -> None:
     """Rotate queries and keys in place, half-split pairing; either may be absent.
 
     Args:
@@ -56,13 +58,14 @@ def apply_rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor) -
         k: [R, KV, hd], model dtype.
         cos, sin: [R, rd], rd <= hd even; fp32 tables rotate in fp32 and cast back, tables in the
             model dtype rotate in it. Channels from rd on stay as they are.
+        kept: where keys and values of some rows go, besides.
     """
     present = q if q is not None else k
     if present is None:
         return
     no_heads = present[:, :0]
     fused_ops.apply_rotary(
-        q if q is not None else no_heads, k if k is not None else no_heads, cos, sin
+        q if q is not None else no_heads, k if k is not None else no_heads, cos, sin, kept
     )
 
 
@@ -73,11 +76,12 @@ def norm_rotary(
     eps: float,
     cos: Tensor,
     sin: Tensor,
+    kept: Kept | None = None,
 ) -> None:
     """`rms_norm` of every head of q and k, then `apply_rotary`, in place and in one pass.
 
     Args:
-        q, k, cos, sin: as for `apply_rotary`; either of q and k may be absent.
+        q, k, cos, sin, kept: as for `apply_rotary`; either of q and k may be absent.
         weights: [hd] of the query heads and [hd] of the key heads, model dtype.
         eps: added to the mean square of a head.
     """
@@ -92,6 +96,7 @@ def norm_rotary(
         eps,
         cos,
         sin,
+        kept,
     )
 
 

@@ -31,10 +31,12 @@ from ._quantise import (
     silu_mul_quantised,
 )
 from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_ranks, sum_ranks
+from .reference import Kept
 
 __all__ = [
     "FP8",
     "Epilogue",
+    "Kept",
     "Meeting",
     "Packed",
     "QuantisedRows",

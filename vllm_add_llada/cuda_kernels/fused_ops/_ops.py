@@ -18,6 +18,7 @@ from ._support import (
     native,
     rows_of,
 )
+from .reference import Kept
 
 
 def is_built() -> bool:
@@ -109,7 +110,7 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, s
     )
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
     """Rotary embedding (Su et al., arXiv:2104.09864), half-split form, of q and k in place.
 
     ``u' = u * cos + concat(-u[rd/2:], u[:rd/2]) * sin`` on the first rd channels of every head; the
@@ -121,17 +122,20 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         k: [T, KV, hd], likewise.
         cos: [T, rd], rd even and at most hd, fp32 or the dtype of q; rows may be strided.
         sin: Like ``cos``.
+        kept: Where the rotated keys, and values, are stored as `store_keys_values` does it, in the
+            same launch if rd = hd.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "apply_rotary"
     _check_rotary(name, q, k, cos, sin)
+    _check_kept(name, k, kept)
     if not has_kernel(q):
-        reference.apply_rotary(q, k, cos, sin)
+        reference.apply_rotary(q, k, cos, sin, kept)
         return
     assert native is not None
-    launch(native.apply_rotary, q, **_rotary_arguments(q, k, cos, sin))
+    launch(native.apply_rotary, q, **_rotary_arguments(q, k, cos, sin, kept))
 
 
 def norm_rotary(
@@ -142,13 +146,14 @@ def norm_rotary(
     eps: float,
     cos: Tensor,
     sin: Tensor,
+    kept: Kept | None = None,
 ) -> None:
     """`rms_norm` of every head of q and k, then `apply_rotary`, in place and in one pass.
 
     The rounding is that of the two operations one after the other.
 
     Args:
-        q, k, cos, sin: As for `apply_rotary`.
+        q, k, cos, sin, kept: As for `apply_rotary`; kept in the same launch.
         q_weight: [hd] of the dtype of q, the gains of every head of q.
         k_weight: [hd], likewise of k.
         eps: Added to the mean square of a head.
@@ -160,8 +165,9 @@ def norm_rotary(
     _check_rotary(name, q, k, cos, sin)
     check_like(name, "q_weight", q_weight, q, q.shape[-1:])
     check_like(name, "k_weight", k_weight, q, q.shape[-1:])
+    _check_kept(name, k, kept)
     if not has_kernel(q):
-        reference.norm_rotary(q, k, q_weight, k_weight, eps, cos, sin)
+        reference.norm_rotary(q, k, q_weight, k_weight, eps, cos, sin, kept)
         return
     assert native is not None
     launch(
@@ -170,8 +176,7 @@ def norm_rotary(
         q_weight=q_weight.data_ptr(),
         k_weight=k_weight.data_ptr(),
         eps=eps,
-        head_dim=q.shape[-1],
-        **_rotary_arguments(q, k, cos, sin),
+        **_rotary_arguments(q, k, cos, sin, kept),
     )
 
 
@@ -234,10 +239,7 @@ def store_keys_values(
     """
     name = "store_keys_values"
     check_rows(name, "k", k, (3,))
-    check_like(name, "v", v, k, k.shape)
-    num_slots = k_cache.shape[0] if k_cache.dim() == 3 else -1
-    check_like(name, "k_cache", k_cache, k, (num_slots, *k.shape[1:]))
-    check_like(name, "v_cache", v_cache, k, k_cache.shape)
+    _check_caches(name, k, Kept(v, k_cache, v_cache, slots))
     check_vector(name, "slots", slots, (torch.int32, torch.int64), k.shape[:1], k.device)
     if not has_kernel(k):
         reference.store_keys_values(k, v, k_cache, v_cache, slots)
@@ -253,9 +255,26 @@ def store_keys_values(
         slots=integers_of(slots),
         dtype=dtype_of(k),
         num_rows=k.shape[0],
-        num_slots=num_slots,
+        num_slots=len(k_cache),
         head_dim=k.shape[2],
     )
+
+
+def _check_caches(name: str, k: Tensor, kept: Kept) -> None:
+    v, k_cache, v_cache, _ = kept
+    check_like(name, "v", v, k, k.shape)
+    num_slots = k_cache.shape[0] if k_cache.dim() == 3 else -1
+    check_like(name, "k_cache", k_cache, k, (num_slots, *k.shape[1:]))
+    check_like(name, "v_cache", v_cache, k, k_cache.shape)
+
+
+def _check_kept(name: str, k: Tensor, kept: Kept | None) -> None:
+    if kept is None:
+        return
+    _check_caches(name, k, kept)
+    check_vector(name, "slots", kept.slots, (torch.int32, torch.int64), (-1,), k.device)
+    if len(kept.slots) > len(k):
+        raise ValueError(f"{name}: slots must be at most [{len(k)}], got {list(kept.slots.shape)}")
 
 
 def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -275,7 +294,16 @@ def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> 
         )
 
 
-def _rotary_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Any]:
+def _rotary_arguments(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None
+) -> dict[str, Any]:
+    no_rows = (0, 0, 0, 0)
+    if kept is None:
+        places = (no_rows, no_rows, no_rows, (0, False), 0, 0)
+    else:
+        v, k_cache, v_cache, slots = kept
+        rows = (rows_of(v), rows_of(k_cache), rows_of(v_cache))
+        places = (*rows, integers_of(slots), len(slots), len(k_cache))
     return {
         "q": rows_of(q),
         "k": rows_of(k),
@@ -286,5 +314,7 @@ def _rotary_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> dict[st
         "dtype": dtype_of(q),
         "table_dtype": dtype_of(cos),
         "num_tokens": len(q),
+        "head_dim": q.shape[2],
         "rotary_dim": cos.shape[1],
+        "kept": places,
     }

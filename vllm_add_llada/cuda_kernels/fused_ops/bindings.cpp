@@ -25,6 +25,9 @@ template <>
 struct Given<RouterScoring> : GivenMembers<RouterScoring, bool, int, int, bool, float, bool> {};
 
 template <>
+struct Given<KeptRows> : GivenMembers<KeptRows, Rows, Rows, Rows, Integers, int64_t, int64_t> {};
+
+template <>
 struct Given<LookUp> {
   using Type = std::array<uint32_t, 8>;
   static LookUp of(const Type& t) {
@@ -81,11 +84,11 @@ void bind_rows(Module& module) {
     using P = RotaryParams;
     module.function("apply_rotary", &launch_rotary, FIELD(q), FIELD(k), FIELD(cos), FIELD(sin),
                     FIELD(cos_stride), FIELD(sin_stride), FIELD(dtype), FIELD(table_dtype),
-                    FIELD(num_tokens), FIELD(rotary_dim));
+                    FIELD(num_tokens), FIELD(head_dim), FIELD(rotary_dim), FIELD(kept));
     module.function("norm_rotary", &launch_norm_rotary, FIELD(q), FIELD(k), FIELD(q_weight),
                     FIELD(k_weight), FIELD(eps), FIELD(cos), FIELD(sin), FIELD(cos_stride),
                     FIELD(sin_stride), FIELD(dtype), FIELD(table_dtype), FIELD(num_tokens),
-                    FIELD(head_dim), FIELD(rotary_dim));
+                    FIELD(head_dim), FIELD(rotary_dim), FIELD(kept));
   }
   {
     using P = SiluMulParams;

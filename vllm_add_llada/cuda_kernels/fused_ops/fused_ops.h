@@ -27,6 +27,17 @@ struct RotaryTablesParams {
   int rotary_dim;  // even
 };
 
+// Where keys and values of some rows go, besides.
+struct KeptRows {
+  Rows v;        // [all rows, num_kv_heads, head_dim]: inner is the number of heads
+  Rows k_cache;  // [num_slots, num_kv_heads, head_dim]
+  Rows v_cache;
+  Integers slots;  // [num_rows], of the last so many rows; one that is not in 0..num_slots - 1
+                   // leaves its row out
+  int64_t num_rows;
+  int64_t num_slots;
+};
+
 struct RotaryParams {
   Rows q;  // [num_tokens, num_q_heads, head_dim]: inner is the number of heads
   Rows k;
@@ -38,11 +49,12 @@ struct RotaryParams {
   DataType table_dtype;
   int64_t num_tokens;
   int rotary_dim;  // even
+  int head_dim;
   // For the norm of each head before, [head_dim] each; not read by the plain rotation.
   const void* q_weight;
   const void* k_weight;
-  int head_dim;
   float eps;
+  KeptRows kept;  // of k as it is then, and of v
 };
 
 struct SiluMulParams {

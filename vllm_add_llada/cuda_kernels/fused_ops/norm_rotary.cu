@@ -36,7 +36,7 @@ cudaError_t launch_norm_rotary(const RotaryParams& params, cudaStream_t stream) 
     using T = std::remove_pointer_t<decltype(tag)>;
     using Table = std::remove_pointer_t<decltype(table_tag)>;
     return is_head_in_lanes<T, Table>(params)
-               ? launch_vectors<T, Table, /*kHasNorm=*/true>(params, stream)
+               ? launch_vectors_and_keep<T, Table, /*kHasNorm=*/true>(params, stream)
                : launch_one_by_one(params, stream);
   });
 }

@@ -6,6 +6,8 @@ LLaDA (https://huggingface.co/GSAI-ML/LLaDA-8B-Instruct) and Dream
 (https://huggingface.co/Dream-org/Dream-v0-Instruct-7B).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -25,7 +27,23 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, s
         table.unflatten(1, (2, -1)).copy_(function(angles)[:, None])
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+class Kept(NamedTuple):
+    """Where keys and values of the last S rows go, besides.
+
+    Attributes:
+        v: [T, KV, hd], the values of all rows; leading strides are free, hd is contiguous.
+        k_cache, v_cache: [N, KV, hd], strided likewise; written.
+        slots: [S] int32 or int64, the cache row of each of them; one that is not in 0..N-1 leaves
+            its row out. Where two rows name the same slot, one of them is kept.
+    """
+
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
     """Half-split rotation of q and k in place; see `fused_ops.apply_rotary`."""
     for heads in (q, k):
         rotated = heads[..., : cos.shape[-1]]
@@ -33,6 +51,10 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         lower, upper = rotated.chunk(2, dim=-1)
         turned = torch.cat((-upper, lower), dim=-1)
         rotated.copy_(rotated * cos[:, None, :] + turned * sin[:, None, :])
+    if kept is not None:
+        v, k_cache, v_cache, slots = kept
+        rows = slice(len(k) - len(slots), None)
+        store_keys_values(k[rows], v[rows], k_cache, v_cache, slots)
 
 
 def norm_rotary(
@@ -43,11 +65,12 @@ def norm_rotary(
     eps: float,
     cos: Tensor,
     sin: Tensor,
+    kept: Kept | None = None,
 ) -> None:
     """`rms_norm` of the heads, then `apply_rotary`; see `fused_ops.norm_rotary`."""
     rms_norm(q, q_weight, eps, out=q)
     rms_norm(k, k_weight, eps, out=k)
-    apply_rotary(q, k, cos, sin)
+    apply_rotary(q, k, cos, sin, kept)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:

@@ -8,8 +8,8 @@ cudaError_t launch_rotary(const RotaryParams& params, cudaStream_t stream) {
     using T = std::remove_pointer_t<decltype(tag)>;
     using Table = std::remove_pointer_t<decltype(table_tag)>;
     return has_vectors<T, Table>(params)
-               ? launch_vectors<T, Table, /*kHasNorm=*/false>(params, stream)
-               : launch_heads<T, Table, 1, 1, /*kHasNorm=*/false>(params, stream);
+               ? launch_vectors_and_keep<T, Table, /*kHasNorm=*/false>(params, stream)
+               : keep_apart(params, stream, launch_heads<T, Table, 1, 1, /*kHasNorm=*/false>);
   });
 }
 

@@ -70,11 +70,36 @@ struct Rotation<T, T, kWidth> {  // tables in the model dtype: in that dtype
   }
 };
 
+// Heads of v count only where they are kept.
+__host__ __device__ inline int64_t num_heads_of(const RotaryParams& params) {
+  return params.q.inner + params.k.inner + (params.kept.num_rows > 0 ? params.k.inner : 0);
+}
+
+// Heads are numbered through: of q, of k, then of v.
 template <typename T>
 __device__ T* head_address(const RotaryParams& params, int64_t token, int head) {
   const int num_q_heads = static_cast<int>(params.q.inner);
-  return head < num_q_heads ? row_address<T>(params.q, token, head)
-                            : row_address<T>(params.k, token, head - num_q_heads);
+  const int num_rotated = num_q_heads + static_cast<int>(params.k.inner);
+  if (head < num_q_heads) return row_address<T>(params.q, token, head);
+  return head < num_rotated ? row_address<T>(params.k, token, head - num_q_heads)
+                            : row_address<T>(params.kept.v, token, head - num_rotated);
+}
+
+// Where a head of k or v is kept: the cache row of its token, or -1.
+__device__ inline int64_t slot_of(const RotaryParams& params, int64_t token) {
+  const int64_t row = token - (params.num_tokens - params.kept.num_rows);
+  if (params.kept.num_rows == 0 || row < 0) return -1;
+  const int64_t slot = at(params.kept.slots, row);
+  return slot < params.kept.num_slots ? slot : -1;
+}
+
+template <typename T>
+__device__ T* kept_address(const RotaryParams& params, int64_t slot, int head) {
+  const int key_head = head - static_cast<int>(params.q.inner);
+  const int num_kv_heads = static_cast<int>(params.k.inner);
+  return key_head < num_kv_heads
+             ? row_address<T>(params.kept.k_cache, slot, key_head)
+             : row_address<T>(params.kept.v_cache, slot, key_head - num_kv_heads);
 }
 
 // Both channels of each pair of a run.
@@ -101,7 +126,8 @@ __global__ void __launch_bounds__(kRotaryThreads)
   const int num_rotated = params.rotary_dim / (2 * kWidth);
   const int num_runs = num_runs_of<kWidth, kHasNorm>(params);
   const int num_q_heads = static_cast<int>(params.q.inner);
-  const int num_heads = num_q_heads + static_cast<int>(params.k.inner);
+  const int num_turned = num_q_heads + static_cast<int>(params.k.inner);
+  const int num_heads = static_cast<int>(num_heads_of(params));
   const int head_step = (num_heads - 1) / kHeads + 1;
   const int64_t token = blockIdx.x;
   const int item = blockIdx.y * blockDim.x + threadIdx.x;
@@ -121,6 +147,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
   }
   wait_for_prerequisites();
 
+  const int64_t slot = slot_of(params, token);
   Run<T, kWidth> runs[kHeads] = {}, q_weight = {}, k_weight = {};
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -146,20 +173,28 @@ __global__ void __launch_bounds__(kRotaryThreads)
       const float sum = over_lanes(sum_of_squares(lower) + sum_of_squares(upper), num_runs, Sum());
       const float scale = rsqrtf(sum / params.head_dim + params.eps);
       const Run<T, kWidth> weight = head < num_q_heads ? q_weight : k_weight;
-      lower = product_of(scaled(lower, scale), weight.lower);
-      upper = product_of(scaled(upper, scale), weight.upper);
+      if (head < num_turned) {
+        lower = product_of(scaled(lower, scale), weight.lower);
+        upper = product_of(scaled(upper, scale), weight.upper);
+      }
     }
     if (head >= num_heads) continue;
-    if (is_rotated) rotation.apply(lower, upper);
-    T* channels = head_address<T>(params, token, head) + channel;
-    store_vector(channels, lower);
-    store_vector(channels + gap, upper);
+    if (head < num_turned) {
+      if (is_rotated) rotation.apply(lower, upper);
+      T* channels = head_address<T>(params, token, head) + channel;
+      store_vector(channels, lower);
+      store_vector(channels + gap, upper);
+    }
+    if (slot < 0 || head < num_q_heads) continue;
+    T* kept = kept_address<T>(params, slot, head) + channel;
+    store_vector(kept, lower);
+    store_vector(kept + gap, upper);
   }
 }
 
 template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
 cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
-  const int64_t num_heads = params.q.inner + params.k.inner;
+  const int64_t num_heads = num_heads_of(params);
   const int64_t num_items = ((num_heads - 1) / kHeads + 1) * num_runs_of<kWidth, kHasNorm>(params);
   const int threads =
       static_cast<int>(std::min<int64_t>(kRotaryThreads, (num_items + 31) / 32 * 32));
@@ -177,12 +212,35 @@ bool has_vectors(const RotaryParams& params) {
          params.cos_stride % kTableWidth == 0 && params.sin_stride % kTableWidth == 0;
 }
 
+inline Rows rows_from(const Rows& rows, int64_t first, DataType dtype) {
+  const int64_t element_bytes = dtype == DataType::kFloat32 ? 4 : 2;
+  char* data = static_cast<char*>(rows.data) + first * rows.outer_stride * element_bytes;
+  return {data, rows.inner, rows.outer_stride, rows.inner_stride};
+}
+
 // Few tokens: every thread has one head, so that as many as possible share the work. Many: enough
 // heads that the loads in flight keep the memory busy, of which a norm, with more registers to a
 // thread and fewer threads at a time, needs more for each.
 constexpr int64_t kFewTokens = 512;
 template <bool kHasNorm>
 constexpr int kHeadsOfMany = kHasNorm ? 4 : 2;
+
+// Rotates by `launch`, then keeps.
+template <typename Launch>
+cudaError_t keep_apart(const RotaryParams& params, cudaStream_t stream, Launch launch) {
+  const KeptRows& kept = params.kept;
+  RotaryParams rotation = params;
+  rotation.kept.num_rows = 0;
+  const cudaError_t error = launch(rotation, stream);
+  if (error != cudaSuccess || kept.num_rows == 0) return error;
+  const int64_t first = params.num_tokens - kept.num_rows;
+  return launch_store_keys_values(
+      StoreKeysValuesParams{rows_from(params.k, first, params.dtype),
+                            rows_from(kept.v, first, params.dtype), kept.k_cache, kept.v_cache,
+                            kept.slots, params.dtype, kept.num_rows, kept.num_slots,
+                            params.head_dim},
+      stream);
+}
 
 template <typename T, typename Table, bool kHasNorm>
 cudaError_t launch_vectors(const RotaryParams& params, cudaStream_t stream) {
@@ -192,9 +250,28 @@ cudaError_t launch_vectors(const RotaryParams& params, cudaStream_t stream) {
              : launch_heads<T, Table, kWidth, kHeadsOfMany<kHasNorm>, kHasNorm>(params, stream);
 }
 
+// Whether the rotation visits all that is kept, in vectors.
+template <typename T, bool kHasNorm>
+bool can_keep(const RotaryParams& params) {
+  return (kHasNorm || params.rotary_dim == params.head_dim) && has_aligned_rows<T>(params.kept.v) &&
+         has_aligned_rows<T>(params.kept.k_cache) && has_aligned_rows<T>(params.kept.v_cache);
+}
+
+// In one launch where that is possible, else in two.
+template <typename T, typename Table, bool kHasNorm>
+cudaError_t launch_vectors_and_keep(const RotaryParams& params, cudaStream_t stream) {
+  if (params.kept.num_rows == 0 || can_keep<T, kHasNorm>(params)) {
+    return launch_vectors<T, Table, kHasNorm>(params, stream);
+  }
+  return keep_apart(params, stream, launch_vectors<T, Table, kHasNorm>);
+}
+
 template <typename Function>
 cudaError_t dispatch_tables(const RotaryParams& params, Function function) {
-  if (params.num_tokens == 0 || params.rotary_dim == 0) return cudaSuccess;
+  if (params.num_tokens == 0) return cudaSuccess;
+  if (params.rotary_dim == 0) {
+    return params.kept.num_rows == 0 ? cudaSuccess : cudaErrorInvalidValue;
+  }
   if (params.q.inner + params.k.inner == 0) return cudaSuccess;
   return dispatch(params.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
