@@ -10,7 +10,9 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
     QuantisedRows,
     Tiling,
+    add_linear_fp8,
     fused_linear_fp8,
+    has_add_linear_fp8,
     has_quantise,
     quantise_rows,
     rescale,
@@ -23,6 +25,7 @@ DEVICES = [
     ("cpu", torch.bfloat16),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
+ERROR = 8e-3  # norm of the error over that of the result: sums of the tensor cores, bf16
 STEP = 2**-4  # of e4m3: half a step of three bits, relative to the number
 TINY = 2**-10  # half a step of numbers below 2^-6, relative to the largest over 448
 
@@ -141,6 +144,23 @@ def test_products_on_the_cpu_against_float64(generator, dtype):
     torch.testing.assert_close(gated.double(), functional.silu(gate) * up, rtol=0.03, atol=1e-3)
 
 
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 40, 1024, 1500])
+def test_many_rows_are_added(generator, device, dtype, num_rows):
+    x, (weight, scales, _), wanted = product_case(generator, num_rows, 256, 384, device, dtype)
+    assert device == "cpu" or has_add_linear_fp8()
+    before = numbers(generator, num_rows, 256, device=device, dtype=dtype)
+    out = before.clone()
+    add_linear_fp8(x, weight, scales, out)
+    wanted = before.double() + wanted
+    assert (out.double() - wanted).norm() <= ERROR * wanted.norm()
+    part = x.values[:, 128:].contiguous()  # some features, as a head group has them
+    out = before.clone()
+    add_linear_fp8(x._replace(values=part), weight[:, 128:], scales, out)
+    wanted = before.double() + meant(x)[:, 128:] @ (weight[:, 128:].double() * scales[:, None]).t()
+    assert (out.double() - wanted).norm() <= ERROR * wanted.norm()
+
+
 FEW = [1, 7, 33, 64]
 SKINNY = [
     (Tiling(96), 12288, 256, [*FEW, 150, 192, 200, 256]),
@@ -149,7 +169,6 @@ SKINNY = [
     (Tiling(32, split=2), 2048, 512, FEW),
 ]
 SKINNY_CASES = [(rows, *case) for *case, all_rows in SKINNY for rows in all_rows]
-ERROR = 8e-3  # norm of the error over that of the result: sums of the tensor cores, bf16
 
 
 @pytest.mark.gpu

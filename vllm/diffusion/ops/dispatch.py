@@ -45,6 +45,7 @@ _PACKED_SPLITS = (1, 2)  # more blocks of a cluster do not find room on all mult
 _PACKED_ROWS = 256  # up to which 4-bit weights are multiplied as they are
 _PACKED_DEPTH = 256  # of a stage
 _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
+_ADDED_ROWS = 1024  # of fp8 products, from which cuBLAS's own sum is faster than a pass for it
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
 AHEAD_BYTES = 4 << 20  # of the next weight that few rows' products bring to the cache
 _LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
@@ -133,6 +134,11 @@ def packed_tiling(
 def scales_gated_apart(num_rows: int) -> bool:
     """Whether an fp8 product is faster without its scales, which silu(gate) * up then applies."""
     return num_rows <= _ONE_SCALE_ROWS
+
+
+def adds_fp8(num_rows: int) -> bool:
+    """Whether cuBLAS is to add an fp8 product to what is there, rather than a pass after it."""
+    return num_rows >= _ADDED_ROWS
 
 
 def _skinny_tiling(

@@ -27,7 +27,9 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
     QuantisedRows,
     Tiling,
+    add_linear_fp8,
     fused_linear_fp8,
+    has_add_linear_fp8,
     quantise_rows,
     rescale,
     silu_mul_quantised,
@@ -242,6 +244,8 @@ class Fp8Projection(Projection):
         tiling = self._tiling(len(x)) if features == ALL else None
         if tiling is not None:
             self._fused(h, x, tiling, Epilogue.RESIDUAL)
+        elif bias is None and self._adds_scaled(len(x)):
+            add_linear_fp8(h, weight, self._scales, x)
         elif self._uses_cublas:
             out = scratch.take("projected", tuple(x.shape), x.dtype)
             self._multiply(h, weight, out)
@@ -253,6 +257,10 @@ class Fp8Projection(Projection):
     def _part(self, features: slice) -> tuple[Tensor, Tensor | None]:
         """Columns of the weight, and the bias if these are its first."""
         return self._weight[:, features], None if features.start else self._bias
+
+    def _adds_scaled(self, num_rows: int) -> bool:
+        """Whether cuBLAS adds a product to what is there, and no pass over memory follows it."""
+        return self._uses_cublas and has_add_linear_fp8() and dispatch.adds_fp8(num_rows)
 
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
         if isinstance(x, QuantisedRows):

@@ -195,13 +195,7 @@ def fused_linear_fp8(
         RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
     """
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
-    fits = weight.dtype == FP8 and weight.shape == (num_columns, x.values.shape[1])
-    if not fits or scales.shape != (num_columns,) or len(out) != len(x.values):
-        raise ValueError(
-            f"fused_linear_fp8: wanted rows [R, D], a weight [{num_columns}, D] and {num_columns} "
-            f"scales for out {list(out.shape)}, got {list(x.values.shape)}, {weight.dtype} "
-            f"{list(weight.shape)} and {list(scales.shape)}"
-        )
+    _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
     if tiling is None or not _has_linear(x, weight, scales, out):
         _linear(x, weight, scales, out, bias, epilogue)
         return
@@ -209,6 +203,60 @@ def fused_linear_fp8(
     launch_linear(
         x.values, weight, out, tiling, bias, epilogue, early=early, ahead=ahead, scales=both
     )
+
+
+def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> None:
+    """out += x W^T of many fp8 rows, whose sums are multiplied by their scales; rounded once.
+
+    By cuBLAS on a card of compute capability 9.0 (see `has_add_linear_fp8`), else in PyTorch.
+
+    Args:
+        x: rows [R, D].
+        weight: [N, D] fp8; rows may be strided.
+        scales: [N] fp32, of its rows.
+        out: [R, N], the model dtype, written.
+
+    Raises:
+        ValueError: A shape or dtype is not as above.
+        RuntimeError: cuBLAS has no such product of this shape.
+    """
+    _check_linear("add_linear_fp8", x, weight, scales, out, out.shape[1])
+    if has_add_linear_fp8() and _has_linear(x, weight, scales, out):
+        assert native is not None
+        launch(
+            native.add_linear,
+            out,
+            x=x.values.data_ptr(),
+            weight=weight.data_ptr(),
+            x_scales=x.scales.data_ptr(),
+            weight_scales=scales.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.values.stride(0),
+            weight_stride=weight.stride(0),
+            out_stride=out.stride(0),
+            num_rows=len(out),
+            num_columns=len(weight),
+            depth=weight.shape[1],
+        )
+        return
+    _linear(x, weight, scales, out, None, Epilogue.RESIDUAL)
+
+
+def has_add_linear_fp8() -> bool:
+    """Whether the cuBLAS of `add_linear_fp8` is there: PyTorch loads it, from CUDA 12.9 on."""
+    return native is not None and bool(native.HAS_ADD_LINEAR)
+
+
+def _check_linear(
+    op: str, x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor, num_columns: int
+) -> None:
+    fits = weight.dtype == FP8 and weight.shape == (num_columns, x.values.shape[1])
+    if not fits or scales.shape != (num_columns,) or len(out) != len(x.values):
+        raise ValueError(
+            f"{op}: wanted rows [R, D], a weight [{num_columns}, D] and {num_columns} "
+            f"scales for out {list(out.shape)}, got {list(x.values.shape)}, {weight.dtype} "
+            f"{list(weight.shape)} and {list(scales.shape)}"
+        )
 
 
 def _linear(

@@ -123,6 +123,13 @@ void bind_products(Module& module) {
                     FIELD(depth), FIELD(epilogue), FIELD(tiling), FIELD(early), FIELD(ahead));
   }
   {
+    using P = LinearParams;
+    module.function("add_linear", &launch_add_linear, FIELD(x), FIELD(weight), FIELD(x_scales),
+                    FIELD(weight_scales), FIELD(out), FIELD(x_stride), FIELD(weight_stride),
+                    FIELD(out_stride), FIELD(num_rows), FIELD(num_columns), FIELD(depth));
+    module.constant("HAS_ADD_LINEAR", has_add_linear());
+  }
+  {
     using P = PackedLinearParams;
     module.function("packed_linear", &launch_packed_linear, FIELD(x), FIELD(values), FIELD(scales),
                     FIELD(zeros), FIELD(table), FIELD(bias), FIELD(out), FIELD(x_stride),

@@ -50,6 +50,12 @@ cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 
+// Enqueues out += x weight^T of any number of fp8 rows, by cuBLASLt: no bias, nothing but kResidual.
+// cudaErrorNotSupported where that library has no such product, as where `has_add_linear` is false:
+// it is not loaded, or too old.
+bool has_add_linear();
+cudaError_t launch_add_linear(const LinearParams& params, cudaStream_t stream);
+
 // A table of 16 bf16 numbers as bytes that registers are permuted by: those of the numbers' upper
 // and lower halves, of the first eight numbers ("low") and of the others ("high"). Of two numbers
 // eight apart, these bytes have the same sign each; where it is set, the later one is inverted.
