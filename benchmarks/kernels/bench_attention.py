@@ -5,9 +5,9 @@
     benchmarks/kernels/bench_attention.py [--families llada dream] [--json FILE]
     benchmarks/kernels/bench_attention.py --tiles [--json FILE]
 
-bf16, random numbers, heads of LLaDA-8B (32 of 128) and Dream-7B (28 of 128 to 4 of keys and
-values). All times are replays of CUDA graphs over inputs that no cache holds, the backends in
-turns.
+bf16, random numbers, heads of 128: LLaDA-8B's 32, Dream-7B's 28 to 4 of keys and values, and for
+windows LLaDA2-mini's 16 to 4 and SDAR-8B's 32 to 8. All times are replays of CUDA graphs over
+inputs that no cache holds, the backends in turns.
 
     queries x keys  of each sequence; equal: the keys are those of the queries' own rows
     sdpa        microseconds of torch's scaled_dot_product_attention, a call a sequence: cuDNN
@@ -20,7 +20,7 @@ turns.
     of best     time of the chosen over the fastest
     TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
 
---tiles: microseconds of the split kernel with other tiles instead.
+--tiles: microseconds of the split kernel with other tiles instead, of windows in pages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 HEAD_DIM = 128
-NUM_HEADS = {"llada": (32, 32), "dream": (28, 4)}  # of queries; of keys and values
+# of queries; of keys and values
+NUM_HEADS = {"llada": (32, 32), "dream": (28, 4), "llada2": (16, 4), "sdar": (32, 8)}
 # sequences, queries and keys of each
 CASES = {
     "llada": (
@@ -67,6 +68,11 @@ CASES = {
         *((1, 32, keys) for keys in (256, 1024, 4096, 65536)),
         *((1, 128, 4096), (8, 256, 256), (32, 32, 2048)),
     ),
+    "llada2": tuple((requests, 32, 1088) for requests in (1, 64, 128)),
+    "sdar": (
+        *((requests, 4, 1088) for requests in (1, 8, 16, 128)),
+        *((8, 8, 1088), (16, 8, 1088), (32, 32, 1088)),
+    ),
 }
 TILE_CASES = {
     "llada": (
@@ -74,14 +80,16 @@ TILE_CASES = {
         *((1, 256, 4096), (1, 512, 512), (8, 256, 256), (32, 32, 2048)),
     ),
     "dream": ((1, 32, 1024), (1, 32, 4096), (1, 32, 65536), (32, 32, 2048)),
+    "llada2": CASES["llada2"],
+    "sdar": ((8, 4, 1088), (16, 8, 1088), (128, 4, 1088)),
 }
 TILES = (
     CONFIG,
     replace(CONFIG, programs=4),
     SplitConfig(32, 64, programs=2, num_warps=4, num_stages=3),
     SplitConfig(64, 32, programs=2, num_warps=4, num_stages=4),
+    SplitConfig(16, 64, programs=2, num_warps=4, num_stages=3),
     SplitConfig(128, 64, programs=2, num_warps=8, num_stages=3),
-    SplitConfig(128, 128, programs=1, num_warps=8, num_stages=2),
 )
 MOST_SPLIT_QUERIES = 2048
 LEAST_CALLS = 8  # in one graph, so that its own launch does not count
@@ -204,7 +212,10 @@ def measure(case: Case, repeats: int) -> list[object]:
 
 def measure_tiles(case: Case, repeats: int) -> list[object]:
     """The row of the table of tiles."""
-    layout, inputs = case.layout(), rotating(case.heads)
+    if case.is_window:
+        layout, inputs = case.layout(case.pages()), rotating(case.stored_heads)
+    else:
+        layout, inputs = case.layout(), rotating(case.heads)
     run = partial(split_attention, layout=layout)
     times = compare(
         {name_of(config): calls_of(partial(run, config=config), inputs) for config in TILES},

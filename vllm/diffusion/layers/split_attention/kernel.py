@@ -17,12 +17,11 @@ PARTS = tl.constexpr(8)  # that are merged at once
 
 
 @triton.jit
-def _find_tile(query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """This program's sequence, `num_sequences` past the last tile, and its tile's number there.
+def _find_tile(number, query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence of a tile, `num_sequences` past the last one, and the tile's number there.
 
     Tiles are numbered sequence by sequence.
     """
-    program = tl.program_id(0)
     sequence, first_tile, before = 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
         ids = first + tl.arange(0, SEQUENCES)
@@ -31,11 +30,11 @@ def _find_tile(query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexp
         end = tl.load(query_ends + ids + 1, mask=is_sequence, other=0)
         num_tiles = ((end - start) * GROUP + ROWS - 1) // ROWS
         last = before + tl.cumsum(num_tiles, axis=0)
-        is_before = is_sequence & (last <= program)
+        is_before = is_sequence & (last <= number)
         sequence += tl.sum(is_before.to(tl.int32))
         first_tile = tl.maximum(first_tile, tl.max(tl.where(is_before, last, 0)))
         before = tl.max(last)
-    return sequence, program - first_tile
+    return sequence, number - first_tile
 
 
 # What changes from step to step must not make Triton compile anew.
@@ -87,8 +86,13 @@ def part_kernel(
     if OVERLAPS:  # with the end of the kernel before, and the start of the one after
         gdc_wait()
         gdc_launch_dependents()
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    sequence, tile = _find_tile(query_ends, num_sequences, GROUP, ROWS)
+    # The last programs of all are of the tiles that a graph was captured for and a step lacks, so
+    # that the others start on as many multiprocessors as they can.
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    program = tl.program_id(0)
+    number = program // (KV_HEADS * num_splits)
+    split, kv_head = program // KV_HEADS % num_splits, program % KV_HEADS
+    sequence, tile = _find_tile(number, query_ends, num_sequences, GROUP, ROWS)
     if sequence == num_sequences:
         return
     first_row = tl.load(query_ends + sequence)
@@ -104,12 +108,14 @@ def part_kernel(
     share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = split * share
     end = tl.minimum(start + share, num_keys)
+    read_by_all = end  # keys up to here
     if HAS_BLOCKS:  # rows of a tile read as far as their blocks go, the tile as far as its last row
         block_length = tl.load(block_lengths + sequence)
         length = tl.where(block_length > 0, block_length, num_keys)
         block = (tl.load(firsts + sequence) + query) // tl.maximum(length, 1)
-        row_end = tl.where(is_row, tl.minimum((block + 1) * length, num_keys), 0)
-        end = tl.minimum(end, tl.max(row_end))
+        row_end = tl.minimum((block + 1) * length, num_keys)
+        read_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_end, num_keys)))
+        end = tl.minimum(end, tl.max(tl.where(is_row, row_end, 0)))
     slot = (split * num_rows + row) * HEADS + head
     if IS_SPLIT:  # noqa: SIM102, known when compiling
         if start >= end:
@@ -125,45 +131,42 @@ def part_kernel(
     )
     if PAGE:  # Looked up a tile ahead: loads that waited for it would be pipelined less deeply.
         page = tl.load(page_rows + (first_key + start) // PAGE, mask=start < end, other=0)
-        key_ids = keys.to(tl.int64)  # of a tile
-    else:
-        key_ids = (first_key + start + keys).to(tl.int64)
-    k_at = k + key_ids[None, :] * k_row + kv_head * k_head + columns[:, None]
-    v_at = v + key_ids[:, None] * v_row + kv_head * v_head + columns[None, :]
+    k_at = k + keys.to(tl.int64)[None, :] * k_row + kv_head * k_head + columns[:, None]
+    v_at = v + keys.to(tl.int64)[:, None] * v_row + kv_head * v_head + columns[None, :]
     highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    for at in range(start, end, KEYS):
-        is_key = at + keys < end
-        if PAGE:
-            tile_row = (page + at % PAGE).to(tl.int64)
-            k_tile_at = k_at + tile_row * k_row
-            v_tile_at = v_at + tile_row * v_row
-            later = at + KEYS
-            page = tl.load(page_rows + (first_key + later) // PAGE, mask=later < end, other=0)
-        else:
-            k_tile_at, v_tile_at = k_at, v_at
-        k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
-        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
-        if HAS_BLOCKS:
-            scores = tl.where((at + keys)[None, :] < row_end[:, None], scores, float("-inf"))
-        else:
-            scores = tl.where(is_key[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-        base = higher
-        if HAS_BLOCKS:  # a row that reads none of these keys has no highest score yet
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores * scale - base[:, None])
-        fade = tl.exp2(highest - base)
-        total = total * fade + tl.sum(weights, axis=1)
-        v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
-        mixed = tl.dot(
-            weights.to(v_tile.dtype), v_tile, mixed * fade[:, None], input_precision="ieee"
-        )
-        highest = higher
-        if not PAGE:
-            k_at += KEYS * k_row
-            v_at += KEYS * v_row
+    whole = start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
+    for IS_MASKED in tl.static_range(2):  # tiles that all rows read whole, most of all; the others
+        for at in range(whole if IS_MASKED else start, end if IS_MASKED else whole, KEYS):
+            if PAGE:
+                tile_row = (page + at % PAGE).to(tl.int64)
+                later = at + KEYS
+                page = tl.load(page_rows + (first_key + later) // PAGE, mask=later < end, other=0)
+            else:
+                tile_row = (first_key + at).to(tl.int64)
+            k_tile_at, v_tile_at = k_at + tile_row * k_row, v_at + tile_row * v_row
+            if IS_MASKED:
+                is_key = at + keys < end
+                k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
+                v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
+            else:
+                k_tile, v_tile = tl.load(k_tile_at), tl.load(v_tile_at)
+            scores = tl.dot(q_tile, k_tile, input_precision="ieee")
+            if IS_MASKED:
+                is_read = (at + keys)[None, :] < row_end[:, None] if HAS_BLOCKS else is_key[None, :]
+                scores = tl.where(is_read, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+            base = higher
+            if IS_MASKED and HAS_BLOCKS:  # a row that has read no key has no highest score yet
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores * scale - base[:, None])
+            fade = tl.exp2(highest - base)
+            total = total * fade + tl.sum(weights, axis=1)
+            mixed = tl.dot(
+                weights.to(v_tile.dtype), v_tile, mixed * fade[:, None], input_precision="ieee"
+            )
+            highest = higher
 
     # without keys all sums are zero, and so is the result
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -241,7 +244,7 @@ def launch(
     if is_split:
         parts = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
         totals = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
-    part_kernel[(num_tiles, num_kv_heads, num_splits)](
+    part_kernel[(num_tiles * num_splits * num_kv_heads,)](
         *heads,
         parts,
         totals,
