@@ -4,7 +4,8 @@
 
     benchmarks/kernels/bench_products.py [--ops top linear] [--rows 32 4096] [--json FILE]
 
-bf16, random numbers, shapes of LLaDA-8B. Each variant is a CUDA graph, and the variants take turns.
+bf16, random numbers, shapes of LLaDA-8B, and of SDAR-8B's grouped heads. Each variant is a CUDA
+graph, and the variants take turns.
 
     top      sample rows -> output matrix -> best token and its probability (gather_gemm); PyTorch's
              way is matmul and flash_sample.low_confidence over the stored logits
@@ -54,7 +55,8 @@ EPILOGUES = {
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
 WIDTH, VOCABULARY = 4096, 126464
 FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
-LAYER = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+LAYER = {"qkv": (12288, 4096), "grouped qkv": (6144, 4096), "out": (4096, 4096)}
+LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
 def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     for name, (num_columns, depth) in LAYER.items():
-        op = {"gate_up": "gated", "qkv": "linear"}.get(name, "residual")
+        op = {"gate_up": "gated", "qkv": "linear", "grouped qkv": "linear"}.get(name, "residual")
         if op not in ops:
             continue
         # Together several times the cache, as the weights of a model's layers are.

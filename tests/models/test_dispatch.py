@@ -35,6 +35,8 @@ def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, ga
 def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
     chosen = [rows for rows in range(300) if tiling(rows, 4096, 4096) is not None]
     assert chosen == [*range(1, 129), *range(144, 193)]
+    chosen = [rows for rows in range(300) if tiling(rows, 6144, 4096) is not None]
+    assert chosen == [*range(1, 129)]
     assert tiling(32, 4096, 4096 + 64) is None  # not in two halves of whole steps
     assert tiling(32, 24576, 4096) is None  # cuBLAS is as fast, but for what follows it
     assert tiling(32, 24576, 4096, gated=True) == Tiling(192)

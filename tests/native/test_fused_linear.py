@@ -17,7 +17,7 @@ ERROR = 6e-3  # norm of the error over that of the result: fp32 sums, then one r
 SKINNY = [
     (Tiling(96), 12288, 256, 64),
     (Tiling(64, split=2), 4096, 384, 192),
-    (Tiling(96, split=2), 6144, 128, 64),
+    (Tiling(96, split=2), 6144, 128, 128),
     (Tiling(32, split=2), 2048, 256, 64),
 ]
 SKINNY_ROWS = [1, 7, 16, 33, 64, 65, 100, 128, 150, 192]

@@ -392,6 +392,7 @@ template <bool kIsFp8, int kColumns, int kSplit>
 constexpr bool has_groups(int groups) {
   if (kColumns == 64) return groups <= (kIsFp8 ? 4 : 3);
   if (kColumns == 192) return groups <= (kIsFp8 ? 1 : 2);
+  if (kColumns == 96 && kSplit == 2 && !kIsFp8) return groups <= 2;
   return groups == 1 || (kIsFp8 && kColumns == 96 && kSplit == 1 && groups >= 3);
 }
 
