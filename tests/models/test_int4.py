@@ -109,10 +109,8 @@ def test_each_number_is_the_nearest_there_is(kind: str) -> None:
     found = meant(packed)
     groups, near = weight.unflatten(1, (-1, 64)), found.unflatten(1, (-1, 64))
     largest = groups.abs().amax(dim=2, keepdim=True)
-    span = groups.amax(dim=2, keepdim=True).clamp(min=0) - groups.amin(dim=2, keepdim=True).clamp(
-        max=0
-    )
-    room = torch.minimum(span / 15, largest / 7) if kind == "int4" else 0.16 * largest
+    # A tenth may be cut off on the side that has 8 of the 16 numbers, and an eighth more elsewhere.
+    room = (0.22 if kind == "int4" else 0.16) * largest
     assert ((near - groups).abs() <= 1.01 * room).all()
     assert (found[30:32] == 0).all()
     error = (near - groups).square().sum(dim=2)
