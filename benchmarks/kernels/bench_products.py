@@ -12,6 +12,9 @@ graph, and the variants take turns.
     gather   sample rows -> output matrix, stored (gather_gemm); PyTorch's way is matmul
     linear, residual, gated
              the products of a layer (fused_ops): x W^T; y += x W^T; silu(x G^T) * x U^T
+    int4-linear, int4-residual, int4-gated
+             the same with weights of 4 bits in groups of 128; PyTorch's way is unpacking them
+             (fused_ops), and then cuBLAS
 
     us       one call of ours, where there is a kernel for the shape
     torch    one call of PyTorch's way
@@ -37,16 +40,18 @@ from flash_sample import low_confidence
 from gather_gemm import gather_gemm, gather_top
 from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels import fused_ops
-from vllm_add_llada.cuda_kernels.fused_ops import Epilogue
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-COLUMNS = {"op": "<9", "shape": "<22", "rows": ">5", "us": ">9", "torch": ">9", "chosen": ">9"}
+COLUMNS = {"op": "<13", "shape": "<22", "rows": ">5", "us": ">9", "torch": ">9", "chosen": ">9"}
 COLUMNS |= {"ratio": ">6", "TFLOP/s": ">8", "TB/s": ">6"}
-OPS = ("top", "gather", "linear", "residual", "gated")
+PACKED = "int4-"
+PRODUCTS = ("linear", "residual", "gated")  # of a layer
+OPS = ("top", "gather", *PRODUCTS, *(PACKED + op for op in PRODUCTS))
 EPILOGUES = {
     "gated": Epilogue.SILU_MUL,
     "linear": Epilogue.STORE,
@@ -54,6 +59,7 @@ EPILOGUES = {
 }
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
 WIDTH, VOCABULARY = 4096, 126464
+GROUP = 128  # of 4-bit numbers
 FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
 LAYER = {"qkv": (12288, 4096), "grouped qkv": (6144, 4096), "out": (4096, 4096)}
 LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
@@ -137,6 +143,48 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
             )
 
 
+def packed_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+    multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    for name, (num_columns, depth) in LAYER.items():
+        op = {"gate_up": "gated", "qkv": "linear"}.get(name, "residual")
+        if PACKED + op not in ops:
+            continue
+        weights = [_random_packed(num_columns, depth) for _ in range(16)]
+        plain = torch.empty(num_columns, depth, dtype=torch.bfloat16, device="cuda")
+        for num_rows in all_rows:
+            x = random(num_rows, depth)
+            out = random(num_rows, num_columns // 2 if op == "gated" else num_columns)
+            tiling = dispatch.packed_tiling(
+                num_rows, num_columns, depth, GROUP, multiprocessors=multiprocessors
+            )
+            ours = partial(
+                fused_ops.fused_linear_packed, tiling=tiling, epilogue=EPILOGUES[op], early=True
+            )
+            stored = sum(part.nbytes for part in weights[0][:3] if part is not None)
+            yield Case(
+                PACKED + op,
+                f"{name} {num_columns} x {depth}",
+                num_rows,
+                2.0 * num_rows * num_columns * depth,
+                stored + x.nbytes + out.nbytes,
+                [partial(ours, x, weight, out) for weight in weights],
+                [partial(_unpacked, op, x, weight, out, plain) for weight in weights],
+                tiling is not None,
+            )
+
+
+def _random_packed(num_columns: int, depth: int) -> Packed:
+    size = (num_columns, depth // GROUP)
+    values = torch.randint(256, (num_columns, depth // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(size, device="cuda") * 0.01
+    return Packed(values, scales, torch.randint(16, size, dtype=torch.uint8, device="cuda"))
+
+
+def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor, plain: Tensor) -> None:
+    fused_ops.unpack(weight, plain)
+    _plain(op, x, plain, out)
+
+
 def _plain(op: str, x: Tensor, weight: Tensor, out: Tensor) -> None:
     if op == "gated":
         fused_ops.silu_mul(torch.mm(x, weight.t()), out)
@@ -171,7 +219,7 @@ def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", OPS, choices=OPS)
     options = parser.parse()
-    kinds = (layer_cases, head_cases)
+    kinds = (layer_cases, packed_cases, head_cases)
     rows = (measure(case) for kind in kinds for case in kind(options.ops, options.rows))
     title = "products: sample rows with the output matrix, and few rows with a layer's"
     report(options.json, title, COLUMNS, rows)

@@ -93,9 +93,33 @@ def test_experts_by_their_rows() -> None:
 def test_4_bit_weights_have_one_tiling_for_all_few_rows(
     columns: int, depth: int, wanted: Tiling | None
 ) -> None:
-    def found(num_rows: int) -> Tiling | None:
-        return dispatch.packed_tiling(num_rows, columns, depth, multiprocessors=MULTIPROCESSORS)
+    assert {packed(rows, columns, depth) for rows in (1, 32, 64)} == {wanted}
+    assert packed(0, columns, depth) is None
+    assert dispatch.packed_tiling(1, columns, depth, 128, multiprocessors=0) is None
 
-    assert {found(rows) for rows in (1, 32, 65, 256)} == {wanted}
-    assert found(0) is None and found(257) is None
-    assert dispatch.packed_tiling(1, columns, depth, multiprocessors=0) is None
+
+def packed(num_rows: int, columns: int, depth: int, group: int = 128) -> Tiling | None:
+    return dispatch.packed_tiling(num_rows, columns, depth, group, multiprocessors=MULTIPROCESSORS)
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "few_hundred", "thousand"),
+    [
+        (12288, 4096, Tiling(192, rows=128), Tiling(128, rows=256)),
+        (24576, 4096, Tiling(192, rows=128), Tiling(128, rows=256)),
+        (4096, 4096, Tiling(128, 2, rows=128), Tiling(128, rows=256)),
+        (4096, 12288, Tiling(128, 2, rows=128), Tiling(128, rows=256)),
+    ],
+)
+def test_more_rows_times_4_bit_weights_have_the_fastest_tiling(
+    columns: int, depth: int, few_hundred: Tiling, thousand: Tiling
+) -> None:
+    assert packed(256, columns, depth) == few_hundred
+    assert packed(1024, columns, depth) == thousand
+    assert packed(4096, columns, depth) is None  # to unpack is little beside the product
+    assert packed(256, columns + 64, depth) is None
+
+
+def test_the_scales_of_a_tile_find_room() -> None:
+    assert packed(1024, 4096, 12288, group=64) == Tiling(128, 2, rows=256)
+    assert packed(256, 4096, 65536, group=64) is None

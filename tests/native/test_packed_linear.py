@@ -16,7 +16,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     unpack,
 )
 
-ERROR = 4e-3  # norm of the error over that of the result: fp32 sums, one rounding to bf16
+ERROR = 4e-3  # norm of the error over that of the result: fp32 sums, a rounding or two to bf16
 TABLE_ERROR = 6e-3  # and entries of the table rounded to bf16
 TABLE = [*(-(2.0 - 0.1 * i) for i in range(4)), *(1.0 + 0.1 * i for i in range(4))] * 2
 TILINGS = [
@@ -25,8 +25,12 @@ TILINGS = [
     (Tiling(64), 64, 768),
     (Tiling(64, split=2), 4096, 12288),
     (Tiling(64, split=4), 256, 2304),  # in unequal parts
+    (Tiling(128, split=4, rows=128), 256, 2304),
+    (Tiling(192, rows=128), 12288, 4096),
+    (Tiling(128, split=2, rows=256), 4096, 768),
+    (Tiling(128, rows=256), 256, 4096),
 ]
-ROWS = [1, 7, 16, 33, 64, 65, 150]
+ROWS = [1, 7, 16, 33, 64, 65, 150, 300]
 
 
 def case(generator, num_columns, depth, group, is_table):

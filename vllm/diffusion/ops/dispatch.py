@@ -40,10 +40,16 @@ _SKINNY_FP8 = (
     _Skinny(Tiling(32, split=2), max_rows=64),
 )
 _SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=64),)
-_PACKED = (192, 64)  # columns of a tile
+_PACKED_FEW = ((192, 0), (64, 0))  # columns and rows of a tile
+_PACKED_FEW_ROWS = 64
+# Of more rows, with the microseconds that a tile takes for 4,096 of the depth.
+_PACKED_MANY = {(192, 128): 41, (128, 128): 31, (128, 256): 50}
+_PACKED_START_US = 8  # and to start and to end, as cuBLAS's products take
 _PACKED_SPLITS = (1, 2)  # more blocks of a cluster do not find room on all multiprocessors
-_PACKED_ROWS = 256  # up to which 4-bit weights are multiplied as they are
 _PACKED_DEPTH = 256  # of a stage
+_PACKED_SCALES = 16_384  # of a tile
+_UNPACKED_PER_US = 0.95e6  # 4-bit numbers
+_MULTIPLIED_PER_US = 375e6  # pairs of numbers, by cuBLAS
 _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
 _ADDED_ROWS = 1024  # of fp8 products, from which cuBLAS's own sum is faster than a pass for it
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
@@ -113,22 +119,53 @@ def fp8_tiling(
 
 
 def packed_tiling(
-    num_rows: int, num_columns: int, depth: int, *, multiprocessors: int
+    num_rows: int, num_columns: int, depth: int, group: int, *, multiprocessors: int
 ) -> Tiling | None:
-    """Tiling of `fused_linear_packed`: the fewest blocks that keep (nearly) the whole card busy, or
-    else as much of it as one can; whatever the number of rows the same. None to unpack first.
+    """Tiling of `fused_linear_packed`; None to unpack the matrix first.
+
+    Few rows: the fewest blocks that keep (nearly) the whole card busy, or else as much of it as one
+    can; whatever their number the same. More: what takes least time, as a multiprocessor computes
+    one tile after the other, or None where unpacking and cuBLAS take less.
+
+    Args:
+        num_rows, num_columns, depth: of the product.
+        group: of numbers that share a scale.
+        multiprocessors: of the card, as of the function of that name.
     """
-    if num_rows == 0 or num_rows > _PACKED_ROWS or multiprocessors == 0:
+    if num_rows == 0 or multiprocessors == 0:
         return None
-    found: list[tuple[float, int, Tiling]] = []
-    for columns in _PACKED:
-        for split in _PACKED_SPLITS:
-            if num_columns % columns or depth % _PACKED_DEPTH or depth < split * _PACKED_DEPTH:
-                continue
-            blocks = num_columns // columns * split
-            use = blocks / (ceil(blocks / multiprocessors) * multiprocessors)
-            found.append((min(use, _LEAST_BLOCKS), -blocks, Tiling(columns, split)))
-    return max(found, key=lambda tiling: tiling[:2])[2] if found else None
+    is_few = num_rows <= _PACKED_FEW_ROWS
+    tilings = [
+        Tiling(columns, split, rows)
+        for columns, rows in (_PACKED_FEW if is_few else _PACKED_MANY)
+        for split in _PACKED_SPLITS
+        if num_columns % columns == 0
+        and depth % _PACKED_DEPTH == 0
+        and depth >= split * _PACKED_DEPTH
+        and depth // (split * group) * columns <= _PACKED_SCALES
+    ]
+
+    def turns(tiling: Tiling) -> tuple[int, int]:
+        """Blocks, and how many a multiprocessor has."""
+        blocks = num_columns // tiling.columns * tiling.split
+        blocks *= ceil(num_rows / tiling.rows) if tiling.rows else 1
+        return blocks, ceil(blocks / multiprocessors)
+
+    def use(tiling: Tiling) -> tuple[float, int]:
+        blocks, deepest = turns(tiling)
+        return min(blocks / (deepest * multiprocessors), _LEAST_BLOCKS), -blocks
+
+    def microseconds(tiling: Tiling) -> float:
+        tile = _PACKED_MANY[tiling.columns, tiling.rows] * depth / tiling.split / 4096
+        return turns(tiling)[1] * (tile + _PACKED_START_US)
+
+    if not tilings:
+        return None
+    if is_few:
+        return max(tilings, key=use)
+    fastest = min(tilings, key=microseconds)
+    plain = num_columns * depth * (1 / _UNPACKED_PER_US + num_rows / _MULTIPLIED_PER_US)
+    return fastest if microseconds(fastest) < plain + _PACKED_START_US else None
 
 
 def scales_gated_apart(num_rows: int) -> bool:

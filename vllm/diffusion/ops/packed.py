@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights in groups along the depth, times rows as they are.
 
-Few rows are multiplied by our own kernel, which reads the numbers as they are stored. For more, a
-matrix is unpacked part by part into scratch memory that all layers share, which is made with the
-weights and so counts beside them, and then multiplied by cuBLAS.
+Up to some thousand rows are multiplied by our own kernel, which reads the numbers as they are
+stored. For more, a matrix is unpacked part by part into scratch memory that all layers share, which
+is made with the weights and so counts beside them, and then multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class PackedProjection(Projection):
         some = self._packed.rows(columns)
         multiprocessors = dispatch.multiprocessors(x.device)
         tiling = dispatch.packed_tiling(
-            len(x), len(some.values), x.shape[1], multiprocessors=multiprocessors
+            len(x), *some.shape, some.group, multiprocessors=multiprocessors
         )
         if tiling is None or not has_packed_linear(x, some):
             return False

@@ -104,6 +104,10 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
                           ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_96 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87" \
                           ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103" \
+                          ", %104, %105, %106, %107, %108, %109, %110, %111" \
+                          ", %112, %113, %114, %115, %116, %117, %118, %119" \
+                          ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
@@ -112,6 +116,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
 #define SUMS_80(i) SUMS_64(i), SUMS_16(i + 64)
 #define SUMS_96(i) SUMS_64(i), SUMS_32(i + 64)
+#define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
 #define DEFINE_MULTIPLY_OF(name, kind, tail, count, columns, a_name, b_name, flag_name)         \
   __device__ inline void name(float (&d)[count], uint64_t a, uint64_t b, int accumulate) {     \
     asm volatile(                                                                             \
@@ -149,6 +154,8 @@ DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
   }
 DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18", "%19", "%20", "%21")
 DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34", "%35", "%36", "%37")
+DEFINE_MULTIPLY(64, "128", "%64", "%65", "%66", "%67", "%68", "%69")
+DEFINE_MULTIPLY(128, "256", "%128", "%129", "%130", "%131", "%132", "%133")
 #undef DEFINE_MULTIPLY
 // clang-format on
 
@@ -240,21 +247,22 @@ inline EncodeTiled find_encode_tiled() {
 }
 
 // Tiles [num_rows of the tile, kRowBytes] of a bf16 matrix, or one of bytes; what lies outside
-// reads as 0. Of every line of 128 bytes the cache may fetch the one beside it, too.
+// reads as 0. Of every line of 128 bytes the cache may fetch the one beside it, too. Narrower rows
+// of a tile lie one after the other, without a swizzle.
 inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int depth,
                             int64_t stride, int tile_rows, int element_bytes = 2,
-                            bool in_pairs = true) {
+                            bool in_pairs = true, int tile_bytes = kRowBytes) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride * element_bytes)};
-  const cuuint32_t tile[] = {static_cast<cuuint32_t>(kRowBytes / element_bytes),
+  const cuuint32_t tile[] = {static_cast<cuuint32_t>(tile_bytes / element_bytes),
                              static_cast<cuuint32_t>(tile_rows)};
   const cuuint32_t steps[] = {1, 1};
   const CUresult result = encode(
       map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
       const_cast<void*>(matrix), sizes, strides, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B,
+      tile_bytes == kRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
       in_pairs ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few bf16 rows and a weight of 4-bit numbers, read as it is stored."""
+"""Products of bf16 rows and a weight of 4-bit numbers, read as it is stored."""
 
 import struct
 from collections.abc import Sequence
@@ -66,17 +66,20 @@ def fused_linear_packed(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """`fused_linear` of few rows and a matrix of 4-bit numbers, for such as `has_packed_linear`.
+    """`fused_linear` of a matrix of 4-bit numbers, for such as `has_packed_linear`.
 
-    Products are those of the numbers as they are meant, but for entries of a table, which are
-    rounded to bf16; sums are fp32, in an order that the number of rows does not change.
+    Products of few rows are those of the numbers as they are meant, but for entries of a table,
+    which are rounded to bf16; of more, numbers are rounded as by `unpack`. Sums are fp32, in an
+    order that the tiling alone decides.
 
     Args:
-        x: [R, K] bf16; rows may be strided. For every 64 of them the weight is read again.
+        x: [R, K] bf16; rows may be strided.
         weight: [N, K], in groups of 128 or 64; with a table of 64.
         out: [R, N], or [R, N / 2] for SILU_MUL, bf16, written; rows may be strided.
-        tiling: of 64 or 192 columns, which must divide N; its split, at most K / 256, is one that
-            a quarter of them is a multiple of, and such as clusters of the card may have.
+        tiling: of 64 or 192 columns for blocks of 64 rows (its rows: 0), of 128 or 192 for blocks
+            of 128, of 128 for blocks of 256; columns must divide N. Its split, at most K / 256, is
+            one that a quarter of them is a multiple of, and such as clusters of the card may have.
+            Every block reads its columns anew, and has room for some 16,000 scales.
         look_up: what `look_up_table` made of the weight's table.
         bias: [N] bf16; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.
@@ -107,7 +110,7 @@ def fused_linear_packed(
         depth=x.shape[1],
         group=weight.group,
         epilogue=getattr(native, epilogue.name),
-        tiling=(0, tiling.columns, tiling.split),
+        tiling=(tiling.rows, tiling.columns, tiling.split),
         early=early,
         ahead=ahead_of(ahead),
     )

@@ -76,12 +76,12 @@ struct PackedLinearParams {
   int64_t x_stride, values_stride, scales_stride, out_stride;  // elements
   int num_rows, num_columns, depth, group;
   Epilogue epilogue;
-  Tiling tiling;  // of all rows
+  Tiling tiling;  // no rows: blocks of 64
   bool early;
   Ahead ahead;
 };
 
-// As the others; of few rows, for every 64 of which the weight is read again.
+// As the others, of any number of rows; every block of them reads the weight again.
 cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t stream);
 
 // A matrix [num_rows, depth] of groups of `group` numbers, 4 bits or fp8, made bf16.

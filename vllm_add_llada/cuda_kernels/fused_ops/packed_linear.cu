@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// x weight^T for few rows of x and a weight of 4-bit numbers, which is read once as it is stored.
+// x weight^T for a weight of 4-bit numbers, which is read as it is stored.
 //
-// The copy engine brings both through a ring of shared-memory stages (as in skinny_linear.cuh),
-// each 256 deep: two strips of 128. A group of four warps has 64 columns of the product. Its
-// threads make the weight's numbers bf16 in registers, exactly, as the tensor cores want their left
-// operand; rows of x are the right one. So products of a group of numbers are summed alone and then
-// multiplied by the group's scale, in fp32. Several such groups of warps hide each other's waiting:
-// they take other columns, or of a narrow tile every third stage each. (That one has the
-// products of two groups under way is what the compiler does not accept.)
+// The copy engine brings both through a ring of shared-memory stages (as in skinny_linear.cuh). A
+// group of four warps has 64 columns of the product. Its threads make the weight's numbers bf16 in
+// registers, as the tensor cores want their left operand; rows of x are the right one. Several such
+// groups of warps hide each other's waiting: they take other columns, or of a narrow tile every
+// third stage each. (That one has the products of two groups under way is what the compiler does
+// not accept.)
+//
+// Few rows leave time to be exact: products of a group of numbers are summed alone and then
+// multiplied by the group's scale, in fp32. The sums of more rows take all registers, and a number
+// meets many of them: there it is multiplied by its scale and rounded to bf16, as `unpack` does.
 //
 // A cluster of `split` blocks shares the depth; at the end each adds up its share of the columns
-// out of the shared memory of all, always in the same order. More rows than `kRows` are further
+// out of the shared memory of all, always in the same order. More rows than a block has are further
 // blocks, which find the weight in the cache.
 //
 // How the numbers lie: `order_of_strip` in Python. A thread's 16 bytes of a strip are those that it
@@ -22,16 +25,30 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
-#include "vllm_add_llada/cuda_kernels/common/dispatch.cuh"
 #include "vllm_add_llada/cuda_kernels/common/ring.cuh"
 
 namespace fused_ops {
 namespace {
 
-constexpr int kStageDepth = 256;
 constexpr int kTileColumns = 64;
 constexpr int kMaxStages = 8;
 constexpr int kBarrierBytes = kMaxStages * 16;
+
+// What a block computes: 64 columns for each of `tiles` groups of warps, or `deep` of them take
+// turns at the stages of the same columns.
+template <int tiles, int deep, int rows>
+struct Shape {
+  static constexpr int kTiles = tiles, kDeep = deep, kRows = rows;
+  static constexpr int kColumns = tiles * kTileColumns;
+  static constexpr bool kScalesWeight = rows > 64;  // not its products
+  static constexpr int kStageDepth = kScalesWeight ? 128 : 256;
+  static constexpr int kWeightRow = kStageDepth / 2;  // bytes
+  static constexpr int kWeightBytes = kColumns * kWeightRow;
+  static constexpr int kStageBytes = kWeightBytes + rows * kStageDepth * 2;
+  // The warp that feeds the ring is one of four where they give their registers to the others.
+  static constexpr int kConsumers = tiles * deep * kGroupThreads;
+  static constexpr int kThreads = kConsumers + (kScalesWeight ? kGroupThreads : 32);
+};
 
 struct KernelParams {
   const float* scales;
@@ -102,6 +119,24 @@ __device__ void load_words(uint32_t address, uint32_t (&words)[2]) {
                : "r"(address));
 }
 
+template <int kThreads>
+__device__ void sync_consumers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+// Of a whole group of four warps: the producing one gives registers back, the others take them.
+template <typename S, bool kIsProducer>
+__device__ void share_registers() {
+  if constexpr (S::kScalesWeight) {
+    constexpr bool kArePairs = S::kTiles == 2;
+    if constexpr (kIsProducer) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kArePairs ? 24 : 32));
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kArePairs ? 240 : 160));
+    }
+  }
+}
+
 // Where a block's columns lie in the weight: two runs, which are gate and up or follow each other.
 struct Columns {
   int first, stride, half;
@@ -142,22 +177,22 @@ struct GroupScales {
 };
 
 // One thread keeps the ring full.
-template <int kColumns, int kRows>
+template <typename S>
 __device__ void produce(const Ring<>& ring, const CUtensorMap* x, const CUtensorMap* values,
                         const Columns& columns, const Ahead& ahead, int first_row, int first_depth,
                         int num_steps) {
   auto copy_weight = [&](int stage, int step) {
     expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
     for (int part = 0; part < 2; ++part) {
-      copy_tile(ring.weight(stage) + part * columns.half * kRowBytes, values,
-                (first_depth + step * kStageDepth) / 2, columns.first + part * columns.stride,
+      copy_tile(ring.weight(stage) + part * columns.half * S::kWeightRow, values,
+                (first_depth + step * S::kStageDepth) / 2, columns.first + part * columns.stride,
                 ring.full(stage), kEvictNormal);
     }
   };
   auto copy_rows = [&](int stage, int step) {
-    for (int part = 0; part < kStageDepth / kDepth; ++part) {
-      copy_tile(ring.x(stage) + part * kRows * kRowBytes, x,
-                first_depth + step * kStageDepth + part * kDepth, first_row, ring.full(stage),
+    for (int part = 0; part < S::kStageDepth / kDepth; ++part) {
+      copy_tile(ring.x(stage) + part * S::kRows * kRowBytes, x,
+                first_depth + step * S::kStageDepth + part * kDepth, first_row, ring.full(stage),
                 kEvictLast);
     }
   };
@@ -176,12 +211,29 @@ __device__ void produce(const Ring<>& ring, const CUtensorMap* x, const CUtensor
   if (filled < num_steps) fetch_share(ahead.data, ahead.bytes);
 }
 
+// A scale as two bf16 numbers that add up to it, nearly: a whole number times both, added before
+// it is rounded, is the product with the scale rounded once.
+struct TwoPartScale {
+  __nv_bfloat162 upper, lower;
+
+  __device__ explicit TwoPartScale(float scale) {
+    upper = __float2bfloat162_rn(scale);
+    lower = __float2bfloat162_rn(scale - __low2float(upper));
+  }
+
+  __device__ uint32_t operator()(uint32_t pair) const {
+    const __nv_bfloat162 plain = as_pair(pair);
+    return as_bits(__hfma2(plain, upper, __hmul2(plain, lower)));
+  }
+};
+
 // A group of four warps multiplies its 64 columns in every stage, or in one of `kDeep`. In shared
-// memory, rows r and r + 4 of eight are 64 bytes apart: neighbours of the tensor cores' rows, so
-// that a warp reads without conflicts.
-template <int kDeep, int kRows, int kGroup, bool kIsTable>
+// memory, rows r and r + 4 of eight are 64 bytes apart where a stage is 256 deep: neighbours of the
+// tensor cores' rows, so that a warp reads without conflicts. Rows of 64 bytes lie one by one.
+template <typename S, int kGroup, bool kIsTable>
 struct Consumer {
-  static constexpr int kUnit = kGroup;  // of products at a time
+  static constexpr int kRows = S::kRows;
+  static constexpr int kUnit = S::kScalesWeight ? 64 : kGroup;  // of products at a time
   static constexpr int kWords = kUnit / 32;
   const Ring<>& ring;
   const KernelParams& params;
@@ -189,21 +241,33 @@ struct Consumer {
   int column;
   uint32_t k128;
 
-  // Adds the products of a unit, by its depth in the stage, to the sums.
-  __device__ void multiply_unit(int stage, int step, int depth, float (&total)[kRows / 2]) const {
-    const int chunk = depth / kStrip * 4 + threadIdx.x % 4;
-    const uint32_t place = ring.weight(stage) + column * kRowBytes + (chunk ^ (column & 7)) * 16 +
-                           depth % kStrip / 32 * 4;
-    uint32_t words[2][kWords], zeros[2], left[kUnit / 16][4];
-    float partial[kRows / 2], factors[2];
-    load_words(place, words[0]);
-    load_words(place + 8 * kRowBytes, words[1]);
-    const int group = (step * kStageDepth + depth) / kGroup;
+  // The thread's two rows of a unit, by its depth in the stage, as the tensor cores take them.
+  struct Unit {
+    uint32_t words[2][kWords], zeros[2];
+    float scales[2];
+  };
+
+  __device__ Unit load(int stage, int step, int depth) const {
+    Unit unit;
+    int chunk = depth / kStrip * 4 + threadIdx.x % 4;
+    if constexpr (S::kWeightRow == kRowBytes) chunk ^= column & 7;
+    const uint32_t place =
+        ring.weight(stage) + column * S::kWeightRow + chunk * 16 + depth % kStrip / 32 * 4;
+    load_words(place, unit.words[0]);
+    load_words(place + 8 * S::kWeightRow, unit.words[1]);
+    const int group = (step * S::kStageDepth + depth) / kGroup;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      factors[half] = scales.scale(group, column + half * 8);
-      zeros[half] = scales.zero(group, column + half * 8);
+      unit.scales[half] = scales.scale(group, column + half * 8);
+      unit.zeros[half] = scales.zero(group, column + half * 8);
     }
+    return unit;
+  }
+
+  // Enqueues the products of a unit, whose numbers become `left`; they are added to sums or, if
+  // not `accumulate`, take their place.
+  __device__ void begin(const Unit& unit, int stage, int depth, uint32_t (&left)[kUnit / 16][4],
+                        float (&sums)[kRows / 2], bool accumulate) const {
     const uint64_t rows = matrix_descriptor(ring.x(stage) + depth / kDepth * kRows * kRowBytes);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -211,9 +275,14 @@ struct Consumer {
       for (int half = 0; half < 2; ++half) {
         uint32_t pairs[4];
         if constexpr (kIsTable) {
-          look_up(params.table, words[half][i], pairs);
+          look_up(params.table, unit.words[half][i], pairs);
         } else {
-          subtract(k128, zeros[half], words[half][i], pairs);
+          subtract(k128, unit.zeros[half], unit.words[half][i], pairs);
+        }
+        if constexpr (S::kScalesWeight) {
+          const TwoPartScale scale(unit.scales[half]);
+#pragma unroll
+          for (uint32_t& pair : pairs) pair = scale(pair);
         }
         left[i * 2][half] = pairs[0];
         left[i * 2][half + 2] = pairs[1];
@@ -224,24 +293,37 @@ struct Consumer {
 #pragma unroll
       for (int k = i * 2; k < i * 2 + 2; ++k) {  // in steps of the tensor cores
         const uint64_t right = rows + k / 4 * (kRows * kRowBytes >> 4) + k % 4 * 2;
-        multiply(partial, left[k], right, k > 0);
+        multiply(sums, left[k], right, accumulate || k > 0);
       }
     }
     commit_products();
-    settle(partial);
+  }
+
+  // Adds the products of a unit to the sums.
+  __device__ void multiply_unit(int stage, int step, int depth, float (&total)[kRows / 2]) const {
+    const Unit unit = load(stage, step, depth);
+    uint32_t left[kUnit / 16][4];
+    if constexpr (S::kScalesWeight) {
+      begin(unit, stage, depth, left, total, true);
+      settle(total);
+    } else {
+      float partial[kRows / 2];
+      begin(unit, stage, depth, left, partial, false);
+      settle(partial);
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) total[i] += unit.scales[i / 2 % 2] * partial[i];
+    }
 #pragma unroll
     for (auto& fragment : left) keep(fragment);  // till the products are there
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) total[i] += factors[i / 2 % 2] * partial[i];
   }
 
   __device__ void consume(int num_steps, int part, float (&total)[kRows / 2]) const {
     Position at;
     for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
-      if (step % kDeep != part) continue;
+      if (step % S::kDeep != part) continue;
       wait(ring.full(at.stage), at.phase);
 #pragma unroll
-      for (int depth = 0; depth < kStageDepth; depth += kUnit) {
+      for (int depth = 0; depth < S::kStageDepth; depth += kUnit) {
         multiply_unit(at.stage, step, depth, total);
       }
       if (threadIdx.x % 32 == 0) arrive(ring.empty(at.stage));
@@ -249,18 +331,19 @@ struct Consumer {
   }
 };
 
-// Adds up the sums of `parts` [num_rows, kPitch] each in the blocks of a cluster, and writes them.
-template <int kColumns, int kParts>
+// Adds up the sums of `kDeep` parts [num_rows, kPitch] each in the blocks of a cluster, and writes
+// them.
+template <typename S>
 __device__ void store(const KernelParams& params, const Columns& columns, uint32_t sums, int rank,
                       int first_row, int num_rows) {
-  constexpr int kPitch = kColumns + 4;
+  constexpr int kColumns = S::kColumns, kPitch = kColumns + 4;
   const int width = params.is_gated ? kColumns / 2 : kColumns;
   const int quads = width / params.split / 4;
   auto sum = [&](int row, int column) {
     float4 total{};
     for (int block = 0; block < params.split; ++block) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
+      for (int part = 0; part < S::kDeep; ++part) {
         const int place = (part * num_rows + row) * kPitch + column;
         const float4 value = load_of_block(sums + place * 4, block);
         total.x += value.x;
@@ -271,7 +354,7 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
     }
     return total;
   };
-  for (int i = threadIdx.x; i < num_rows * quads; i += blockDim.x) {
+  for (int i = threadIdx.x; i < num_rows * quads; i += S::kConsumers) {
     const int row = i / quads;
     const int column = (rank * quads + i % quads) * 4;
     const float4 first = sum(row, column);
@@ -289,19 +372,17 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
 
 #endif
 
-template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
-__global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
+template <typename S, int kGroup, bool kIsTable>
+__global__ void __launch_bounds__(S::kThreads, 1)
     packed_linear_kernel(const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ CUtensorMap values,
                          const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kColumns = kTiles * kTileColumns;
+  constexpr int kTiles = S::kTiles, kRows = S::kRows, kColumns = S::kColumns;
   constexpr int kPitch = kColumns + 4;
-  constexpr int kThreads = kTiles * kDeep * kGroupThreads;  // but for the producing ones
   extern __shared__ char shared[];
   const uint32_t base = first_stage(shared);
-  const RingSizes sizes{kColumns * kRowBytes + kRows * kStageDepth * 2, params.num_stages,
-                        kColumns * kRowBytes};
+  const RingSizes sizes{S::kStageBytes, params.num_stages, S::kWeightBytes};
   const int stages_bytes = sizes.stage_bytes * sizes.num_stages;
   const Ring<> ring{base, base + stages_bytes, sizes};
   if (threadIdx.x == 0) ring.open(&x, &values, 1, kTiles * kGroupThreads / 32);
@@ -314,7 +395,7 @@ __global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
   const int tile = unit / params.row_blocks;
   const Columns columns{tile * (params.is_gated ? kColumns / 2 : kColumns),
                         params.is_gated ? params.num_columns / 2 : kColumns / 2, kColumns / 2};
-  const int all_steps = params.depth / kStageDepth;
+  const int all_steps = params.depth / S::kStageDepth;
   const int first_step = rank * all_steps / params.split;
   const int num_steps = (rank + 1) * all_steps / params.split - first_step;
   const int warp = threadIdx.x / 32;
@@ -322,75 +403,72 @@ __global__ void __launch_bounds__(kTiles * kDeep * kGroupThreads + 32, 1)
   // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth
   // after.
   const int pair = threadIdx.x % 32 / 4;
-  const int column = group % kTiles * kTileColumns + warp % 4 * 16 + (pair >> 1 | (pair & 1) << 2);
-  float total[kRows / 2]{};
+  const int column = group % kTiles * kTileColumns + warp % 4 * 16 +
+                     (S::kWeightRow == kRowBytes ? pair >> 1 | (pair & 1) << 2 : pair);
 
-  if (warp == kThreads / 32) {
-    if (threadIdx.x % 32 == 0) {
-      produce<kColumns, kRows>(ring, &x, &values, columns, params.ahead, first_row,
-                               first_step * kStageDepth, num_steps);
+  if (threadIdx.x >= S::kConsumers) {
+    share_registers<S, true>();
+    if (threadIdx.x == S::kConsumers) {
+      produce<S>(ring, &x, &values, columns, params.ahead, first_row, first_step * S::kStageDepth,
+                 num_steps);
     }
-    __syncwarp();
-  } else {
-    constexpr int kGroups = kStageDepth / kGroup;
-    const int num_groups = num_steps * kGroups;
-    char* behind = shared + (ring.barriers + kBarrierBytes - shared_address(shared));
-    const GroupScales<kGroup, kIsTable> scales(behind, kColumns, num_groups);
-    scales.load(params, columns, first_step * kGroups, num_groups, kThreads);
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-    uint32_t k128;
-    asm volatile("mov.b32 %0, 0x43004300;" : "=r"(k128));
-    const Consumer<kDeep, kRows, kGroup, kIsTable> consumer{ring, params, scales, column, k128};
-    consumer.consume(num_steps, group / kTiles, total);
+    return;
   }
-  // Every thread that writes waits itself, those beside the producing one too.
-  wait_for_prerequisites();
-  __syncthreads();
+  share_registers<S, false>();
+  const int first_group = first_step * S::kStageDepth / kGroup;
+  const int num_groups = num_steps * S::kStageDepth / kGroup;
+  char* behind = shared + (ring.barriers + kBarrierBytes - shared_address(shared));
+  const GroupScales<kGroup, kIsTable> scales(behind, kColumns, num_groups);
+  scales.load(params, columns, first_group, num_groups, S::kConsumers);
+  sync_consumers<S::kConsumers>();
+  uint32_t k128;
+  asm volatile("mov.b32 %0, 0x43004300;" : "=r"(k128));
+  const Consumer<S, kGroup, kIsTable> consumer{ring, params, scales, column, k128};
+  float total[kRows / 2]{};
+  consumer.consume(num_steps, group / kTiles, total);
+  wait_for_prerequisites();  // every thread that writes does
+  sync_consumers<S::kConsumers>();
   // The stages are read; their place takes the sums, fp32 [kDeep, rows, kPitch].
   const int num_rows = min(kRows, params.num_rows - first_row);
-  if (warp < kThreads / 32) {
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int row = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      if (row >= num_rows) continue;
-      const int place = (group / kTiles * num_rows + row) * kPitch + column + i / 2 % 2 * 8;
-      asm volatile("st.shared::cta.f32 [%0], %1;" ::"r"(base + place * 4), "f"(total[i])
-                   : "memory");
-    }
+  for (int i = 0; i < kRows / 2; ++i) {
+    const int row = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    if (row >= num_rows) continue;
+    const int place = (group / kTiles * num_rows + row) * kPitch + column + i / 2 % 2 * 8;
+    asm volatile("st.shared::cta.f32 [%0], %1;" ::"r"(base + place * 4), "f"(total[i]) : "memory");
   }
   cluster_sync();
-  store<kColumns, kDeep>(params, columns, base, rank, first_row, num_rows);
+  store<S>(params, columns, base, rank, first_row, num_rows);
   cluster_sync();  // no block ends while others read its shared memory
 #endif
 }
 
-template <int kTiles, int kDeep, int kRows, int kGroup, bool kIsTable>
+template <typename S, int kGroup, bool kIsTable>
 cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
-  constexpr int kColumns = kTiles * kTileColumns;
+  constexpr int kColumns = S::kColumns, kRows = S::kRows;
   const int split = params.tiling.split;
-  if (params.num_columns % kColumns != 0 || params.depth % kStageDepth != 0 || split < 1 ||
-      params.depth / kStageDepth < split || kColumns / 2 % (split * 4) != 0) {
+  if (params.num_columns % kColumns != 0 || params.depth % S::kStageDepth != 0 || split < 1 ||
+      params.depth / S::kStageDepth < split || kColumns / 2 % (split * 4) != 0) {
     return cudaErrorInvalidValue;
   }
-  const int num_steps = (params.depth / kStageDepth + split - 1) / split;  // of a block, at most
+  const int num_steps = (params.depth / S::kStageDepth + split - 1) / split;  // of a block, at most
   CUtensorMap x, values;
   cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
   if (error != cudaSuccess) return error;
   error = describe(&values, params.values, params.num_columns, params.depth / 2,
-                   params.values_stride, kColumns / 2, 1);
+                   params.values_stride, kColumns / 2, 1, false, S::kWeightRow);
   if (error != cudaSuccess) return error;
   const int row_blocks = (params.num_rows + kRows - 1) / kRows;
-  const int num_groups = num_steps * (kStageDepth / kGroup);
-  constexpr int kStageBytes = kColumns * kRowBytes + kRows * kStageDepth * 2;
+  const int num_groups = num_steps * S::kStageDepth / kGroup;
   const int overhead =
       kAlignment + kBarrierBytes + num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
-  int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / kStageBytes, num_steps});
+  int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / S::kStageBytes, num_steps});
   // A stage that is filled again is of the same warps each time: others would miss a phase of it.
-  if (num_stages < num_steps) num_stages -= num_stages % kDeep;
+  if (num_stages < num_steps) num_stages -= num_stages % S::kDeep;
   // The sums take the place of the stages.
   const int num_rows = std::min(params.num_rows, kRows);
-  const int sum_bytes = kDeep * num_rows * (kColumns + 4) * 4;
-  const int shared_bytes = std::max(num_stages * kStageBytes, sum_bytes) + overhead;
+  const int sum_bytes = S::kDeep * num_rows * (kColumns + 4) * 4;
+  const int shared_bytes = std::max(num_stages * S::kStageBytes, sum_bytes) + overhead;
   if (num_stages < 1 || shared_bytes > kSharedBytes) return cudaErrorInvalidValue;
   const KernelParams kernel_params{
       params.scales,
@@ -408,41 +486,47 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
       params.table,
       params.ahead};
   const Launch launch{static_cast<unsigned>(params.num_columns / kColumns * row_blocks * split),
-                      kTiles * kDeep * kGroupThreads + 32,
+                      S::kThreads,
                       stream,
                       params.early,
                       shared_bytes,
                       static_cast<unsigned>(split)};
-  return launch_kernel(packed_linear_kernel<kTiles, kDeep, kRows, kGroup, kIsTable>, launch, x,
-                       values, kernel_params);
+  return launch_kernel(packed_linear_kernel<S, kGroup, kIsTable>, launch, x, values, kernel_params);
 }
 
-template <int kTiles, int kDeep, int kRows>
+template <typename S>
 cudaError_t launch_kind(const PackedLinearParams& params, cudaStream_t stream) {
   const bool is_table = params.zeros == nullptr;
-  if (params.group == 128 && !is_table) {
-    return launch<kTiles, kDeep, kRows, 128, false>(params, stream);
-  }
+  if (params.group == 128 && !is_table) return launch<S, 128, false>(params, stream);
   if (params.group != 64) return cudaErrorInvalidValue;
-  return is_table ? launch<kTiles, kDeep, kRows, 64, true>(params, stream)
-                  : launch<kTiles, kDeep, kRows, 64, false>(params, stream);
+  return is_table ? launch<S, 64, true>(params, stream) : launch<S, 64, false>(params, stream);
 }
 
 template <int kTiles, int kDeep>
-cudaError_t launch_rows(const PackedLinearParams& params, cudaStream_t stream) {
-  return params.num_rows <= 32 ? launch_kind<kTiles, kDeep, 32>(params, stream)
-                               : launch_kind<kTiles, kDeep, 64>(params, stream);
+cudaError_t launch_few(const PackedLinearParams& params, cudaStream_t stream) {
+  return params.num_rows <= 32 ? launch_kind<Shape<kTiles, kDeep, 32>>(params, stream)
+                               : launch_kind<Shape<kTiles, kDeep, 64>>(params, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t stream) {
-  const int tile_rest = params.tiling.columns % kTileColumns;
-  if (params.num_rows < 1 || tile_rest != 0) return cudaErrorInvalidValue;
-  // Three groups of warps: one for every 64 columns, or all of them for the 64 of a narrow tile.
-  return dispatch_value<1, 3>(params.tiling.columns / kTileColumns, [&](auto tiles) {
-    return launch_rows<tiles, 3 / tiles>(params, stream);
-  });
+  if (params.num_rows < 1) return cudaErrorInvalidValue;
+  const int columns = params.tiling.columns;
+  switch (params.tiling.rows) {
+    case 0:  // three groups of warps: one for every 64 columns, or all for those of a narrow tile
+      if (columns == 64) return launch_few<1, 3>(params, stream);
+      if (columns == 192) return launch_few<3, 1>(params, stream);
+      break;
+    case 128:
+      if (columns == 128) return launch_kind<Shape<2, 1, 128>>(params, stream);
+      if (columns == 192) return launch_kind<Shape<3, 1, 128>>(params, stream);
+      break;
+    case 256:
+      if (columns == 128) return launch_kind<Shape<2, 1, 256>>(params, stream);
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fused_ops
