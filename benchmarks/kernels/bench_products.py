@@ -4,8 +4,8 @@
 
     benchmarks/kernels/bench_products.py [--ops top linear] [--rows 32 4096] [--json FILE]
 
-bf16, random numbers, shapes of LLaDA-8B, and of SDAR-8B's grouped heads. Each variant is a CUDA
-graph, and the variants take turns.
+Random numbers, bf16 and fp8, shapes of LLaDA-8B, and of SDAR-8B's grouped heads. Each variant is a
+CUDA graph, and the variants take turns.
 
     top      sample rows -> output matrix -> best token and its probability (gather_gemm); PyTorch's
              way is matmul and flash_sample.low_confidence over the stored logits
@@ -15,6 +15,9 @@ graph, and the variants take turns.
     int4-linear, int4-residual, int4-gated
              the same with weights of 4 bits in groups of 128; PyTorch's way is unpacking them
              (fused_ops), and then cuBLAS
+    fp8-linear, fp8-residual, fp8-gated
+             the same of fp8 rows and weights, as vllm.diffusion.ops computes them, the gated one's
+             result as fp8 rows; PyTorch's way is its product with a scale a row, then a pass
 
     us       one call of ours, where there is a kernel for the shape
     torch    one call of PyTorch's way
@@ -28,7 +31,8 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +44,7 @@ from flash_sample import low_confidence
 from gather_gemm import gather_gemm, gather_top
 from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels import fused_ops
-from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Packed
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Packed, QuantisedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,9 +53,9 @@ if TYPE_CHECKING:
 
 COLUMNS = {"op": "<13", "shape": "<22", "rows": ">5", "us": ">9", "torch": ">9", "chosen": ">9"}
 COLUMNS |= {"ratio": ">6", "TFLOP/s": ">8", "TB/s": ">6"}
-PACKED = "int4-"
+PACKED, FP8 = "int4-", "fp8-"
 PRODUCTS = ("linear", "residual", "gated")  # of a layer
-OPS = ("top", "gather", *PRODUCTS, *(PACKED + op for op in PRODUCTS))
+OPS = ("top", "gather", *(kind + op for kind in ("", PACKED, FP8) for op in PRODUCTS))
 EPILOGUES = {
     "gated": Epilogue.SILU_MUL,
     "linear": Epilogue.STORE,
@@ -63,6 +67,8 @@ GROUP = 128  # of 4-bit numbers
 FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
 LAYER = {"qkv": (12288, 4096), "grouped qkv": (6144, 4096), "out": (4096, 4096)}
 LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
+OP_OF = dict.fromkeys(LAYER, "residual")
+OP_OF |= {"qkv": "linear", "grouped qkv": "linear", "gate_up": "gated"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
 def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     for name, (num_columns, depth) in LAYER.items():
-        op = {"gate_up": "gated", "qkv": "linear", "grouped qkv": "linear"}.get(name, "residual")
+        op = OP_OF[name]
         if op not in ops:
             continue
         # Together several times the cache, as the weights of a model's layers are.
@@ -146,7 +152,7 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
 def packed_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     for name, (num_columns, depth) in LAYER.items():
-        op = {"gate_up": "gated", "qkv": "linear"}.get(name, "residual")
+        op = OP_OF[name]
         if PACKED + op not in ops:
             continue
         weights = [_random_packed(num_columns, depth) for _ in range(16)]
@@ -185,6 +191,67 @@ def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor, plain: Tensor) ->
     _plain(op, x, plain, out)
 
 
+def fp8_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+    if not {FP8 + op for op in PRODUCTS} & set(ops):
+        return
+    from vllm.diffusion.buffers import FreshBuffers  # the engine's way, and its imports
+    from vllm.diffusion.ops.fp8 import Fp8Projection
+
+    scratch = FreshBuffers(torch.device("cuda"))
+    for name, (num_columns, depth) in LAYER.items():
+        op = FP8 + OP_OF[name]
+        if op not in ops:
+            continue
+        weights = [_quantised(num_columns, depth) for _ in range(16)]
+        projections = [Fp8Projection(_layer(weight)) for weight in weights]
+        for num_rows in all_rows:
+            x, out = _quantised(num_rows, depth), random(num_rows, num_columns)
+            activated = _quantised(num_rows, num_columns // 2)
+            ours = {
+                "fp8-linear": [partial(p.project, x, out, scratch) for p in projections],
+                "fp8-residual": [partial(p.add_to, out, x, scratch) for p in projections],
+                "fp8-gated": [partial(p.gated, x, activated, scratch) for p in projections],
+            }
+            written = activated.values if op == "fp8-gated" else out
+            yield Case(
+                op,
+                f"{name} {num_columns} x {depth}",
+                num_rows,
+                2.0 * num_rows * num_columns * depth,
+                weights[0].values.nbytes + x.values.nbytes + written.nbytes,
+                ours[op],
+                [partial(_plain_fp8, op, x, weight, out, activated) for weight in weights],
+                is_ours_chosen=True,
+            )
+
+
+def _quantised(num_rows: int, width: int) -> QuantisedRows:
+    values = torch.empty(num_rows, width, dtype=fused_ops.FP8, device="cuda")
+    rows = QuantisedRows(values, torch.empty(num_rows, device="cuda"))
+    fused_ops.quantise_rows(random(num_rows, width) * 0.02, rows)
+    return rows
+
+
+def _layer(weight: QuantisedRows) -> Any:
+    """What the engine knows of a layer with an fp8 weight."""
+    return SimpleNamespace(
+        weight=weight.values, weight_scale=weight.scales, bias=None, params_dtype=torch.bfloat16
+    )
+
+
+def _plain_fp8(
+    op: str, x: QuantisedRows, weight: QuantisedRows, out: Tensor, activated: QuantisedRows
+) -> None:
+    scales = x.scales[:, None], weight.scales[None]
+    product = torch._scaled_mm(
+        x.values, weight.values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True
+    )
+    if op == "fp8-gated":
+        fused_ops.silu_mul_quantised(product, activated)
+    elif op == "fp8-residual":
+        out.add_(product)
+
+
 def _plain(op: str, x: Tensor, weight: Tensor, out: Tensor) -> None:
     if op == "gated":
         fused_ops.silu_mul(torch.mm(x, weight.t()), out)
@@ -219,7 +286,7 @@ def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", OPS, choices=OPS)
     options = parser.parse()
-    kinds = (layer_cases, packed_cases, head_cases)
+    kinds = (layer_cases, packed_cases, fp8_cases, head_cases)
     rows = (measure(case) for kind in kinds for case in kind(options.ops, options.rows))
     title = "products: sample rows with the output matrix, and few rows with a layer's"
     report(options.json, title, COLUMNS, rows)
