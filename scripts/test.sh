@@ -17,6 +17,7 @@ case "${1:-}" in
   -h | --help) show_help "$0" && exit ;;
 esac
 
+unset PYTHONDONTWRITEBYTECODE # dozens of processes would compile all modules again
 setup test
 make_tiny_model
 if [ "${1:-}" = --gpu ]; then

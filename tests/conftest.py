@@ -98,7 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """The garbage collector need not look at all that was imported, again and again."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
