@@ -12,11 +12,13 @@ from vllm.diffusion.decoding.base import (
     Candidates,
     Commit,
     DecodingRule,
+    Pick,
     Work,
     most_certain_first,
 )
 from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.selection import Selector, select
+from vllm.diffusion.decoding.together import Choice, Together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,9 +52,12 @@ __all__ = [
     "RULES",
     "BlockwiseRule",
     "Candidates",
+    "Choice",
     "Commit",
     "DecodingRule",
+    "Pick",
     "Selector",
+    "Together",
     "Work",
     "make_rule",
     "most_certain_first",

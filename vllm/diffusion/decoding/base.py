@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -73,6 +74,20 @@ class Commit(NamedTuple):
     tokens: Array
 
 
+class Pick(NamedTuple):
+    """What a rule commits that looks at nothing but scores: the most certain candidates.
+
+    Attributes:
+        quota: how many at least, if there are so many.
+        threshold: all that are above it, if these are more.
+        in_order: the first ones instead, however certain.
+    """
+
+    quota: int
+    threshold: float = math.inf
+    in_order: bool = False
+
+
 def most_certain_first(scores: Array) -> Array:
     """Order of `scores` [R], descending, ties by ascending index; NaN counts as the least."""
     return (-scores).argsort(kind="stable")  # puts NaN last
@@ -136,6 +151,25 @@ class DecodingRule(ABC):
     @abstractmethod
     def choose(self, candidates: Candidates) -> Array:
         """`select` by the algorithm; there is at least one candidate."""
+
+    @property
+    def pick(self) -> Pick | None:
+        """What `choose` will choose of the forward, where `Together` may do it in its place."""
+        return None
+
+    def go_on(self, tokens: Array, left: Array, changes: bool) -> Work | None:
+        """What `Together` has chosen for it is committed.
+
+        Args:
+            tokens: [T] int64, the sequence after that; not to be written.
+            left: [L] int64, ascending: eligible positions that are still masked.
+            changes: not only mask tokens were committed.
+
+        Returns:
+            what `prepare` would say, where tokens are settled up to its rows as they were before;
+            None where both are to be asked for.
+        """
+        raise NotImplementedError(f"{type(self).__name__} chooses by itself")
 
     def replacement(self, candidates: Candidates) -> Array:
         """Tokens [R] int64 to commit; those proposed, unless a rule knows better."""

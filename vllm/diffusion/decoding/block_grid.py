@@ -47,7 +47,7 @@ class GridRule(DecodingRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
-        self.start = -1  # of the active block
+        self.start = self._first = -1  # of the active block, and of its masked positions
         self.step = 0  # forwards of the active block so far
         self._end = prompt_length + params.gen_length  # of the answer, at most
         self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
@@ -55,7 +55,7 @@ class GridRule(DecodingRule):
         self._front: Front | None = None  # since the newest choice
 
     def prepare(self, tokens: Array) -> Work | None:
-        start, masked, _, is_over = self.front(tokens)
+        start, masked, self._first, is_over = self.front(tokens)
         if is_over:
             return None
         if start != self.start:
@@ -73,6 +73,17 @@ class GridRule(DecodingRule):
     def select(self, candidates: Candidates) -> Array:
         self._front = None
         return super().select(candidates)
+
+    def go_on(self, tokens: Array, left: Array, changes: bool) -> Work | None:
+        self._front = None
+        self.step += 1
+        self.forbid_mask = not changes
+        if not left.size:
+            return None
+        before, self._first = self._first, int(left[0])
+        if self._first > before and self._is_over(tokens, self._first):
+            return None
+        return self.work(left, self.start)
 
     # A GPU waits while the requests of a step commit, and there may be hundreds. What they need of
     # their tokens before the next choice is looked up once.

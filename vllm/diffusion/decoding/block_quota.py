@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding.base import Candidates, most_certain_first
+from vllm.diffusion.decoding.base import Candidates, Pick, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
 from vllm.diffusion.scoring import Scoring
@@ -36,15 +36,21 @@ class Quota(GridRule):
             raise ValueError("steps_per_block: must be resolved, got None")
         self._num_steps = params.steps_per_block
 
-    def prepare(self, tokens: Array) -> Work | None:
-        work = super().prepare(tokens)
+    def work(self, masked: Array, start: int) -> Work:
         self.forbid_mask |= self.step >= self._num_steps
-        return work
+        return super().work(masked, start)
+
+    @property
+    def pick(self) -> Pick:
+        return Pick(self._quota())
 
     def choose(self, candidates: Candidates) -> Array:
-        chosen = self.pick(candidates, self._quota())
-        self.step += 1
+        pick, scores = self.pick, candidates.scores
+        num_chosen = max(pick.quota, np.count_nonzero(scores > pick.threshold))
+        order = np.arange(scores.size) if pick.in_order else most_certain_first(scores)
+        chosen = order[:num_chosen]
         self.forbid_mask_unless_changed(candidates, chosen)
+        self.step += 1
         return chosen
 
     def _quota(self) -> int:
@@ -54,24 +60,21 @@ class Quota(GridRule):
         quota = transfer_quota(length, self._num_steps, self.step)
         return max(quota, int(self.forbid_mask))  # a forward without the mask token gets on
 
-    def pick(self, candidates: Candidates, quota: int) -> Array:
-        """Indices [K] int64 of the candidates to commit; `quota` may be more than there are."""
-        return most_certain_first(candidates.scores)[:quota]
-
 
 class ConfidenceOrQuota(Quota):
     """Commit what exceeds the threshold if that is the quota at least, else the best ones."""
 
-    def pick(self, candidates: Candidates, quota: int) -> Array:
-        sure = (candidates.scores > self.params.threshold).nonzero()[0]
-        return sure if len(sure) >= quota else super().pick(candidates, quota)
+    @property
+    def pick(self) -> Pick:
+        return Pick(self._quota(), self.params.threshold)
 
 
 class FirstMasked(Quota):
     """Commit the first masked positions, however confident."""
 
-    def pick(self, candidates: Candidates, quota: int) -> Array:
-        return np.arange(min(quota, candidates.positions.size))
+    @property
+    def pick(self) -> Pick:
+        return Pick(self._quota(), in_order=True)
 
 
 class EntropyBounded(GridRule):

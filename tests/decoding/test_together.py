@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules whose choices are made at once choose as each of them does by itself."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.diffusion import decision, fields
+from vllm.diffusion.decoding import Candidates, Together, Work, make_rule
+from vllm.diffusion.families import SDAR
+from vllm.diffusion.params import ServedModel, SpecialIds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.decoding import Choice, Commit
+    from vllm.diffusion.decoding.base import Array
+
+MASK, STOP = 9, 8
+SCORES = (math.nan, -math.inf, 0.0, 0.25, 0.5, 0.5, 0.75, 1.0)  # equal ones are common
+MODEL = ServedModel(
+    family=SDAR,
+    ids=SpecialIds(mask=MASK, eos=STOP, eot=None, stop=frozenset({STOP})),
+    max_model_len=64,
+    vocab_size=10,
+)
+
+
+class Request:
+    """A sequence under a rule of a block-causal family."""
+
+    def __init__(
+        self, algorithm: str, block: int, prompt: int, length: int, steps: int, ignore_eos: bool
+    ) -> None:
+        asked = {"algorithm": algorithm, "block_length": block, "gen_length": length}
+        asked |= {"ignore_eos": ignore_eos}
+        if algorithm != "entropy_bounded":
+            asked["steps_per_block"] = min(steps, block)
+        if algorithm == "low_confidence_dynamic":
+            asked["threshold"] = 0.5
+        ids = [1] * prompt
+        self.rule = make_rule(decision.decide(fields.canonical(asked), MODEL, ids), prompt)
+        whole = -(-(prompt + length) // block) * block
+        self.tokens = np.array([*ids, *[MASK] * (whole - prompt)])
+        self.work = self.rule.prepare(self.tokens)
+        self.settled = self.rule.settled(self.tokens)
+
+    def write(self, commit: Commit | Choice) -> None:
+        self.tokens[commit.positions] = commit.tokens
+
+    def see(self, tokens: Array, scores: Array) -> None:
+        """Commit by itself."""
+        assert self.work is not None
+        self.write(self.rule.decide(Candidates(self.work.eligible, tokens, scores)))
+        self.settled = self.rule.settled(self.tokens)
+        self.work = self.rule.prepare(self.tokens)
+
+    def take(self, choice: Choice) -> None:
+        """Commit what was chosen beside others."""
+        self.write(choice)
+        work = self.rule.go_on(self.tokens, choice.left, choice.changes)
+        self.settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
+        self.work = self.rule.prepare(self.tokens) if work is None else work
+
+    def state(self) -> tuple[object, ...]:
+        work = self.work and (self.work.eligible.tolist(), self.work.rows)
+        return self.tokens.tolist(), self.rule.forbid_mask, self.settled, work
+
+
+ALGORITHMS = ("low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded")
+REQUESTS = st.tuples(
+    st.sampled_from(ALGORITHMS),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.booleans(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(asked=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
+def test_together_is_one_by_one(
+    asked: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
+) -> None:
+    pairs = [(Request(*one), Request(*one)) for one in asked]
+    while pairs := [pair for pair in pairs if pair[0].work is not None]:
+        works = [together.work for _, together in pairs if together.work is not None]
+        tokens, scores = drawn(data, pairs, works)
+        picks = [together.rule.pick for _, together in pairs]
+        choices = Together(picks, works, MASK).decide(tokens, scores)
+        ends = np.cumsum([0, *[work.eligible.size for work in works]]).tolist()
+        for (alone, together), choice, (start, end) in zip(
+            pairs, choices, pairwise(ends), strict=True
+        ):
+            alone.see(tokens[start:end], scores[start:end])
+            if choice is None:
+                together.see(tokens[start:end], scores[start:end])
+            else:
+                together.take(choice)
+            assert alone.state() == together.state()
+
+
+def drawn(
+    data: st.DataObject, pairs: Sequence[tuple[Request, Request]], works: Sequence[Work]
+) -> tuple[Array, Array]:
+    """Tokens, the mask among them where it is not forbidden, and scores of all candidates."""
+    tokens: list[int] = []
+    for (alone, _), work in zip(pairs, works, strict=True):
+        most = STOP if alone.rule.forbid_mask else MASK
+        count = work.eligible.size
+        tokens += data.draw(st.lists(st.integers(5, most), min_size=count, max_size=count))
+    scores = st.lists(st.sampled_from(SCORES), min_size=len(tokens), max_size=len(tokens))
+    return np.array(tokens), np.array(data.draw(scores))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choices of many rules made at once: a device waits while the requests of a step commit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm.diffusion.decoding.base import Pick
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.decoding.base import Array, Work
+
+
+class Choice(NamedTuple):
+    """What is committed for a rule that has not chosen itself: a `Commit`, and what it leaves.
+
+    Attributes:
+        positions, tokens: [K] int64, as of a `Commit`.
+        left: [L] int64, ascending: eligible positions that are masked after it.
+        changes: not only mask tokens are committed.
+    """
+
+    positions: Array
+    tokens: Array
+    left: Array
+    changes: bool
+
+
+class Together:
+    """The picks of several rules, and what can be known of them before their forwards are over.
+
+    Args:
+        picks: of the rules; None where a rule chooses by itself.
+        works: of the forwards.
+        mask_id: the mask token.
+    """
+
+    def __init__(self, picks: Sequence[Pick | None], works: Sequence[Work], mask_id: int) -> None:
+        self._has_pick = [pick is not None for pick in picks]
+        self._mask_id = mask_id
+        self._counts = counts = np.array([work.eligible.size for work in works])
+        self._starts = counts.cumsum() - counts
+        self._owners = np.repeat(np.arange(counts.size), counts)
+        self._positions = np.concatenate([work.eligible for work in works])
+        quotas, thresholds, in_order = zip(*[pick or Pick(0) for pick in picks], strict=True)
+        self._quotas = np.array(quotas)
+        self._thresholds = np.repeat(thresholds, counts)
+        self._has_scores = ~np.repeat(in_order, counts)
+        # A line for every rule, with its candidates at first and no numbers behind them.
+        self._keys = np.full((counts.size, counts.max()), np.nan)
+        self._cells = np.arange(counts.max()) < counts[:, None]
+
+    def decide(self, tokens: Array, scores: Array) -> list[Choice | None]:
+        """What is committed for each rule; None where it chooses by itself.
+
+        Args:
+            tokens: [R] int64, of the candidates of one rule after the other.
+            scores: [R] float64, likewise; NaN is the least certain.
+        """
+        counts, is_sure = self._counts, scores > self._thresholds
+        num_sure = np.bincount(self._owners[is_sure], minlength=counts.size)
+        num_chosen = np.minimum(np.maximum(self._quotas, num_sure), counts)
+        self._keys[self._cells] = np.where(self._has_scores, -scores, 0)
+        order = self._keys.argsort(axis=1, kind="stable")  # NaN comes last
+        is_chosen = np.arange(order.shape[1]) < num_chosen[:, None]
+        chosen = order[is_chosen] + np.repeat(self._starts, num_chosen)
+        filled = chosen[tokens[chosen] != self._mask_id]
+        num_filled = np.bincount(self._owners[filled], minlength=counts.size)
+        is_left = np.ones(scores.size, dtype=np.bool_)
+        is_left[filled] = False
+
+        positions, found, left = self._positions[chosen], tokens[chosen], self._positions[is_left]
+        ends, left_ends = num_chosen.cumsum().tolist(), (counts - num_filled).cumsum().tolist()
+        choices: list[Choice | None] = []
+        start = left_start = 0
+        for has_pick, end, left_end, num in zip(
+            self._has_pick, ends, left_ends, num_filled.tolist(), strict=True
+        ):
+            own = slice(start, end)
+            choice = Choice(positions[own], found[own], left[left_start:left_end], num > 0)
+            choices.append(choice if has_pick else None)
+            start, left_start = end, left_end
+        return choices
