@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.pages import store_with
-from vllm.diffusion import decision, fields
+from vllm.diffusion import decision, fields, ops
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.canvas import Canvas
@@ -59,9 +59,9 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
         one.assign(cache, 8)
     batch = build_batch(made, logit_shift=0)
     inputs = Bucket(16, 4, is_cached=True).inputs()
-    sampled = torch.rand(3, batch.num_sampled, dtype=torch.float64)
+    sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
-        for one, found in zip(made, batch.candidates(sampled, PhiloxNoise()), strict=True):
+        for one, found in zip(made, batch.found(sampled, PhiloxNoise()), strict=True):
             one.commit(found)
         assert all(one.wish.rows == 4 for one in made)
         fill(inputs, build_batch(made, logit_shift=0))

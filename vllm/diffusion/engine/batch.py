@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm.diffusion.decoding import Candidates
+from vllm.diffusion.decoding import Candidates, Together
 from vllm.diffusion.guided.joint import choose_all, gather
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vllm.diffusion.decoding import Work
+    from vllm.diffusion import ops
+    from vllm.diffusion.decoding import Choice, Work
     from vllm.diffusion.engine.canvas import Canvas, Window
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
@@ -122,7 +123,6 @@ class StepBatch:
             positions those of some.
         canvases: the requests, in the order of their rows.
         works: per request, what the forward is for.
-        own: per request, its sequences: one, or with guidance a second one, the unconditional.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
 
@@ -132,8 +132,13 @@ class StepBatch:
     sequences: Sequence[PackedSequence]
     canvases: tuple[Canvas, ...]
     works: tuple[Work, ...]
-    own: tuple[tuple[PackedSequence, ...], ...]
     logit_shift: int
+
+    @cached_property
+    def own(self) -> tuple[tuple[PackedSequence, ...], ...]:
+        """Per request, its sequences: one, or with guidance a second one, the unconditional."""
+        sequences = iter(self.sequences)
+        return tuple([tuple(islice(sequences, c.num_sequences)) for c in self.canvases])
 
     @property
     def num_rows(self) -> int:
@@ -147,7 +152,8 @@ class StepBatch:
     @cached_property
     def shape(self) -> StepShape:
         """What a plan depends on."""
-        counts = [w.eligible.size * len(o) for w, o in zip(self.works, self.own, strict=True)]
+        requests = zip(self.works, self.canvases, strict=True)
+        counts = [work.eligible.size * canvas.num_sequences for work, canvas in requests]
         return StepShape(
             rows=self.num_rows,
             sample_rows=sum(counts),
@@ -245,30 +251,35 @@ class StepBatch:
             choose_all(sampled, joints)
         return sampled
 
-    def candidates(self, sampled: torch.Tensor, noise: NoiseSource) -> list[Candidates]:
-        """Cut what was sampled into one part per request.
+    def found(self, sampled: ops.HostCopy, noise: NoiseSource) -> list[Candidates | Choice]:
+        """What was sampled, request by request: candidates, or already the choice among them.
 
         Args:
-            sampled: [3 or more, R] float64 on the host, as `sample` returns it.
+            sampled: [3 or more, R] float64, as `sample` returns it; is waited for.
             noise: source of the numbers that some rules want for each candidate.
         """
-        found = sampled.numpy()
-        tokens, scores, greedy = found[0].astype(np.int64), found[1], found[2].astype(np.int64)
-        candidates, start = [], 0
-        for canvas, work in zip(self.canvases, self.works, strict=True):
-            own = slice(start, start + work.eligible.size)
-            candidates.append(
-                Candidates(
-                    work.eligible,
-                    tokens[own],
-                    scores[own],
-                    greedy[own],
-                    canvas.draws(work.eligible, noise),
-                    found[3:, own] if canvas.wants_logprobs else None,
-                )
-            )
-            start = own.stop
-        return candidates
+        picks = [canvas.pick for canvas in self.canvases]
+        together = None
+        if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
+            together = Together(picks, self.works, self.canvases[0].params.mask_id)
+        rows = sampled.wait().numpy()
+        tokens, scores, greedy = rows[0].astype(np.int64), rows[1], rows[2].astype(np.int64)
+        choices: list[Choice | None] = [None] * len(self.works)
+        if together is not None:
+            choices = together.decide(tokens, scores)
+        found: list[Candidates | Choice] = []
+        end = 0
+        for canvas, work, choice in zip(self.canvases, self.works, choices, strict=True):
+            start, end = end, end + work.eligible.size
+            if choice is not None:
+                found.append(choice)
+                continue
+            own = slice(start, end)
+            draws = canvas.draws(work.eligible, noise)
+            logprobs = rows[3:, own] if canvas.wants_logprobs else None
+            given = tokens[own], scores[own], greedy[own], draws, logprobs
+            found.append(Candidates(work.eligible, *given))
+        return found
 
 
 def build_batch(canvases: Iterable[Canvas], logit_shift: int) -> StepBatch:
@@ -284,67 +295,36 @@ def build_batch(canvases: Iterable[Canvas], logit_shift: int) -> StepBatch:
         work, window = canvas.next_forward()
         kinds[(canvas.cache is not None) + window.reads_kept].append((canvas, work, window))
     packed = [one for kind in kinds for one in kind]
-    packing = _Packing()
-    own = tuple([packing.add(canvas, window) for canvas, _, window in packed])
+    rows: list[Array] = []
+    slots = [_NO_SLOTS]
+    sequences: list[PackedSequence] = []
+    offsets, end = [], 0
+    for canvas, _, (_, first, stop, num_keys, block_length, reads_kept) in packed:
+        cache = canvas.cache
+        for tokens, kept_start in canvas.sequences:
+            rows.append(tokens[first:stop])
+            start, end = end, end + stop - first
+            first_key = first_kept = start - first
+            offsets.append(first_key)
+            if cache is not None:
+                slots.append(cache.slots[kept_start + first : kept_start + stop])
+                first_kept = cache.start + kept_start
+                first_key = first_kept if reads_kept else first_key
+            place = start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
+            sequences.append(PackedSequence(*place))
+    counts = [tokens.size for tokens in rows]
     return StepBatch(
-        token_ids=np.concatenate(packing.token_ids),
-        positions=np.concatenate(packing.positions),
-        slot_mapping=np.concatenate([_NO_SLOTS, *packing.slots]),
-        sequences=packing.sequences,
+        token_ids=np.concatenate(rows),
+        positions=np.arange(end) - np.repeat(offsets, counts),
+        slot_mapping=np.concatenate(slots),
+        sequences=sequences,
         canvases=tuple([canvas for canvas, _, _ in packed]),
         works=tuple([work for _, work, _ in packed]),
-        own=own,
         logit_shift=logit_shift,
     )
 
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
-
-
-class _Packing:
-    """Rows as they are put one after the other."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[Array] = []
-        self.positions: list[Array] = []
-        self.slots: list[Array] = []
-        self.sequences: list[PackedSequence] = []
-        self._num_rows = 0
-
-    def add(self, canvas: Canvas, window: Window) -> tuple[PackedSequence, ...]:
-        """Put a request's rows behind those so far."""
-        own = self._append(canvas, window, canvas.tokens)
-        if canvas.num_sequences == 1:
-            return (own,)
-        hidden = canvas.unconditional_tokens()
-        return own, self._append(canvas, window, hidden, canvas.unconditional_start)
-
-    def _append(
-        self, canvas: Canvas, window: Window, tokens: Array, kept_start: int = 0
-    ) -> PackedSequence:
-        """Put a window of a sequence behind the rows so far.
-
-        Args:
-            canvas: the request.
-            window: what is computed.
-            tokens: [T] int64, of the sequence.
-            kept_start: where position 0 is among the kept positions of the request.
-        """
-        _, first, stop, num_keys, block_length, reads_kept = window
-        self.token_ids.append(tokens[first:stop])
-        self.positions.append(canvas.positions[first:stop])
-        start = self._num_rows
-        self._num_rows = end = start + stop - first
-        first_key = first_kept = start - first
-        if canvas.cache is not None:
-            self.slots.append(canvas.cache.slots[kept_start + first : kept_start + stop])
-            first_kept = canvas.cache.start + kept_start
-            first_key = first_kept if reads_kept else first_key
-        sequence = PackedSequence(
-            start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
-        )
-        self.sequences.append(sequence)
-        return sequence
 
 
 class _PartBuilder:

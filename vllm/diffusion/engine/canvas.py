@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding import Work, make_rule, select
+from vllm.diffusion.decoding import Candidates, Choice, Work, make_rule, select
 from vllm.diffusion.engine.guided import Guided
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
@@ -20,7 +20,7 @@ from vllm.diffusion.visibility import FULL, Forward
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.decoding import Commit, Pick
     from vllm.diffusion.engine.messages import CanvasView, NewCanvas
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.memory import KeptSequence
@@ -73,7 +73,6 @@ class Canvas:
         num_sequences: that are computed of it; with guidance a second one hides what was known.
         tokens: [T] int64, in whole blocks.
         length: T.
-        positions: [T] int64, from 0.
         rule: its decoding, at its present state.
         wants_logprobs: of tokens that are proposed, or that are to be scored.
         adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
@@ -97,7 +96,7 @@ class Canvas:
         self.prompt_length = len(new.prompt_token_ids)
         self.tokens = self._masked_row(new.prompt_token_ids, self.params)
         self.length = self.tokens.size
-        self.positions = np.arange(self.length)
+        self._alone = ((self.tokens, 0),)  # see `sequences`
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
         if self.params.score is not None:  # the target of a likelihood stays where it is known
@@ -121,9 +120,10 @@ class Canvas:
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
         self._work: Work | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
-        self._uncut: Window | None = None  # the next one if nothing cuts it, for `_uncut_rows`
-        self._uncut_rows = (0, 0)
-        self._wish: Wish | None = None  # what that is; most often the same as before
+        self._rows = (0, 0)  # of the newest work; most often the same as before, and so are these:
+        self._uncut: Window | None = None  # the next one if nothing cuts it
+        self._most_rows = ALL_ROWS  # that it may have
+        self._wish: Wish | None = None  # what that is
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
         self.num_forwards = 0
@@ -191,9 +191,16 @@ class Canvas:
         self.cache = cache
         self._windows.computed(Forward(range(self.length)), self.length)
 
-    def unconditional_tokens(self) -> Array:
-        """[T] int64: the tokens with everything hidden that was known at the start."""
-        return np.where(self._known, self.params.mask_id, self.tokens)
+    @property
+    def sequences(self) -> tuple[tuple[Array, int], ...]:
+        """Tokens [T] of each sequence, and where its position 0 is among the kept positions.
+
+        In the unconditional one everything is hidden that was known at the start.
+        """
+        if self.num_sequences == 1:
+            return self._alone
+        hidden = np.where(self._known, self.params.mask_id, self.tokens)
+        return *self._alone, (hidden, self.unconditional_start)
 
     @property
     def num_kept(self) -> int:
@@ -219,10 +226,10 @@ class Canvas:
 
     def _next_window(self) -> Window:
         """What the next forward computes, if nothing cuts it."""
-        rows = self.begin().rows
-        if self._uncut is None or self._uncut_rows != rows:
-            self._uncut = Window.of(self._windows.next(rows), self.visibility)
-            self._uncut_rows, self._wish = rows, None
+        work = self.begin()
+        if self._uncut is None:
+            self._uncut = Window.of(self._windows.next(work.rows), self.visibility)
+            self._most_rows = self._rows_with_pages
         return self._uncut
 
     @property
@@ -233,15 +240,15 @@ class Canvas:
     @property
     def wish(self) -> Wish:
         """What the next forward is, for those who say when it is launched."""
-        rows = self.next_rows
-        if self._wish is None:
-            self._wish = self._next_wish(rows)
+        if self._wish is None or self._work is None:
+            rows = self.next_rows  # which looks whether it is still the same
+            self._wish = self._wish or self._next_wish(rows)
         return self._wish
 
     def _next_wish(self, rows: int) -> Wish:
         unit = self.unit
         if unit is not None:  # of the rows, those that have pages for their keys and values
-            return Wish(min(rows, self._rows_with_pages // unit * unit), keeps=True, unit=unit)
+            return Wish(min(rows, self._most_rows // unit * unit), keeps=True, unit=unit)
         is_window = rows < self.length * self.num_sequences
         return Wish(rows, keeps=self.cache is not None, is_window=is_window)
 
@@ -259,10 +266,11 @@ class Canvas:
             num_kept: positions from 0 whose keys and values they hold; None where they begin with
                 those that the request had.
         """
-        self.cache, self._wish = cache, None
+        self.cache = cache
+        self._uncut = self._wish = None
         if num_kept is not None:
             self._windows.kept = num_kept
-            self._forward = self._uncut = None  # what is under way writes to pages of the past
+            self._forward = None  # what is under way writes to pages of the past
 
     def next_forward(self) -> tuple[Work, Window]:
         """What the next forward is for, and what it computes.
@@ -270,8 +278,8 @@ class Canvas:
         It may have to go without the rule, which then works on nothing and hears nothing of it.
         """
         work, window = self.begin(), self._next_window()
-        room = min(self.room, self._rows_with_pages)
-        if window.num_rows > room:
+        if window.stop - window.first > min(self.room, self._most_rows):
+            room = min(self.room, self._most_rows)
             window = Window.of(self._windows.next(work.rows, room), self.visibility)
         self._forward = window.forward
         self._is_for_rule = window.stop >= work.rows[1]
@@ -284,6 +292,8 @@ class Canvas:
         """
         if self._work is None:
             self._work = self._prepare()
+            if self._work.rows != self._rows:
+                self._rows, self._uncut, self._wish = self._work.rows, None, None
         return self._work
 
     def _prepare(self) -> Work:
@@ -308,18 +318,29 @@ class Canvas:
         seed, step = self.params.seed, self.num_forwards
         return noise.uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
 
-    def commit(self, candidates: Candidates) -> None:
+    @property
+    def pick(self) -> Pick | None:
+        """What its rule will choose of the forward under way, where nobody else has a say in it."""
+        is_plain = self._is_for_rule and self._selector is None and self._proposals is None
+        return self.rule.pick if is_plain and not self._is_over else None
+
+    def commit(self, found: Candidates | Choice) -> None:
         """Let the rule choose, write the chosen tokens, and see what became final.
 
         A device may wait for the next forward: all else is left to `report`.
         """
-        written = self._let_rule_choose(candidates) if self._is_for_rule else _NO_POSITIONS
-        num_settled = self.rule.settled(self.tokens)
+        work, written = None, _NO_POSITIONS
+        if isinstance(found, Choice):
+            written = self._write(found)
+            work = self._work = self.rule.go_on(self.tokens, found.left, found.changes)
+        elif self._is_for_rule:
+            written = self._write(self._chosen(found))
+        num_settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
         if self._forward is not None and num_settled >= self._windows.least_committed:
             num_unchanged = min(written.tolist(), default=self.length)
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self._windows.computed(self._forward, num_final)
-            self._uncut = None
+            self._uncut = self._wish = None
         self._forward = self._seen = None
         self._is_for_rule = True
         self._newest = []
@@ -340,9 +361,8 @@ class Canvas:
         masked = self._prompt_holes[self.tokens[self._prompt_holes] == self.params.mask_id]
         return int(masked[0]) if masked.size else self.length
 
-    def _let_rule_choose(self, candidates: Candidates) -> Array:
-        """Write what the rule chooses; the positions [K] of that."""
-        self._work = None
+    def _chosen(self, candidates: Candidates) -> Commit:
+        """What the rule chooses of candidates, or the selector that stands around it."""
         if self._selector is None:
             commit = self.rule.decide(candidates)
         else:
@@ -350,6 +370,11 @@ class Canvas:
         if self._proposals is not None:
             was_masked = self.tokens[candidates.positions] == self.params.mask_id
             self._proposals.note(candidates, commit, was_masked)
+        return commit
+
+    def _write(self, commit: Commit | Choice) -> Array:
+        """Write tokens; their positions [K]."""
+        self._work = None
         self.tokens[commit.positions] = commit.tokens
         self.num_forwards += 1
         return commit.positions

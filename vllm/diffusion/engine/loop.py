@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vllm.diffusion import ops
-    from vllm.diffusion.decoding import Candidates
+    from vllm.diffusion.decoding import Candidates, Choice
     from vllm.diffusion.engine.agreement import Agreement
     from vllm.diffusion.engine.batch import StepBatch
     from vllm.diffusion.engine.budget import StepMemory
@@ -330,10 +330,10 @@ class StepLoop:
         )
 
 
-def commit(canvas: Canvas, candidates: Candidates) -> Exception | None:
+def commit(canvas: Canvas, found: Candidates | Choice) -> Exception | None:
     """Commit what a step found for a request, which ends alone where that fails."""
     try:
-        canvas.commit(candidates)
+        canvas.commit(found)
     except Exception as error:
         logger.exception("decoding of request %s failed", canvas.req_id)
         return error

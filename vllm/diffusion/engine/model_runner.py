@@ -160,10 +160,10 @@ class DiffusionModelRunner:
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
-        candidates = step.batch.candidates(step.sampled.wait(), self.noise)
+        found = step.batch.found(step.sampled, self.noise)
         outcomes = {
-            canvas.req_id: commit(canvas, found)
-            for canvas, found in zip(step.batch.canvases, candidates, strict=True)
+            canvas.req_id: commit(canvas, own)
+            for canvas, own in zip(step.batch.canvases, found, strict=True)
             if self.canvases.get(canvas.req_id) is canvas
         }
         self._over.append((step, time.perf_counter()))
@@ -305,7 +305,7 @@ class DiffusionModelRunner:
         sampled = self._compute.known(batch, new.prompt_of)
         if sampled is None:
             return {}
-        (found,) = batch.candidates(ops.HostCopy(sampled).wait(), self.noise)
+        (found,) = batch.found(ops.HostCopy(sampled), self.noise)
         return {new.req_id: commit(canvas, found)}
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
