@@ -42,6 +42,7 @@ class Step:
         started: time.perf_counter() at its start.
         num_rows: rows that it computed.
         num_sampled: rows of them whose logits were computed.
+        planned_ms: what the planner said that it takes.
         step_ms: from the first host instruction to the results on the host.
         device_ms: between CUDA events around it; None on the CPU.
     """
@@ -52,6 +53,7 @@ class Step:
     device_ms: float | None
     num_rows: int = 0
     num_sampled: int = 0
+    planned_ms: float = 0.0
 
     @property
     def ended(self) -> float:
@@ -93,7 +95,8 @@ class StepLog:
                 started, events = launched.pop(step.started)
                 count, batch = len(step.req_ids), step.batch
                 time_ms = 1000 * (ended - started)
-                found = Step(count, started, time_ms, None, batch.num_rows, batch.num_sampled)
+                sizes, plan = (batch.num_rows, batch.num_sampled), step.memory.plan
+                found = Step(count, started, time_ms, None, *sizes, 1000 * plan.predicted_seconds)
                 self._raw.append((found, events))
             return results
 

@@ -15,6 +15,7 @@ from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import Demand, ModelShape, Planner, StepShape
+from vllm.diffusion.memory.cost import CPU
 from vllm.diffusion.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def test_the_validator_refuses_what_never_fits_once_it_knows_the_budget(
         assert validator is not None
         assert validator.decide_sampling(*asked(100)).gen_length == 32
         worker = engine.core.model_executor.driver_worker.worker
-        validator.learn_budget(worker.activation_budget_bytes())
+        validator.learn_capacity(*worker.capacity())
         assert validator.decide_sampling(*asked(100)).gen_length == 32
-        validator.learn_budget(required_bytes(shape, Demand(100, 32)))
+        validator.learn_capacity(required_bytes(shape, Demand(100, 32)), CPU)
         assert validator.decide_sampling(*asked(60)).gen_length == 32
         with pytest.raises(RequestRefused, match=r"prompt \+ gen_length: given 182; its steps"):
             validator.decide_sampling(*asked(150))

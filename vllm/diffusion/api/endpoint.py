@@ -206,8 +206,9 @@ class DiffusionEndpoint:
         metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(engine_client)
         gate.install(self._app, state.diffusion_lifecycle, args)
-        budgets = await engine_client.collective_rpc("activation_budget_bytes")
-        validator.learn_budget(min(budgets))
+        capacities = await engine_client.collective_rpc("capacity")
+        (_, rates), *_ = capacities  # which are the same on all ranks
+        validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
         state.openai_serving_chat = adopt(
             state.openai_serving_chat, DiffusionServingChat, validator
         )

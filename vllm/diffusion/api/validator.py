@@ -19,13 +19,14 @@ from vllm.diffusion.config import family_of, served_model
 from vllm.diffusion.decision import asked_by, attach, check_score, decide, is_decided
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.memory import Rates
 from vllm.diffusion.scoring import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Spec
@@ -108,9 +109,14 @@ class Validator:
         """Whether a time ends a request that asks for this, under canonical names."""
         return "timeout_s" in asked or "timeout_s" in self._model.defaults
 
-    def learn_budget(self, budget_bytes: int) -> None:
-        """From here on, refuse what does not fit into so much activation memory."""
-        self._planner = make_planner(self._vllm_config, budget_bytes)
+    def learn_capacity(self, budget_bytes: int, rates: Iterable[float]) -> None:
+        """From here on, refuse what does not fit into so much activation memory.
+
+        Args:
+            budget_bytes: for steps and kept keys and values.
+            rates: the numbers of `Rates`, by which ranks divide rows.
+        """
+        self._planner = make_planner(self._vllm_config, budget_bytes, Rates(*rates))
         self._readings.clear()
 
     async def compile(self, spec: Spec | None) -> None:

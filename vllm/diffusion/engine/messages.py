@@ -11,6 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Selector
+    from vllm.diffusion.memory import Rates
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.scoring import TokenScores
     from vllm.v1.outputs import LogprobsLists
@@ -99,10 +100,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Memory of a step on one rank; all in bytes but for the last.
+    """Memory of a step on one rank, in bytes where nothing else is said.
 
     Attributes:
         budget_bytes: what buffers of steps and kept keys and values may take together.
+        rates: of the device.
         in_use_bytes: what stays between steps: kept keys and values.
         host_bytes: of host memory, for keys and values that are kept there.
         peak_bytes: the most in use at any time of the step; 0 when nothing ran.
@@ -111,6 +113,7 @@ class StepUsage:
     """
 
     budget_bytes: int
+    rates: Rates
     in_use_bytes: int = 0
     host_bytes: int = 0
     peak_bytes: int = 0

@@ -342,4 +342,5 @@ class DiffusionModelRunner:
         return self._ledger.kept_bytes
 
     def _idle_usage(self) -> StepUsage:
-        return StepUsage(self.budget_bytes, self.caches.num_bytes, self.caches.host_bytes)
+        kept = self.caches.num_bytes, self.caches.host_bytes
+        return StepUsage(self.budget_bytes, self.planner.rates, *kept)

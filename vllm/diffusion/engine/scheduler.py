@@ -271,7 +271,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.last_usage = usage
         budget_bytes = usage.budget_bytes - self._paging.num_bytes
         if self._planner is None or self._planner.budget_bytes != budget_bytes:
-            self._planner = make_planner(self._vllm_config, budget_bytes)
+            self._planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
 
     def _advance(
         self, item: Scheduled, result: StepResult, usage: StepUsage | None

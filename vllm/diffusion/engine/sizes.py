@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner must know of a model and of a request, from their configurations alone.
+"""What the planner must know of a model and of a request, from their configurations.
 
 The API server, the scheduler and the workers all reach the same numbers, in their own processes.
 """
@@ -14,13 +14,14 @@ from vllm.diffusion import envs, ops
 from vllm.diffusion.config import row_budget, sequence_parallel
 from vllm.diffusion.engine.budget import host_cache_budget
 from vllm.diffusion.engine.windows import num_positions
-from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products, cost
+from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
 from vllm.diffusion.pages import HEAD_DIMS
 from vllm.diffusion.visibility import BlockCausal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
 
@@ -28,12 +29,13 @@ FP32_BYTES = 4
 
 
 def make_planner(
-    vllm_config: VllmConfig, budget_bytes: int, device: torch.device | None = None
+    vllm_config: VllmConfig, budget_bytes: int, rates: Rates, device: torch.device | None = None
 ) -> Planner:
     """The planner of an engine whose steps and caches may take `budget_bytes` on each rank.
 
-    Without the device itself, which only its worker may ask, long chunks count for a little more
-    than they take; what fits at all is the same.
+    Budget and rates are what its workers have found (`DiffusionWorker.capacity`). Without the
+    device itself, which only they may ask, long chunks count for a little more than they take; what
+    fits at all is the same.
     """
     division, parallel = sequence_parallel(vllm_config), vllm_config.parallel_config
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
@@ -44,7 +46,7 @@ def make_planner(
         uses_host=envs.use_host_residual(),
         host_bytes=host_cache_budget(parallel.tensor_parallel_size * division.size),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
-        rates=cost.H200 if is_on_gpu else cost.CPU,
+        rates=rates,
         shards=division.size,
         min_rows=division.min_tokens,
     )

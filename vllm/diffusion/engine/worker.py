@@ -19,7 +19,7 @@ from vllm.diffusion.engine.paging import most_positions
 from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.engine.status import build_info, log_build_info, status_of
 from vllm.diffusion.engine.warm_up import warm_up
-from vllm.diffusion.memory import ActivationPool, GraphMemory, activation_pool
+from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation_pool, rates_of
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.weights import quantised_sizes
@@ -111,13 +111,15 @@ class DiffusionWorker(WorkerBase):
                 quantised / 2**30,
                 plain / 2**30,
             )
-        device, budget = self._device(), self._activation_budget()
+        device = self._device()
+        rates = rates_of(device, self.ranks.every)
+        budget = self._activation_budget()
         pool = activation_pool(
             budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
         )
         self.model_runner = DiffusionModelRunner(
             model,
-            make_planner(self.vllm_config, planning_budget(budget), device),
+            make_planner(self.vllm_config, planning_budget(budget), rates, device),
             pool,
             device,
             is_reporting=self.is_driver_worker,
@@ -165,10 +167,12 @@ class DiffusionWorker(WorkerBase):
         utilization = self.vllm_config.cache_config.gpu_memory_utilization
         return activation_budget(self._device(), utilization, self.ranks.every)
 
-    def activation_budget_bytes(self) -> int:
-        """What steps and kept keys and values may take; the API server asks for it."""
+    def capacity(self) -> tuple[int, Rates]:
+        """Bytes that steps and kept keys and values may take, and how fast the device is; the API
+        server asks for it.
+        """
         runner = self.model_runner
-        return runner.budget_bytes - runner.caches.fixed_bytes
+        return runner.budget_bytes - runner.caches.fixed_bytes, runner.planner.rates
 
     def status(self) -> dict[str, Any]:
         """What this rank is doing; the server's status page asks for it."""

@@ -7,6 +7,7 @@ from vllm.diffusion.memory.activation_pool import (
     PoolExhaustedError,
     activation_pool,
 )
+from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.demand import Demand
 from vllm.diffusion.memory.footprint import Experts, ModelShape, Products, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
@@ -14,6 +15,7 @@ from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
+from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
 
@@ -33,10 +35,12 @@ __all__ = [
     "Planner",
     "PoolExhaustedError",
     "Products",
+    "Rates",
     "Rows",
     "StepShape",
     "Usage",
     "UsageMeter",
     "activation_pool",
     "chunks",
+    "rates_of",
 ]

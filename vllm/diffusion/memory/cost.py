@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes under a plan, roughly: enough to choose among plans.
+"""How long a step takes under a plan: good enough to choose among plans and to cut slices.
 
-Products run at a constant rate once they have many rows; few rows wait for the weights to be read.
-A chunk of queries that attends to all keys costs as if it had some more of them: so many are lost
-while the last of its tiles finish, but no more than it has. The rates of a GPU are those of one
-H200 in bf16; what a choice depends on is their proportion, which differs little between cards of
-one kind.
+Products compute and read weights at once; where neither is much the longer, each holds the other
+up (`_together`). Attention gives every multiprocessor a tile of queries of one head at a time, so
+its chunks take whole waves of tiles. Rates are those of the device at hand (`rates.py`).
 """
 
 from __future__ import annotations
@@ -24,20 +22,21 @@ LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3
 LAUNCHES_QUERIES = 4
 LAUNCHES_FEED_FORWARD = 4
+LAUNCHES_EXPERTS = 9
+LAUNCHES_LOGITS = 3
 QUERY_TILE = 128
+EXPERTS_SHARE = 0.65  # of the rate of large products that those of experts reach
 
 
 class Rates(NamedTuple):
-    """What a device does in a second, and what is lost with every chunk.
+    """What a device does in a second, and what is lost with every launch.
 
     Attributes:
         product_flops: of large products.
         attention_flops: of long sequences.
-        weight_bytes: read by products of few rows.
+        memory_bytes: of its own memory, read and written.
         host_bytes: each way between the device and pinned host memory.
-        launch_seconds: of a kernel.
-        idle_rows: of a product: part of a tile, on average.
-        idle_queries: of all heads of a chunk: a tile for every multiprocessor.
+        launch_seconds: of a kernel, beside what it does.
         multiprocessors: that compute a tile of queries of one head each at a time.
         link_bytes: to other ranks, with the copies before and after; out of one, as much in.
         exchange_seconds: of every exchange with other ranks, whatever its size.
@@ -45,20 +44,18 @@ class Rates(NamedTuple):
 
     product_flops: float
     attention_flops: float
-    weight_bytes: float
+    memory_bytes: float
     host_bytes: float
     launch_seconds: float
-    idle_rows: int
-    idle_queries: int
     multiprocessors: int
     link_bytes: float
     exchange_seconds: float
 
 
-H200 = Rates(796e12, 612e12, 3.3e12, 55e9, 4e-6, 128, 16_384, 132, 200e9, 150e-6)
+H200 = Rates(720e12, 620e12, 4.2e12, 55e9, 2.5e-6, 132, 200e9, 150e-6)
 # One slow core: the scheduler learns what it has (`engine/slicing.py`), and a device that is taken
 # for too slow only has its steps cut where they need not be.
-CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 0, 0, 1, 1e9, 500e-6)
+CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 1, 1e9, 500e-6)
 
 
 class Work(NamedTuple):
@@ -80,12 +77,6 @@ class Costs:
         width = shape.head_dim * shape.hidden_size
         self._query_weights = shape.num_heads * width
         self._key_value_weights = 2 * shape.num_kv_heads * width
-        mlp, stored = 3 * shape.hidden_size * shape.mlp_width, 0
-        if shape.experts is not None:
-            expert = 3 * shape.hidden_size * shape.experts.width
-            mlp = max(mlp, shape.experts.chosen * expert)
-            stored = shape.experts.count * expert
-        self._mlp_weights, self._stored_mlp_weights = mlp, max(stored, mlp)
 
     def whole_waves(self, rows: int, groups: int) -> int:
         """The most query rows, up to `rows`, that leave no multiprocessor without a tile.
@@ -97,35 +88,35 @@ class Costs:
         return rows - rows % wave if rows > wave else rows
 
     def step(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
-        """Of all layers."""
-        rows, layers = step.rows, self._shape.num_layers
-        # Of the last layer only the rows that are read are attended to and fed forward.
-        is_whole = is_streamed(layout)
-        updated = layers if is_whole else layers - 1 + step.sample_rows / max(rows, 1)
-        works = (Work(rows, chunk) for chunk in sizes[:3])
-        keys_values, attend, feed_forward = self._layer(layout, step.longest, *works)
-        logits = self._logits(Work(step.sample_rows, sizes.read))
-        return StageSeconds(layers * keys_values, updated * attend, updated * feed_forward, logits)
+        """Of all layers; of the last one only what the rows that are read take."""
+        works = [Work(step.rows, chunk) for chunk in sizes[:3]]
+        keys_values, attend, feed_forward = self._layer(step, layout, *works)
+        updated: float = self._shape.num_layers - 1
+        if is_streamed(layout):  # by the chunks that hold such rows
+            updated += min(step.sample_rows + works[1].chunk, step.rows) / max(step.rows, 1)
+        return StageSeconds(
+            self._shape.num_layers * keys_values,
+            updated * attend,
+            updated * feed_forward,
+            self._read(step, layout, Work(step.sample_rows, sizes.read)),
+        )
 
     def longest_chunks(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
         """Of the longest chunk of each stage, for one group of heads of one layer."""
-        groups, keys = layout.head_groups, step.longest
+        groups = layout.head_groups
         *works, read = (Work(rows, rows) for rows in sizes)
-        keys_values, attend, feed_forward = self._layer(layout, keys, *works)
-        read_s = self._logits(read)
-        if not is_streamed(layout):  # of these rows the last layer is still to come
-            read_s += self._attend(read, keys=keys, with_queries=True, groups=1)
-            read_s += self._feed_forward(read)
+        keys_values, attend, feed_forward = self._layer(step, layout, *works)
+        read_s = self._read(step, layout, read)
         return StageSeconds(keys_values / groups, attend / groups, feed_forward, read_s)
 
     def _layer(
-        self, layout: Layout, keys: int, keys_values: Work, attend: Work, feed_forward: Work
+        self, step: StepShape, layout: Layout, keys_values: Work, attend: Work, feed_forward: Work
     ) -> tuple[float, float, float]:
         """The stages of one layer, for all groups of heads."""
         shape, groups, shards = self._shape, layout.head_groups, layout.shards
         keep = layout.keep_queries
         keys_values_s = self._keys_values(keys_values, with_queries=keep, groups=groups)
-        attend_s = self._attend(attend, keys=keys, with_queries=not keep, groups=groups)
+        attend_s = self._attend(attend, step, with_queries=not keep, groups=groups)
         feed_s = self._feed_forward(feed_forward)
         # Keys of all heads, and values; queries, and what comes back of them.
         for_keys, for_queries = shape.key_value_bytes // 2 // groups, shape.query_bytes // groups
@@ -145,26 +136,56 @@ class Costs:
         weights = self._key_value_weights + with_queries * self._query_weights
         return self._product(work, weights // groups, LAUNCHES_KEYS_VALUES) * groups
 
-    def _attend(self, work: Work, *, keys: int, with_queries: bool, groups: int) -> float:
-        """Attention of all rows to `keys` keys each, and the projections around it."""
-        shape = self._shape
+    def _attend(self, work: Work, step: StepShape, *, with_queries: bool, groups: int) -> float:
+        """Attention to the longest sequence's keys, and the projections around it."""
+        if not work.rows:
+            return 0.0
+        shape, rates = self._shape, self._rates
+        flops = 4.0 * step.longest * shape.head_dim * self._queries(work, groups)
+        reads = max(work.num_chunks, min(step.num_sequences, work.rows))
+        reading = reads * step.longest * shape.key_value_bytes / groups / rates.memory_bytes
+        attention = _together(flops / rates.attention_flops, reading)
         weights = self._query_weights * (1 + with_queries)
-        heads = shape.num_heads / groups
-        idle = min(self._rates.idle_queries, work.chunk * heads)  # of few queries keys are split
-        queries = work.rows * heads + idle * work.num_chunks
-        attention = 4.0 * keys * shape.head_dim * queries / self._rates.attention_flops
         num_launches = LAUNCHES_ATTEND + with_queries * LAUNCHES_QUERIES
         return groups * (attention + self._product(work, weights // groups, num_launches))
 
-    def _feed_forward(self, work: Work) -> float:
-        """The widest MLP for all rows."""
-        return self._product(
-            work, self._mlp_weights, LAUNCHES_FEED_FORWARD, self._stored_mlp_weights
-        )
+    def _queries(self, work: Work, groups: int) -> int:
+        """Queries of one head in the tiles of all chunks and heads, of the idle ones too."""
+        whole, rest = divmod(work.rows, work.chunk)
+        heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
 
-    def _logits(self, work: Work) -> float:
-        """The output head for the rows that are read."""
-        return self._product(work, self._shape.num_columns * self._shape.hidden_size, 3)
+        def computed(rows: int) -> int:
+            waves = -(-(-(-rows // QUERY_TILE) * heads) // units)
+            return min(waves * units * QUERY_TILE, 2 * rows * heads)  # few ones share their keys
+
+        return whole * computed(work.chunk) + computed(rest)
+
+    def _feed_forward(self, work: Work) -> float:
+        """The MLP that takes longest, for all rows."""
+        shape, experts = self._shape, self._shape.experts
+        dense = 3 * shape.hidden_size * shape.mlp_width
+        seconds = self._product(work, dense, LAUNCHES_FEED_FORWARD)
+        if experts is None:
+            return seconds
+        expert = 3 * shape.hidden_size * experts.width
+        shared = 3 * shape.hidden_size * experts.shared_width
+        missed = (1 - experts.chosen / experts.count) ** min(work.chunk, work.rows)
+        mixed = self._product(
+            work,
+            experts.chosen * expert / EXPERTS_SHARE + shared,
+            LAUNCHES_EXPERTS,
+            experts.count * (1 - missed) * expert + shared,
+        )
+        return max(seconds, mixed)
+
+    def _read(self, step: StepShape, layout: Layout, work: Work) -> float:
+        """The rows that are read: the rest of the last layer, unless it is over, and the head."""
+        weights = self._shape.num_columns * self._shape.hidden_size
+        seconds = self._product(work, weights, LAUNCHES_LOGITS)
+        if not is_streamed(layout):
+            seconds += self._attend(work, step, with_queries=True, groups=1)
+            seconds += self._feed_forward(work)
+        return seconds
 
     def _visit(self, rows: int) -> float:
         """Rows of the residual stream between host and device, one way."""
@@ -179,15 +200,17 @@ class Costs:
         return count * (given / self._rates.link_bytes + waiting)
 
     def _product(
-        self, work: Work, weights: int, num_launches: int, stored: int | None = None
+        self, work: Work, weights: float, num_launches: int, stored: float | None = None
     ) -> float:
-        """Products of the rows with `weights` numbers, of which `stored` are read at most."""
-        if not work.rows:
+        """Products of the rows with `weights` numbers each; of `stored` ones in every chunk."""
+        if not work.rows or not weights:
             return 0.0
-        rates, chunks = self._rates, work.num_chunks
-        flops = 2.0 * (work.rows + rates.idle_rows * chunks) * weights
-        if stored is None:
-            stored = weights
-        reading = chunks * stored * self._shape.element_bytes / rates.weight_bytes
-        launching = chunks * num_launches * rates.launch_seconds
-        return max(flops / rates.product_flops, reading) + launching
+        rates, stored = self._rates, weights if stored is None else stored
+        reading = work.num_chunks * stored * self._shape.element_bytes / rates.memory_bytes
+        launching = work.num_chunks * num_launches * rates.launch_seconds
+        return _together(2.0 * work.rows * weights / rates.product_flops, reading) + launching
+
+
+def _together(one: float, other: float) -> float:
+    """Seconds of two things that overlap, but not where they take alike."""
+    return math.hypot(one, other)

@@ -73,7 +73,7 @@ class Plans:
         self.row_budget = row_budget
         self._is_split = is_split
         self._footprint = Footprint(shape)
-        self._costs = Costs(shape, rates)
+        self.rates, self._costs = rates, Costs(shape, rates)
         self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
         self._shards, self._min_rows = shards, min_rows
         # Ways to run with chunks, from the one that computes least to the one that takes least:

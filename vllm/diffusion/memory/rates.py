@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates of the device at hand: measured when an engine starts, and remembered on disk.
+
+A large product, attention of a long sequence and a large copy run for a moment each, and the
+fastest of their later rounds counts: by then the card is as warm as work makes it, and a round is
+shorter than the turn of another process on the same card. What is far below what the card's clocks
+and widths promise is not believed, and what was measured beside others is not remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vllm import envs
+from vllm.diffusion.memory.cost import CPU, H200, Rates
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.diffusion.ranks import Peers
+
+logger = init_logger(__name__)
+
+WARM_S, MOMENT_S = 0.1, 0.02  # of what a card gets hot from, and of copies
+BELIEVED = 0.6  # of what properties promise: less of it is not what the card does alone
+COPIED_BYTES = 128 << 20  # more than caches hold
+OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: others are there
+
+# Operations of dense 16-bit products a clock and multiprocessor, by compute capability: of the
+# cards of a kind that have the fewest.
+_OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+_FEWEST_OPERATIONS = 512
+_H200_OPERATIONS = 132 * 1.98e9 * 4096  # a second, at its highest clock
+_H200_MEMORY = 2 * 3.201e9 * 6144 / 8  # bytes a second: both edges of the clock, width in bits
+
+_ROWS, _DEPTH, _COLUMNS = 8192, 4096, 12_288
+_HEADS, _HEAD_DIM = 32, 128
+_QUERIES = 8448  # 33 tiles of 128 in 64 heads: whole waves on 132 multiprocessors
+
+
+def rates_of(device: torch.device, ranks: Peers) -> Rates:
+    """What plans go by, the same on all ranks of an engine: those of the first one's device.
+
+    On a CPU nothing is measured, as its cores may be anybody's in the next moment.
+    """
+    if device.type != "cuda":
+        return CPU
+    rates = _first_rates(device) if ranks.rank == 0 else H200
+    if ranks.size > 1:
+        told = ranks.follow(torch.tensor(rates, dtype=torch.float64, device=device))
+        rates = Rates(*told.tolist())
+    return rates._replace(multiprocessors=int(rates.multiprocessors))
+
+
+def _first_rates(device: torch.device) -> Rates:
+    path, started = _path_of(device), time.perf_counter()
+    rates, source = _remembered(path), f"remembered in {path}"
+    if rates is None:
+        promised = promised_rates(device)
+        try:
+            rates, is_alone = believed(measured_rates(device, promised), promised)
+            if is_alone and not _has_company(device):
+                _remember(path, rates)
+            source = f"measured in {time.perf_counter() - started:.2f} s"
+        except torch.OutOfMemoryError:
+            rates, source = promised, "by its properties, as no memory was left to measure in"
+    logger.info(
+        "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",
+        torch.cuda.get_device_name(device),
+        rates.product_flops / 1e12,
+        rates.attention_flops / 1e12,
+        rates.memory_bytes / 1e12,
+        rates.host_bytes / 1e9,
+        source,
+    )
+    return rates
+
+
+def promised_rates(device: torch.device) -> Rates:
+    """Those of an H200, by what the card has of its clocks and widths."""
+    card = torch.cuda.get_device_properties(device)
+    operations = _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
+    kilohertz = 1e3
+    operations *= card.multi_processor_count * card.clock_rate * kilohertz
+    memory = 2 * card.memory_clock_rate * kilohertz * card.memory_bus_width / 8
+    return H200._replace(
+        product_flops=H200.product_flops * operations / _H200_OPERATIONS,
+        attention_flops=H200.attention_flops * operations / _H200_OPERATIONS,
+        memory_bytes=H200.memory_bytes * memory / _H200_MEMORY,
+        multiprocessors=card.multi_processor_count,
+    )
+
+
+def believed(measured: Rates, promised: Rates) -> tuple[Rates, bool]:
+    """What is measured, where it is near what is promised; and whether all of it is.
+
+    Nothing promises how fast the link to the host is.
+    """
+    names = ("product_flops", "attention_flops", "memory_bytes")
+    slow = {
+        name: getattr(promised, name)
+        for name in names
+        if getattr(measured, name) < BELIEVED * getattr(promised, name)
+    }
+    return measured._replace(**slow), not slow
+
+
+def measured_rates(device: torch.device, promised: Rates) -> Rates:
+    """What the card does now, where it can be measured; else what is promised.
+
+    Raises:
+        torch.OutOfMemoryError: less than half a gigabyte is free.
+    """
+    return promised._replace(
+        product_flops=_product_flops(device),
+        attention_flops=_attention_flops(device),
+        memory_bytes=_memory_bytes(device),
+        host_bytes=_host_bytes(device),
+    )
+
+
+def _normal(*shape: int, device: torch.device) -> torch.Tensor:
+    """Numbers as activations are: on zeros a card takes less power, and runs faster."""
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def _product_flops(device: torch.device) -> float:
+    x, weights = _normal(_ROWS, _DEPTH, device=device), _normal(_DEPTH, _COLUMNS, device=device)
+    out = _normal(_ROWS, _COLUMNS, device=device)
+    seconds = _fastest(lambda: torch.mm(x, weights, out=out), WARM_S)
+    return 2 * _ROWS * _DEPTH * _COLUMNS / seconds
+
+
+def _attention_flops(device: torch.device) -> float:
+    q, k, v = (_normal(1, _HEADS, _QUERIES, _HEAD_DIM, device=device) for _ in range(3))
+    kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kinds, set_priority=True):
+        seconds = _fastest(lambda: functional.scaled_dot_product_attention(q, k, v), WARM_S)
+    return 4 * _QUERIES**2 * _HEADS * _HEAD_DIM / seconds
+
+
+def _memory_bytes(device: torch.device) -> float:
+    x = torch.empty(2, COPIED_BYTES, dtype=torch.uint8, device=device)
+    return 2 * COPIED_BYTES / _fastest(lambda: x[0].copy_(x[1]), MOMENT_S)
+
+
+def _host_bytes(device: torch.device) -> float:
+    there = torch.empty(COPIED_BYTES // 4, dtype=torch.uint8, device=device)
+    here = torch.empty_like(there, device="cpu", pin_memory=True)
+    return here.nbytes / _fastest(lambda: there.copy_(here, non_blocking=True), MOMENT_S)
+
+
+def _fastest(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest round of the second half of so many seconds."""
+    run()
+    rounds, end = list[float](), time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rounds) < 2:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        rounds.append(first.elapsed_time(last) / 1000)
+    return min(rounds[len(rounds) // 2 :])
+
+
+def _has_company(device: torch.device) -> bool:
+    """Whether other processes have memory of the card."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) > OTHERS_BYTES
+
+
+def _path_of(device: torch.device) -> Path:
+    """Where the rates of such a card are remembered."""
+    parts = (torch.cuda.get_device_name(device), torch.__version__, str(torch.version.cuda))
+    name = re.sub(r"[^\w.+]+", "-", "-".join(parts))
+    return Path(envs.VLLM_CACHE_ROOT) / "diffusion_rates" / f"{name}.json"
+
+
+def _remembered(path: Path) -> Rates | None:
+    """The rates in a file; None where it holds no such thing."""
+    try:
+        found = json.loads(path.read_text())
+        rates = Rates(**found)
+        return rates if all(number > 0 for number in rates) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _remember(path: Path, rates: Rates) -> None:
+    """Write a file that is there as a whole or not at all; nothing where that cannot be."""
+    written = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps(rates._asdict()))
+        written.replace(path)
+    except OSError as error:
+        logger.debug("rates are not remembered: %s", error)
