@@ -116,7 +116,7 @@ class Validator:
             budget_bytes: for steps and kept keys and values.
             rates: the numbers of `Rates`, by which ranks divide rows.
         """
-        self._planner = make_planner(self._vllm_config, budget_bytes, Rates(*rates))
+        self._planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
         self._readings.clear()
 
     async def compile(self, spec: Spec | None) -> None:

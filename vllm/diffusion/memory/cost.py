@@ -88,14 +88,13 @@ class Costs:
         return rows - rows % wave if rows > wave else rows
 
     def step(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
-        """Of all layers; of the last one only what the rows that are read take."""
-        works = [Work(step.rows, chunk) for chunk in sizes[:3]]
+        """Of all layers; the rows that are read may lie in all chunks of a streamed one."""
+        works = (Work(step.rows, chunk) for chunk in sizes[:3])
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
-        updated: float = self._shape.num_layers - 1
-        if is_streamed(layout):  # by the chunks that hold such rows
-            updated += min(step.sample_rows + works[1].chunk, step.rows) / max(step.rows, 1)
+        layers = self._shape.num_layers
+        updated = layers if is_streamed(layout) else layers - 1
         return StageSeconds(
-            self._shape.num_layers * keys_values,
+            layers * keys_values,
             updated * attend,
             updated * feed_forward,
             self._read(step, layout, Work(step.sample_rows, sizes.read)),

@@ -58,7 +58,7 @@ def rates_of(device: torch.device, ranks: Peers) -> Rates:
     rates = _first_rates(device) if ranks.rank == 0 else H200
     if ranks.size > 1:
         told = ranks.follow(torch.tensor(rates, dtype=torch.float64, device=device))
-        rates = Rates(*told.tolist())
+        rates = Rates._make(told.tolist())
     return rates._replace(multiprocessors=int(rates.multiprocessors))
 
 
@@ -89,9 +89,9 @@ def _first_rates(device: torch.device) -> Rates:
 def promised_rates(device: torch.device) -> Rates:
     """Those of an H200, by what the card has of its clocks and widths."""
     card = torch.cuda.get_device_properties(device)
-    operations = _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
     kilohertz = 1e3
-    operations *= card.multi_processor_count * card.clock_rate * kilohertz
+    clocks = card.multi_processor_count * card.clock_rate * kilohertz
+    operations = clocks * _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
     memory = 2 * card.memory_clock_rate * kilohertz * card.memory_bus_width / 8
     return H200._replace(
         product_flops=H200.product_flops * operations / _H200_OPERATIONS,
