@@ -341,15 +341,18 @@ def test_only_the_stage_that_is_the_peak_is_cut() -> None:
 
 
 def test_the_ladder_as_the_budget_shrinks() -> None:
-    """Whole, then chunks, then what lies in host memory, then keys and values by groups."""
-    step, seen = half_masked(262_144), []
-    for gibibytes in (100, 12, 7, 6, 4, 3, 2, 1):
-        plan = Planner(LLADA_8B, gibibytes * GIB, row_budget=4096).plan(step)
-        seen.append((plan.head_groups, plan.host_residual))
-    assert seen[:2] == [(1, False), (1, False)]
-    assert seen == sorted(seen)
-    assert seen[-1][0] >= 8 and seen[-1][1]
-    assert all(host for groups, host in seen if groups > 1)
+    """Whole, then chunks, then keys and values by groups or rows in host memory, then both."""
+    step = half_masked(262_144)
+    plans = [
+        Planner(LLADA_8B, gibibytes * GIB, row_budget=4096).plan(step)
+        for gibibytes in (100, 12, 7, 6, 4, 3, 2, 1)
+    ]
+    seconds = [plan.predicted_seconds for plan in plans]
+    assert seconds == sorted(seconds) and seconds[-1] < 1.2 * seconds[0]
+    assert not any(plan.is_streamed for plan in plans[:3]) and plans[3].is_streamed
+    on_host = [plan.host_residual for plan in plans]
+    assert on_host == sorted(on_host)
+    assert plans[-1].head_groups >= 8 and plans[-1].host_residual
     with pytest.raises(ActivationBudgetError):
         Planner(LLADA_8B, GIB, row_budget=4096, uses_host=False).plan(step)
 
@@ -399,7 +402,7 @@ def test_a_bound_on_pauses_cuts_chunks_too(length: int, kibibytes: int, seconds:
     assert max(bound.chunk_seconds) <= seconds
     assert bound.predicted_peak_bytes <= planner.budget_bytes
     assert bound.predicted_seconds <= 1.15 * free.predicted_seconds
-    if length > 16_384:
+    if kibibytes == 40:
         assert max(free.chunk_seconds) > 0.25
     assert planner.plan(step, 0, 1000.0).sizes == free.sizes
 
@@ -662,7 +665,8 @@ def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
     planner = Planner(LLADA_8B, 100 * GIB, 4096)
     for length in (65_536, 204_800):
         plan = planner.plan_beside_others(half_masked(length), 0, 0.05)
-        assert plan.attend_rows % (33 * 128) == 0
+        tiles = -(-plan.attend_rows // 128) * 32
+        assert tiles > 0.98 * 132 * -(-tiles // 132)
         assert plan.attend_rows < length
         assert max(plan.chunk_seconds) <= 0.05
 

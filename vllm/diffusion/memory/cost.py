@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.diffusion.memory.drafts import even_chunk
 from vllm.diffusion.memory.footprint import is_streamed
 from vllm.diffusion.memory.plan import StageSeconds
 
@@ -78,14 +79,27 @@ class Costs:
         self._query_weights = shape.num_heads * width
         self._key_value_weights = 2 * shape.num_kv_heads * width
 
-    def whole_waves(self, rows: int, groups: int) -> int:
-        """The most query rows, up to `rows`, that leave no multiprocessor without a tile.
+    def attend_chunk(self, rows: int, most: int, groups: int) -> int:
+        """Rows of a chunk, up to `most`, with which attention of all rows takes fewest waves.
 
-        Attention takes `QUERY_TILE` rows of one head on each at a time, and all tiles take alike.
+        All tiles take alike, so what counts is how few multiprocessors are without one. Of equal
+        chunks the longest; either all of one size, or the longest that some waves hold.
         """
         heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
-        wave = QUERY_TILE * (units // math.gcd(units, heads))
-        return rows - rows % wave if rows > wave else rows
+        even = even_chunk(rows, most)
+        last = self._waves(even, heads)
+        tiles = (waves * units // heads for waves in range(max(last - heads, 1), last + 1))
+        held = {QUERY_TILE * min(count, most // QUERY_TILE) for count in tiles} - {0}
+
+        def total(chunk: int) -> tuple[int, int]:
+            whole, rest = divmod(rows, chunk)
+            return whole * self._waves(chunk, heads) + self._waves(rest, heads), -chunk
+
+        return min({even} | held, key=total)
+
+    def _waves(self, rows: int, heads: int) -> int:
+        """How often every multiprocessor has a tile of so many query rows, at most."""
+        return -(-(-(-rows // QUERY_TILE) * heads) // self._rates.multiprocessors)
 
     def step(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
         """Of all layers; the rows that are read may lie in all chunks of a streamed one."""
@@ -151,11 +165,11 @@ class Costs:
     def _queries(self, work: Work, groups: int) -> int:
         """Queries of one head in the tiles of all chunks and heads, of the idle ones too."""
         whole, rest = divmod(work.rows, work.chunk)
-        heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
+        heads, wave = self._shape.num_heads // groups, QUERY_TILE * self._rates.multiprocessors
 
         def computed(rows: int) -> int:
-            waves = -(-(-(-rows // QUERY_TILE) * heads) // units)
-            return min(waves * units * QUERY_TILE, 2 * rows * heads)  # few ones share their keys
+            few = 2 * rows * heads  # which share their keys
+            return min(self._waves(rows, heads) * wave, few)
 
         return whole * computed(work.chunk) + computed(rest)
 

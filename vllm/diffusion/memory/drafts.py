@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES, buffered, temporary, total
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.diffusion.memory.footprint import Footprint, Layout, Phases, StepShape
 
@@ -120,6 +120,7 @@ class Draft:
         row_bytes: of this layout.
         most_read: rows that may have logits at a time.
         longest: rows that a chunk of every stage may have, however much memory there is.
+        attend_chunk: of so many rows that attend, those of a chunk of at most so many.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Draft:
         row_bytes: RowBytes,
         most_read: int,
         longest: Sizes,
+        attend_chunk: Callable[[int, int], int],
     ) -> None:
         self.layout, self.step, self._of_row = layout, step, row_bytes
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
@@ -137,7 +139,7 @@ class Draft:
             beside = step.rows * row_bytes.attend.temporaries // row_bytes.read.buffers
             most_read = max(most_read - beside, min(most_read, TILE_ROWS))
         most_read = min(step.sample_rows, most_read, longest.read)
-        self._longest = longest._replace(read=most_read)
+        self._longest, self._attend_chunk = longest._replace(read=most_read), attend_chunk
 
     @property
     def smallest_bytes(self) -> int:
@@ -175,9 +177,7 @@ class Draft:
         rows, of_row, free = self.step.rows, self._of_row, available - self._resident
         longest = self._longest
         fitting = free // (attend_part * sum(of_row.attend))
-        attend = longest.attend  # in whole waves, which equal chunks would not be
-        if fitting < attend:
-            attend = _chunk_rows(rows, fitting)
+        attend = self._attend_chunk(rows, max(min(fitting, longest.attend), 1))
         attending = attend * of_row.attend.buffers
         temporaries = attend * of_row.attend.temporaries
         enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
@@ -188,14 +188,14 @@ class Draft:
             enough = of_row.feed_forward.buffers_in(FULL_SPEED_ROWS)
             buffers = min(buffers, max(attending, enough))
         fitting = of_row.feed_forward.rows_in(buffers, temporaries)
-        feed_forward = _chunk_rows(rows, min(fitting, longest.feed_forward))
+        feed_forward = even_chunk(rows, min(fitting, longest.feed_forward))
         fitting = of_row.keys_values.rows_in(buffers, temporaries)
         most_read = max(min(longest.read, attend, feed_forward), 1)
         return Sizes(
-            _chunk_rows(rows, min(fitting, longest.keys_values)),
+            even_chunk(rows, min(fitting, longest.keys_values)),
             attend,
             feed_forward,
-            _chunk_rows(most_read, of_row.read.rows_in(buffers, temporaries)),
+            even_chunk(most_read, of_row.read.rows_in(buffers, temporaries)),
         )
 
     def peaks(self, sizes: Sizes) -> tuple[int, int, int, int]:
@@ -209,7 +209,7 @@ class Draft:
         return keys_values, attend, feed_forward, read
 
 
-def _chunk_rows(num_rows: int, most: int) -> int:
+def even_chunk(num_rows: int, most: int) -> int:
     """Rows of as few chunks as possible, of equal size, in whole tiles where that fits."""
     if most >= num_rows:
         return max(num_rows, 1)

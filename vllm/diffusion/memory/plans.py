@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.errors import ActivationBudgetError
@@ -173,7 +173,8 @@ class Plans:
             row_bytes = RowBytes.of(self._footprint, *key, is_split=self._is_split)
             self._row_bytes[key] = row_bytes
         longest = self._longest_chunks(layout, step, longest_chunk_s)
-        return Draft(layout, step, row_bytes, self._most_read, longest)
+        attend_chunk = partial(self._costs.attend_chunk, groups=layout.head_groups)
+        return Draft(layout, step, row_bytes, self._most_read, longest, attend_chunk)
 
     def _longest_chunks(self, layout: Layout, step: StepShape, seconds: float) -> Sizes:
         """Rows of a chunk of every stage that take so long, at most."""
@@ -185,16 +186,12 @@ class Plans:
 
         least = min(MIN_CHUNK_ROWS, step.rows)
         counts = range(least + 1, step.rows + 1)
-        sizes = Sizes(
+        return Sizes(
             *(
                 least + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
                 for stage in range(len(Sizes._fields))
             )
         )
-        if sizes.attend < step.rows:
-            waves = self._costs.whole_waves(sizes.attend, layout.head_groups)
-            sizes = sizes._replace(attend=waves)
-        return sizes
 
     def _finish(self, draft: Draft, sizes: Sizes, kept_bytes: int) -> Plan:
         """The plan of chosen chunks, with what it costs."""

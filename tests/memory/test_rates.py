@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured of a device, believed and remembered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from vllm import envs
+from vllm.diffusion.memory import Rates, rates, rates_of
+from vllm.diffusion.memory.cost import CPU, H200
+from vllm.diffusion.ranks import ALONE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CARD = torch.device("cuda", 0)
+MEASURED = H200._replace(product_flops=650e12, attention_flops=600e12, host_bytes=25e9)
+
+
+class Card:
+    """A card of which the tests say what measuring it gives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.found: Rates | Exception = MEASURED
+        self.has_company, self.num_measured = False, 0
+        monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(folder))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some/Card 80GB")
+        monkeypatch.setattr(rates, "promised_rates", lambda device: H200)
+        monkeypatch.setattr(rates, "measured_rates", self._measured)
+        monkeypatch.setattr(rates, "_has_company", lambda device: self.has_company)
+
+    def _measured(self, device: torch.device, promised: Rates) -> Rates:
+        self.num_measured += 1
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
+    return Card(monkeypatch, tmp_path / "cache")
+
+
+def test_a_cpu_is_not_measured(card: Card) -> None:
+    assert rates_of(torch.device("cpu"), ALONE) == CPU
+    assert card.num_measured == 0
+
+
+def test_a_card_is_measured_once(card: Card, tmp_path: Path) -> None:
+    assert [rates_of(CARD, ALONE) for _ in range(3)] == 3 * [MEASURED]
+    assert card.num_measured == 1
+    (path,) = (tmp_path / "cache" / "diffusion_rates").iterdir()
+    assert path.name.startswith(f"Some-Card-80GB-{torch.__version__}")
+    for text in ("", "{}", "[1]", '{"product_flops": "x"}', path.read_text().replace("132", "-1")):
+        path.write_text(text)
+        assert rates_of(CARD, ALONE) == MEASURED
+    assert card.num_measured == 6
+
+
+def test_what_is_measured_beside_others_is_not_remembered(card: Card) -> None:
+    card.has_company = True
+    assert rates_of(CARD, ALONE) == MEASURED
+    card.has_company = False
+    assert rates_of(CARD, ALONE) == MEASURED
+    assert card.num_measured == 2
+
+
+def test_what_is_far_below_a_cards_properties_is_not_believed(card: Card) -> None:
+    card.found = MEASURED._replace(attention_flops=0.5 * H200.attention_flops)
+    believed = rates_of(CARD, ALONE)
+    assert believed == MEASURED._replace(attention_flops=H200.attention_flops)
+    assert (rates_of(CARD, ALONE), card.num_measured) == (believed, 2)
+    card.found = MEASURED._replace(host_bytes=1e9)  # which nothing promises
+    assert rates_of(CARD, ALONE) == card.found
+
+
+def test_without_memory_a_card_is_taken_by_its_properties(card: Card) -> None:
+    card.found = torch.OutOfMemoryError()
+    assert rates_of(CARD, ALONE) == H200
+
+
+def test_rates_that_cannot_be_written_are_measured_anew(card: Card, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, where a folder is wanted")
+    assert [rates_of(CARD, ALONE) for _ in range(2)] == 2 * [MEASURED]
+    assert card.num_measured == 2
+
+
+@pytest.mark.gpu
+def test_a_card_does_what_its_properties_promise() -> None:
+    """Within what is believed; other tests may run beside this one, so not more is asked."""
+    promised = rates.promised_rates(CARD)
+    found = rates.measured_rates(CARD, promised)
+    assert found.multiprocessors == torch.cuda.get_device_properties(CARD).multi_processor_count
+    for name in ("product_flops", "attention_flops", "memory_bytes"):
+        assert 0 < getattr(found, name) < 2 * getattr(promised, name)
+    assert 1e9 < found.host_bytes < 1e12
