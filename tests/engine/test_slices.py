@@ -20,7 +20,7 @@ from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.slicing import Pace
 from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, cost
+from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | No
 
 def test_pages_are_not_given_back_for_what_a_slice_leaves_to_others() -> None:
     """A plan that leaves nobody anything is faster, but is not the one that it would get."""
-    planner, step = Planner(LLADA_8B, 400 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
+    planner, step = Planner(LLADA_8B, 380 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
     found = planner.plan_beside_others(step, 0, 0.05)
     assert planner.plan(step, 0, 0.05).predicted_seconds < 0.9 * found.predicted_seconds
     runner: Any = SimpleNamespace(
@@ -270,8 +270,8 @@ def slow(
     checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Engine, list[Any]]]:
     """An engine of a planner that expects a slow device, and the outputs of its steps."""
-    slow = cost.CPU._replace(product_flops=1e8, attention_flops=1e8, launch_seconds=4e-6)
-    monkeypatch.setattr(cost, "CPU", slow)
+    slow = rates.CPU._replace(product_flops=1e8, attention_flops=1e8, launch_seconds=4e-6)
+    monkeypatch.setattr(rates, "CPU", slow)
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
     with running(checkpoint("mha")) as engine:
         outputs: list[Any] = []
