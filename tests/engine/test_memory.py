@@ -76,7 +76,7 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
         store, found = engine.runner.caches, record(engine, monkeypatch)
-        store.allocate("gone", 4 * PAGE_SIZE)
+        store.allocate("gone", 3 * PAGE_SIZE)
         store.release("gone")
         assert store.unused_bytes > 0
         engine.ask(as_request(random_prompt(168), **BLOCKS))
