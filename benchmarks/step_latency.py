@@ -13,6 +13,7 @@ no cache, so every step recomputes all rows. Measured in one process, after warm
 
     step        from the engine's first instruction of a step to its results on the host
     device      between CUDA events around the same step
+    planned     what the planner said that a step takes, by the rates that it goes by
     interval    from the start of a step to the start of the next: scheduling included
     floor       the larger of moving every weight once at the bandwidth of a large copy, and of all
                 products at the rate of an 8192 x 8192 x 8192 one plus attention at the rate of
@@ -74,11 +75,12 @@ QUICK_LENGTHS = (32, 256, 1024)
 BLOCK = 32
 MIN_STEPS = 3
 COLUMNS = {"family": ">10", "T": ">8", "N": ">3", "step ms": ">9.2f", "min": ">9.2f"}
-COLUMNS |= {"device": ">9.2f", "interval": ">9.2f", "floor": ">9.2f", "x floor": ">7.2f"}
+COLUMNS |= {"device": ">9.2f", "planned": ">9.2f", "interval": ">9.2f"}
+COLUMNS |= {"floor": ">9.2f", "x floor": ">7.2f"}
 COLUMNS |= {"reference": ">9.2f", "speed-up": ">8.2f"}
 ATTRIBUTES = (
-    "family rows num_requests step_ms step_min_ms device_ms interval_ms floor_ms over_floor "
-    "reference_ms speed_up"
+    "family rows num_requests step_ms step_min_ms device_ms planned_ms interval_ms floor_ms "
+    "over_floor reference_ms speed_up"
 )
 
 
@@ -122,6 +124,7 @@ class Row:
     reference_ms: float | None
     touched_experts: float | None
     context: int = 0
+    planned_ms: float = 0.0
     served_ms: float | None = None  # of a forward of all, where a server takes shares of them
 
     @property
@@ -409,6 +412,7 @@ def row_of(
         floor_ms=floor,
         reference_ms=None if one_ms is None else one_ms * case.num_requests,
         touched_experts=reference.touched_experts,
+        planned_ms=statistics.median(step.planned_ms for step in steps),
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,9 +78,22 @@ def test_what_is_far_below_a_cards_properties_is_not_believed(card: Card) -> Non
     assert rates_of(CARD, ALONE) == card.found
 
 
-def test_without_memory_a_card_is_taken_by_its_properties(card: Card) -> None:
-    card.found = torch.OutOfMemoryError()
-    assert rates_of(CARD, ALONE) == H200
+def test_what_cannot_be_measured_is_taken_by_its_properties(card: Card) -> None:
+    for card.found in (torch.OutOfMemoryError(), RuntimeError("CUDA error\nand more")):
+        assert rates_of(CARD, ALONE) == H200
+
+
+def test_a_card_is_promised_what_it_has_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    a100 = {"major": 8, "minor": 0, "multi_processor_count": 108, "clock_rate": 1_410_000}
+    a100 |= {"memory_clock_rate": 1_593_000, "memory_bus_width": 5120}
+    unknown = {"major": 9, "minor": 0, "multi_processor_count": 132}
+    for properties, products_tflops, memory_tbps in ((a100, 210, 1.74), (unknown, 720, 4.2)):
+        found = SimpleNamespace(**properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        promised = rates.promised_rates(CARD)
+        assert promised.product_flops == pytest.approx(products_tflops * 1e12, rel=0.01)
+        assert promised.memory_bytes == pytest.approx(memory_tbps * 1e12, rel=0.01)
+        assert promised.multiprocessors == properties["multi_processor_count"]
 
 
 def test_rates_that_cannot_be_written_are_measured_anew(card: Card, tmp_path: Path) -> None:

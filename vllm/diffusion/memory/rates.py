@@ -40,8 +40,7 @@ OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: oth
 # cards of a kind that have the fewest.
 _OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
 _FEWEST_OPERATIONS = 512
-_H200_OPERATIONS = 132 * 1.98e9 * 4096  # a second, at its highest clock
-_H200_MEMORY = 2 * 3.201e9 * 6144 / 8  # bytes a second: both edges of the clock, width in bits
+_H200_KILOHERTZ, _H200_MEMORY_KILOHERTZ, _H200_MEMORY_BITS = 1_980_000, 3_201_000, 6144
 
 _ROWS, _DEPTH, _COLUMNS = 8192, 4096, 12_288
 _HEADS, _HEAD_DIM = 32, 128
@@ -72,8 +71,9 @@ def _first_rates(device: torch.device) -> Rates:
             if is_alone and not _has_company(device):
                 _remember(path, rates)
             source = f"measured in {time.perf_counter() - started:.2f} s"
-        except torch.OutOfMemoryError:
-            rates, source = promised, "by its properties, as no memory was left to measure in"
+        except RuntimeError as error:
+            first_line, *_ = str(error).splitlines() or [""]
+            rates, source = promised, f"by its properties, as it cannot be measured: {first_line}"
     logger.info(
         "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",
         torch.cuda.get_device_name(device),
@@ -87,16 +87,24 @@ def _first_rates(device: torch.device) -> Rates:
 
 
 def promised_rates(device: torch.device) -> Rates:
-    """Those of an H200, by what the card has of its clocks and widths."""
+    """Those of an H200, by what the card has of its clocks and widths.
+
+    A clock or a width that is not known counts as that of an H200.
+    """
     card = torch.cuda.get_device_properties(device)
-    kilohertz = 1e3
-    clocks = card.multi_processor_count * card.clock_rate * kilohertz
-    operations = clocks * _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
-    memory = 2 * card.memory_clock_rate * kilohertz * card.memory_bus_width / 8
+
+    def part(name: str, of: float) -> float:
+        return (getattr(card, name, 0) or of) / of
+
+    operations = _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
+    products = operations / _OPERATIONS[9, 0] * part("clock_rate", _H200_KILOHERTZ)
+    products *= card.multi_processor_count / H200.multiprocessors
+    memory = part("memory_clock_rate", _H200_MEMORY_KILOHERTZ)
+    memory *= part("memory_bus_width", _H200_MEMORY_BITS)
     return H200._replace(
-        product_flops=H200.product_flops * operations / _H200_OPERATIONS,
-        attention_flops=H200.attention_flops * operations / _H200_OPERATIONS,
-        memory_bytes=H200.memory_bytes * memory / _H200_MEMORY,
+        product_flops=H200.product_flops * products,
+        attention_flops=H200.attention_flops * products,
+        memory_bytes=H200.memory_bytes * memory,
         multiprocessors=card.multi_processor_count,
     )
 
@@ -119,7 +127,7 @@ def measured_rates(device: torch.device, promised: Rates) -> Rates:
     """What the card does now, where it can be measured; else what is promised.
 
     Raises:
-        torch.OutOfMemoryError: less than half a gigabyte is free.
+        RuntimeError: it cannot be used, or less than half a gigabyte is free.
     """
     return promised._replace(
         product_flops=_product_flops(device),
