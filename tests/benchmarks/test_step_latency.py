@@ -136,7 +136,9 @@ def test_log_hands_results_on_and_lets_the_runner_go() -> None:
 
         def launch(self, req_ids: list[str]) -> Any:
             batch = SimpleNamespace(num_rows=40, num_sampled=8)
-            return SimpleNamespace(started=len(req_ids), req_ids=req_ids, batch=batch)
+            memory = SimpleNamespace(plan=SimpleNamespace(predicted_seconds=0.002))
+            told = {"started": len(req_ids), "req_ids": req_ids}
+            return SimpleNamespace(**told, batch=batch, memory=memory)
 
         def collect(self, step: Any) -> dict[str, Any]:
             return dict.fromkeys(step.req_ids, "result")
@@ -148,8 +150,9 @@ def test_log_hands_results_on_and_lets_the_runner_go() -> None:
         step = runner.launch(["a", "b"])
         assert runner.collect(step) == {"a": "result", "b": "result"}
     runner.collect(runner.launch(["c"]))
-    found = [(step.num_requests, step.num_rows, step.num_sampled) for step in log.steps()]
-    assert found == [(2, 40, 8)]
+    (found,) = log.steps()
+    sizes = found.num_requests, found.num_rows, found.num_sampled
+    assert (*sizes, found.planned_ms) == (2, 40, 8, 2.0)
 
 
 @pytest.mark.parametrize(
