@@ -110,7 +110,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "factor",
-            "factor.Factor",
+            "threshold.Factor",
             "the n best candidates, n as large as the n-th best confidence stays at or above "
             "1 - `factor` / (n + 1)",
             source=2,
@@ -128,7 +128,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             "entropy_threshold",
-            "entropy_threshold.EntropyThreshold",
+            "threshold.EntropyThreshold",
             "every candidate of the block whose distribution has an entropy below `threshold`, "
             "and always the lowest",
             source=4,

@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel decoding by a confidence threshold (Fast-dLLM, Wu et al., arXiv:2505.22618)."""
+"""Parallel decoding: as many candidates are committed as are certain enough.
+
+By a confidence threshold, or by a factor (Fast-dLLM, Wu et al., arXiv:2505.22618; its dynamic
+transfer); by an entropy threshold (SGLang's EntropyThreshold, for models of d3LLM,
+arXiv:2601.07568).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, and_the_best
+import numpy as np
+
+from vllm.diffusion.decoding.base import (
+    Candidates,
+    UntilFilledRule,
+    and_the_best,
+    most_certain_first,
+)
+from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding.base import Mask
+    from vllm.diffusion.decoding.base import Array, Mask
 
 
 class Threshold(UntilFilledRule):
@@ -17,3 +30,43 @@ class Threshold(UntilFilledRule):
     def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores
         return and_the_best(scores >= self.params.threshold, scores)
+
+
+class EntropyThreshold(UntilFilledRule):
+    """Commit every candidate whose entropy is below the threshold, and always the lowest one."""
+
+    scoring = Scoring(score="negative_entropy", epsilon=1e-8)
+
+    def accept(self, candidates: Candidates) -> Mask:
+        scores = candidates.scores
+        return and_the_best(-scores < self.params.threshold, scores)
+
+
+class Factor(UntilFilledRule):
+    """Commit the longest run of the most certain candidates that the factor allows.
+
+    The more are committed together, the more certain each must be.
+    """
+
+    def accept(self, candidates: Candidates) -> Mask:
+        order = most_certain_first(candidates.scores)
+        ordered = np.nan_to_num(candidates.scores, nan=-np.inf)[order]
+        accepted = np.zeros(order.size, dtype=np.bool_)
+        accepted[order[: num_accepted(ordered, self.params.factor)]] = True
+        return accepted
+
+
+def num_accepted(scores: Array, factor: float) -> int:
+    """How many of `scores` [R] float64, descending, are certain enough to go together.
+
+    The n-th best fails below 1 - factor / (n + 1), from n = 2. As many are taken as come before
+    the first failure, or before the last candidate where none fails. One more is taken where that
+    would be none, or all but the last: so a failure of the last alone does not count, as in the
+    reference.
+    """
+    limits = 1 - factor * (1 / np.arange(2.0, scores.size + 2))
+    limits[0] = -np.inf
+    failures = (scores < limits).nonzero()[0]
+    last = scores.size - 1
+    first_failure = int(failures[0]) if failures.size else last
+    return first_failure + (first_failure in (0, last))

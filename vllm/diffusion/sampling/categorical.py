@@ -17,8 +17,7 @@ import torch
 from vllm.diffusion.scoring import CATEGORICAL
 
 if TYPE_CHECKING:
-    from vllm.diffusion.sampling.noise import NoiseSource
-    from vllm.diffusion.sampling.rows import RowGroup
+    from vllm.diffusion.sampling.rows import NoiseSource, RowGroup
     from vllm.diffusion.scoring import Scoring
 
 

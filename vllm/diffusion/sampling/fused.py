@@ -14,14 +14,13 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.params import SEED_BITS
-from vllm.diffusion.sampling.noise import PhiloxNoise
+from vllm.diffusion.sampling.rows import PhiloxNoise
 from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.sampling.noise import NoiseSource
-    from vllm.diffusion.sampling.rows import RowGroup
+    from vllm.diffusion.sampling.rows import NoiseSource, RowGroup
 
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",

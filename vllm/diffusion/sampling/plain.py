@@ -13,8 +13,7 @@ from vllm.diffusion.sampling.categorical import draw_categorical
 from vllm.diffusion.scoring import REMASKING, TOKEN
 
 if TYPE_CHECKING:
-    from vllm.diffusion.sampling.noise import NoiseSource
-    from vllm.diffusion.sampling.rows import RowGroup
+    from vllm.diffusion.sampling.rows import NoiseSource, RowGroup
 
 
 def sample_plain(

@@ -23,8 +23,7 @@ from vllm.diffusion.sampling.plain import sample_plain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vllm.diffusion.sampling.noise import NoiseSource
-    from vllm.diffusion.sampling.rows import LogitsModel, RowGroup
+    from vllm.diffusion.sampling.rows import LogitsModel, NoiseSource, RowGroup
 
 
 BYTES_OF_COPIES = 24  # of a logit, where PyTorch sorts, draws or takes logarithms in fp32
