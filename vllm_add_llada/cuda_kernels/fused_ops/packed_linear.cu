@@ -456,7 +456,7 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
   cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
   if (error != cudaSuccess) return error;
   error = describe(&values, params.values, params.num_columns, params.depth / 2,
-                   params.values_stride, kColumns / 2, 1, false, S::kWeightRow);
+                   params.values_stride, kColumns / 2, 1, !S::kScalesWeight, S::kWeightRow);
   if (error != cudaSuccess) return error;
   const int row_blocks = (params.num_rows + kRows - 1) / kRows;
   const int num_groups = num_steps * S::kStageDepth / kGroup;
