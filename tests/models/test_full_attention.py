@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward passes of Dream and LLaDA-MoE against the plain references."""
+"""Forwards of the full-attention families against the plain references, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-from tests.checkpoints import FAMILY_CASES, VOCAB_SIZE, make_checkpoint
-from tests.models.conftest import OUR_FAMILY_CASES
+from tests.checkpoints import CASES, FAMILY_CASES, VOCAB_SIZE, make_checkpoint
+from tests.models.conftest import OUR_CASES, OUR_FAMILY_CASES
 from tests.models.support import (
     assert_same_logits,
     engine_config,
@@ -22,27 +22,30 @@ from tests.models.support import (
 )
 from tests.reference.dream_model import DreamReference
 from tests.reference.layers import rms_norm
+from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture
+from vllm.diffusion.models.base import DiffusionModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from vllm.diffusion.models.base import DiffusionModel
-
     PathOf = Callable[[str], Path]
     ModelOf = Callable[[str], DiffusionModel]
 
-REFERENCES = {"dream": DreamReference, "moe": LLaDAMoEReference}
-NAMES = [*FAMILY_CASES, *OUR_FAMILY_CASES]
+REFERENCES = {
+    "LLaDAModelLM": LLaDAReference,
+    "DreamModel": DreamReference,
+    "LLaDAMoEModelLM": LLaDAMoEReference,
+}
+NAMES = [*CASES, *OUR_CASES, *FAMILY_CASES, *OUR_FAMILY_CASES]
 
 
 def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
-    family = "dream" if architecture.startswith("Dream") else "moe"
-    return REFERENCES[family].from_checkpoint(path, dtype)
+    (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+    return REFERENCES[architecture].from_checkpoint(path, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +57,7 @@ def test_logits_equal_the_reference(name: str, case_path: PathOf, case_model: Mo
 
 @pytest.mark.parametrize("keep_queries", [True, False])
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])  # one row, ragged, a sequence's end, more than all
-@pytest.mark.parametrize("name", ["dream", "moe", "moe_partial_clipped"])
+@pytest.mark.parametrize("name", ["mha", "qk_norm", "dream", "moe", "moe_partial_clipped"])
 def test_chunks_do_not_change_logits(
     name: str, rows: int, keep_queries: bool, case_model: ModelOf
 ) -> None:
@@ -64,7 +67,7 @@ def test_chunks_do_not_change_logits(
 
 
 @pytest.mark.parametrize("rows", [None, 7])
-@pytest.mark.parametrize("name", ["dream", "moe_fused_mix"])
+@pytest.mark.parametrize("name", ["gqa", "all_biases", "dream", "moe_fused_mix"])
 def test_packed_sequences_equal_each_alone(
     name: str, rows: int | None, case_model: ModelOf
 ) -> None:
@@ -74,7 +77,7 @@ def test_packed_sequences_equal_each_alone(
         torch.testing.assert_close(packed, logits(model, ids), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dream", "moe"])
+@pytest.mark.parametrize("name", ["mha", "dream", "moe"])
 def test_a_row_sees_rows_after_it(name: str, case_model: ModelOf) -> None:
     model, ids = case_model(name), some_ids(12)
     changed = ids.clone()
@@ -82,7 +85,7 @@ def test_a_row_sees_rows_after_it(name: str, case_model: ModelOf) -> None:
     assert not torch.allclose(logits(model, ids)[0], logits(model, changed)[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["dream", "moe_dense_mix"])
+@pytest.mark.parametrize("name", ["gqa", "dream", "moe_dense_mix"])
 def test_no_rows(name: str, case_model: ModelOf) -> None:
     model = case_model(name)
     x = torch.empty(0, model.hidden_size)
@@ -93,6 +96,31 @@ def test_no_rows(name: str, case_model: ModelOf) -> None:
         layer.attend(x, rotary, [])
         layer.feed_forward(x)
     assert model.compute_logits(model.final_norm(x)).shape == (0, model.vocab_size)
+
+
+def test_buffers_that_are_given_are_used(case_model: ModelOf) -> None:
+    model, ids = case_model("scaled"), some_ids(9)
+    embedded = torch.empty(9, model.hidden_size)
+    assert model.embed(ids, embedded) is embedded
+    assert torch.equal(embedded, model.embed_input_ids(ids))
+    normed = torch.empty_like(embedded)
+    assert model.final_norm(embedded, out=normed) is normed
+    out = torch.empty(9, model.vocab_size)
+    with torch.no_grad():
+        assert model.compute_logits(normed, out=out) is out
+        assert torch.equal(out, model.compute_logits(normed))
+
+
+def test_forward_takes_embeddings_in_place_of_ids(case_model: ModelOf) -> None:
+    model, ids = case_model("scaled"), some_ids(9)
+    positions = torch.arange(9)
+    embedded = model.embed_input_ids(ids)
+    kept = embedded.clone()
+    with torch.no_grad():
+        assert torch.equal(model(None, positions, inputs_embeds=embedded), model(ids, positions))
+    assert torch.equal(embedded, kept)
+    with pytest.raises(ValueError, match="input_ids"):
+        model(None, positions)
 
 
 @pytest.mark.parametrize("name", ["dream", "dream_odd_tied", "moe"])
@@ -108,14 +136,15 @@ def test_facts_for_the_engine(name: str, case_model: ModelOf) -> None:
     assert len(model.layers) == 3
 
 
-@pytest.mark.parametrize("family", ["dream", "moe"])
+@pytest.mark.parametrize("family", ["llada", "dream", "moe"])
 def test_bf16_rounds_where_the_reference_rounds(
     family: str, tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
     path = make_checkpoint(tmp_path, family=family, seed=30, gain=1.0, dtype=torch.bfloat16)
     ids = some_ids(40)
     model = load_model(path, "bfloat16")
-    assert model.rotary(torch.arange(3)).cos.dtype == torch.bfloat16
+    rounded = torch.float32 if family == "llada" else torch.bfloat16
+    assert model.rotary(torch.arange(3)).cos.dtype == rounded
     given = logits(model, ids)
     assert given.dtype == torch.bfloat16
     half = reference_of(path, torch.bfloat16).logits(ids[None])[0]
@@ -145,15 +174,25 @@ def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[.
     torch.testing.assert_close(given, wanted, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["dream", "moe_bias"])
+@pytest.mark.parametrize("name", ["mha", "dream", "moe_bias"])
 def test_dummy_weights(name: str, case_path: PathOf, load_model: Callable[..., Any]) -> None:
     model = load_model(case_path(name), load_format="dummy")
     assert torch.isfinite(logits(model, some_ids(5))).all()
 
 
+def test_one_file_without_index(tmp_path: Path, load_model: Callable[..., Any]) -> None:
+    sharded = make_checkpoint(tmp_path / "sharded", seed=31, num_shards=3)
+    single = make_checkpoint(tmp_path / "single", seed=31, num_shards=1)
+    (single / "model.safetensors.index.json").unlink()
+    (single / "model-00001-of-00001.safetensors").rename(single / "model.safetensors")
+    ids = some_ids(11)
+    assert torch.equal(logits(load_model(sharded), ids), logits(load_model(single), ids))
+
+
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
+        ("llada", {"architectures": ["LLaDAForDiffusionLM"]}),
         ("dream", {"architectures": ["DreamForDiffusionLM"]}),
         ("moe", {"model_type": "llada"}),
         ("moe", {"model_type": "dllm"}),
@@ -169,7 +208,7 @@ def test_model_types_aliases_and_remote_code_keys_get_our_class(
         tmp_path / "other", family=family, seed=32, auto_map=auto_map, **overrides
     )
     wanted, given = load_model(plain), load_model(other, trust_remote_code=True)
-    assert type(given) is type(wanted)
+    assert type(given) is type(wanted) is DiffusionModel
     assert type(given.config) is type(wanted.config)
     assert torch.equal(logits(given, some_ids(6)), logits(wanted, some_ids(6)))
 
