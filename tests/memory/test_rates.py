@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -55,10 +55,18 @@ def test_a_card_is_measured_once(card: Card, tmp_path: Path) -> None:
     assert card.num_measured == 1
     (path,) = (tmp_path / "cache" / "diffusion_rates").iterdir()
     assert path.name.startswith(f"Some-Card-80GB-{torch.__version__}")
-    for text in ("", "{}", "[1]", '{"product_flops": "x"}', path.read_text().replace("132", "-1")):
+    infinite = path.read_text().replace("132", "Infinity")
+    for text in (
+        "",
+        "{}",
+        "[1]",
+        infinite,
+        '{"product_flops": "x"}',
+        path.read_text().replace("132", "-1"),
+    ):
         path.write_text(text)
         assert rates_of(CARD, ALONE) == MEASURED
-    assert card.num_measured == 6
+    assert card.num_measured == 7
 
 
 def test_what_is_measured_beside_others_is_not_remembered(card: Card) -> None:
@@ -69,13 +77,26 @@ def test_what_is_measured_beside_others_is_not_remembered(card: Card) -> None:
     assert card.num_measured == 2
 
 
-def test_what_is_far_below_a_cards_properties_is_not_believed(card: Card) -> None:
-    card.found = MEASURED._replace(attention_flops=0.5 * H200.attention_flops)
-    believed = rates_of(CARD, ALONE)
-    assert believed == MEASURED._replace(attention_flops=H200.attention_flops)
-    assert (rates_of(CARD, ALONE), card.num_measured) == (believed, 2)
+def test_what_is_far_below_a_cards_properties_is_not_believed_beside_others(card: Card) -> None:
+    slow = card.found = MEASURED._replace(attention_flops=0.5 * H200.attention_flops)
+    assert rates_of(CARD, ALONE) == slow  # who was beside it may have been overlooked
+    card.has_company = True
+    assert rates_of(CARD, ALONE) == MEASURED._replace(attention_flops=H200.attention_flops)
+    assert card.num_measured == 2
     card.found = MEASURED._replace(host_bytes=1e9)  # which nothing promises
     assert rates_of(CARD, ALONE) == card.found
+
+
+def test_ranks_go_by_the_slowest_of_them(card: Card) -> None:
+    told = list[int]()
+
+    def least(number: int) -> int:
+        told.append(number)
+        return number if number > 200 else 100  # the other rank has fewer multiprocessors
+
+    peers: Any = SimpleNamespace(rank=0, size=2, least=least)
+    assert rates_of(CARD, peers) == MEASURED._replace(multiprocessors=100)
+    assert told == [int(MEASURED[index]) for index in (0, 1, 2, 3, 5)]
 
 
 def test_what_cannot_be_measured_is_taken_by_its_properties(card: Card) -> None:

@@ -3,13 +3,15 @@
 
 A large product, attention of a long sequence and a large copy run for a moment each, and the
 fastest of their later rounds counts: by then the card is as warm as work makes it, and a round is
-shorter than the turn of another process on the same card. What is far below what the card's clocks
-and widths promise is not believed, and what was measured beside others is not remembered.
+shorter than the turn of another process on the same card. Beside others, what is far below what the
+card's clocks and widths promise is not believed; neither that nor what was measured beside others
+is remembered.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+MEASURED = ("product_flops", "attention_flops", "memory_bytes")  # which properties promise
 WARM_S, MOMENT_S = 0.1, 0.02  # of what a card gets hot from, and of copies
-BELIEVED = 0.6  # of what properties promise: less of it is not what the card does alone
+BELIEVED = 0.6  # of what properties promise: few cards do less of it alone
 COPIED_BYTES = 128 << 20  # more than caches hold
 OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: others are there
 
@@ -44,46 +47,49 @@ _H200_KILOHERTZ, _H200_MEMORY_KILOHERTZ, _H200_MEMORY_BITS = 1_980_000, 3_201_00
 
 _ROWS, _DEPTH, _COLUMNS = 8192, 4096, 12_288
 _HEADS, _HEAD_DIM = 32, 128
-_QUERIES = 8448  # 33 tiles of 128 in 64 heads: whole waves on 132 multiprocessors
+_QUERIES = 8448  # 66 tiles of 128 in each of 32 heads: whole waves on 132 multiprocessors
 
 
 def rates_of(device: torch.device, ranks: Peers) -> Rates:
-    """What plans go by, the same on all ranks of an engine: those of the first one's device.
+    """What plans go by: the least that any rank has, as all of them follow the same plans.
 
     On a CPU nothing is measured, as its cores may be anybody's in the next moment.
     """
     if device.type != "cuda":
         return CPU
-    rates = _first_rates(device) if ranks.rank == 0 else H200
-    if ranks.size > 1:
-        told = ranks.follow(torch.tensor(rates, dtype=torch.float64, device=device))
-        rates = Rates._make(told.tolist())
-    return rates._replace(multiprocessors=int(rates.multiprocessors))
+    found, source = _rates_here(device)
+    least = {name: ranks.least(int(getattr(found, name))) for name in (*MEASURED, "host_bytes")}
+    rates = found._replace(**least, multiprocessors=ranks.least(found.multiprocessors))
+    if ranks.rank == 0:
+        logger.info(
+            "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",
+            torch.cuda.get_device_name(device),
+            rates.product_flops / 1e12,
+            rates.attention_flops / 1e12,
+            rates.memory_bytes / 1e12,
+            rates.host_bytes / 1e9,
+            source,
+        )
+    return rates
 
 
-def _first_rates(device: torch.device) -> Rates:
+def _rates_here(device: torch.device) -> tuple[Rates, str]:
+    """Of this rank's device, and where they are from."""
     path, started = _path_of(device), time.perf_counter()
     rates, source = _remembered(path), f"remembered in {path}"
     if rates is None:
         promised = promised_rates(device)
         try:
-            rates, is_alone = believed(measured_rates(device, promised), promised)
-            if is_alone and not _has_company(device):
+            measured, has_company = measured_rates(device, promised), _has_company(device)
+            likely = believed(measured, promised)
+            rates = likely if has_company else measured
+            if likely == measured and not has_company:
                 _remember(path, rates)
             source = f"measured in {time.perf_counter() - started:.2f} s"
         except RuntimeError as error:
             first_line, *_ = str(error).splitlines() or [""]
             rates, source = promised, f"by its properties, as it cannot be measured: {first_line}"
-    logger.info(
-        "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",
-        torch.cuda.get_device_name(device),
-        rates.product_flops / 1e12,
-        rates.attention_flops / 1e12,
-        rates.memory_bytes / 1e12,
-        rates.host_bytes / 1e9,
-        source,
-    )
-    return rates
+    return rates, source
 
 
 def promised_rates(device: torch.device) -> Rates:
@@ -109,18 +115,17 @@ def promised_rates(device: torch.device) -> Rates:
     )
 
 
-def believed(measured: Rates, promised: Rates) -> tuple[Rates, bool]:
-    """What is measured, where it is near what is promised; and whether all of it is.
+def believed(measured: Rates, promised: Rates) -> Rates:
+    """What is measured where it is near what is promised, else that.
 
     Nothing promises how fast the link to the host is.
     """
-    names = ("product_flops", "attention_flops", "memory_bytes")
     slow = {
         name: getattr(promised, name)
-        for name in names
+        for name in MEASURED
         if getattr(measured, name) < BELIEVED * getattr(promised, name)
     }
-    return measured._replace(**slow), not slow
+    return measured._replace(**slow)
 
 
 def measured_rates(device: torch.device, promised: Rates) -> Rates:
@@ -200,7 +205,7 @@ def _remembered(path: Path) -> Rates | None:
     try:
         found = json.loads(path.read_text())
         rates = Rates(**found)
-        return rates if all(number > 0 for number in rates) else None
+        return rates if all(0 < number < math.inf for number in rates) else None
     except (OSError, ValueError, TypeError):
         return None
 
