@@ -244,7 +244,7 @@ class Fp8Projection(Projection):
         tiling = self._tiling(len(x)) if features == ALL else None
         if tiling is not None:
             self._fused(h, x, tiling, Epilogue.RESIDUAL)
-        elif bias is None and self._adds_scaled(len(x)):
+        elif bias is None and self._is_added(h, weight, x):
             add_linear_fp8(h, weight, self._scales, x)
         elif self._uses_cublas:
             out = scratch.take("projected", tuple(x.shape), x.dtype)
@@ -258,9 +258,9 @@ class Fp8Projection(Projection):
         """Columns of the weight, and the bias if these are its first."""
         return self._weight[:, features], None if features.start else self._bias
 
-    def _adds_scaled(self, num_rows: int) -> bool:
-        """Whether cuBLAS adds a product to what is there, and no pass over memory follows it."""
-        return self._uses_cublas and has_add_linear_fp8() and dispatch.adds_fp8(num_rows)
+    def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
+        """Whether cuBLAS adds a product to x itself, and no pass over memory follows it."""
+        return dispatch.adds_fp8(len(x)) and has_add_linear_fp8(h, weight, self._scales, x)
 
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
         if isinstance(x, QuantisedRows):

@@ -16,6 +16,7 @@ from ._linear import Epilogue, Tiling, gated, launch_linear
 from ._support import (
     check_rows,
     check_vector,
+    feeds_tensor_cores,
     hopper_multiprocessors,
     launch,
     native,
@@ -221,7 +222,7 @@ def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor
         RuntimeError: cuBLAS has no such product of this shape.
     """
     _check_linear("add_linear_fp8", x, weight, scales, out, out.shape[1])
-    if has_add_linear_fp8() and _has_linear(x, weight, scales, out):
+    if has_add_linear_fp8(x, weight, scales, out):
         assert native is not None
         launch(
             native.add_linear,
@@ -242,9 +243,14 @@ def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor
     _linear(x, weight, scales, out, None, Epilogue.RESIDUAL)
 
 
-def has_add_linear_fp8() -> bool:
-    """Whether the cuBLAS of `add_linear_fp8` is there: PyTorch loads it, from CUDA 12.9 on."""
-    return native is not None and bool(native.HAS_ADD_LINEAR)
+def has_add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> bool:
+    """Whether cuBLAS takes these for `add_linear_fp8`.
+
+    `out` is bf16 on a card of compute capability 9.0, all rows lie on whole 16 bytes, and PyTorch
+    has loaded the library, of CUDA 12.9 or later.
+    """
+    is_there = native is not None and bool(native.HAS_ADD_LINEAR)
+    return is_there and _has_linear(x, weight, scales, out) and feeds_tensor_cores(out)
 
 
 def _check_linear(

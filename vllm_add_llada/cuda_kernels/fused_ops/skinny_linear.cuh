@@ -282,6 +282,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     constexpr int kShare = kColumns / kSplit;
     constexpr int kPitch = kShare + 4;  // rows apart in the banks
     constexpr int kQuads = kShare / 4;
+    static_assert(kColumns % kSplit == 0 && kQuads % 2 == 0, "whole vectors, and whole turns");
     constexpr int kTurns = kQuads / 2;  // of all threads over the quads of all rows
     float* place = reinterpret_cast<float*>(shared + (base - shared_address(shared)) + params.sums);
     __nv_bfloat162 there[kTurns][2];
