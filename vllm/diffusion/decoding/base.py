@@ -154,7 +154,10 @@ class DecodingRule(ABC):
 
     @property
     def pick(self) -> Pick | None:
-        """What `choose` will choose of the forward, where `Together` may do it in its place."""
+        """What `choose` will choose, where `Together` may do so in its place.
+
+        Of rules that commit tokens as they are proposed.
+        """
         return None
 
     def go_on(self, tokens: Array, left: Array, changes: bool) -> Work | None:
