@@ -86,8 +86,8 @@ def _rates_here(device: torch.device) -> tuple[Rates, str]:
             if likely == measured and not has_company:
                 _remember(path, rates)
             source = f"measured in {time.perf_counter() - started:.2f} s"
-        except RuntimeError as error:
-            first_line, *_ = str(error).splitlines() or [""]
+        except Exception as error:  # whatever it is, what is promised will do
+            first_line, *_ = str(error).splitlines() or [type(error).__name__]
             rates, source = promised, f"by its properties, as it cannot be measured: {first_line}"
     return rates, source
 
