@@ -39,14 +39,14 @@ constexpr int kBarrierBytes = kMaxStages * 16;
 template <int tiles, int deep, int rows>
 struct Shape {
   static constexpr int kTiles = tiles, kDeep = deep, kRows = rows;
-  static constexpr int kColumns = tiles * kTileColumns;
-  static constexpr bool kScalesWeight = rows > 64;  // not its products
+  static constexpr int kColumns = kTiles * kTileColumns;
+  static constexpr bool kScalesWeight = kRows > 64;  // not its products
   static constexpr int kStageDepth = kScalesWeight ? 128 : 256;
   static constexpr int kWeightRow = kStageDepth / 2;  // bytes
   static constexpr int kWeightBytes = kColumns * kWeightRow;
-  static constexpr int kStageBytes = kWeightBytes + rows * kStageDepth * 2;
+  static constexpr int kStageBytes = kWeightBytes + kRows * kStageDepth * 2;
   // The warp that feeds the ring is one of four where they give their registers to the others.
-  static constexpr int kConsumers = tiles * deep * kGroupThreads;
+  static constexpr int kConsumers = kTiles * kDeep * kGroupThreads;
   static constexpr int kThreads = kConsumers + (kScalesWeight ? kGroupThreads : 32);
 };
 
