@@ -50,9 +50,9 @@ cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 
-// Enqueues out += x weight^T of any number of fp8 rows, by cuBLASLt: no bias, nothing but kResidual.
-// cudaErrorNotSupported where that library has no such product, as where `has_add_linear` is false:
-// it is not loaded, or too old.
+// Enqueues out += x weight^T of any number of fp8 rows, by cuBLASLt: no bias, nothing but
+// kResidual. cudaErrorNotSupported where that library has no such product, as where
+// `has_add_linear` is false: it is not loaded, or too old.
 bool has_add_linear();
 cudaError_t launch_add_linear(const LinearParams& params, cudaStream_t stream);
 
