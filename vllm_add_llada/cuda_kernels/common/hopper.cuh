@@ -58,13 +58,6 @@ __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int co
       : "memory");
 }
 
-// Asks for a tile, which comes to the second-level cache.
-__device__ inline void fetch_tile(const CUtensorMap* map, int column, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
 // Whole 16 bytes from and to multiples of 16.
 __device__ inline void copy_bytes(uint32_t target, const void* source, int bytes,
                                   uint32_t barrier) {

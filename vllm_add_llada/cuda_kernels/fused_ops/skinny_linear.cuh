@@ -11,10 +11,9 @@
 // deterministic and do not depend on the rows beside a row.
 //
 // Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
-// while that kernel ends, and waits for it before it reads x. The ring is full before that kernel
-// has ended: some more of the weight comes to the cache meanwhile. And when all of its own weight
-// is on its way, memory would have nothing to do until the next product begins: `ahead` names what
-// that one reads, the start of which comes to the cache meanwhile.
+// while that kernel ends, and waits for it before it reads x. And when all of its own weight is on
+// its way, memory would have nothing to do until the next product begins: `ahead` names what that
+// one reads, the start of which comes to the cache meanwhile.
 //
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and for each row of the weight,
 // by which the sums are multiplied before anything else is done with them. A stage has as many
@@ -39,7 +38,6 @@ namespace {
 
 constexpr int kMaxStages = 16;
 constexpr int kBarrierBytes = kMaxStages * 16;
-constexpr int kFetchedStages = 8;         // of fp8, that come to the cache once the ring is full
 constexpr int kMostSumBytes = 20 * 1024;  // of a cluster's sums beside the stages
 
 // Elements of a stage's depth.
@@ -83,12 +81,6 @@ __device__ void copy_weight(const Ring<>& ring, const WeightTiles& tiles, int st
   }
 }
 
-__device__ void fetch_weight(const WeightTiles& tiles, int depth) {
-  for (int part = 0; part < tiles.parts; ++part) {
-    fetch_tile(tiles.map, depth, tiles.first_row + part * tiles.part_stride);
-  }
-}
-
 __device__ void copy_rows(const Ring<>& ring, const CUtensorMap* x, int stage, int depth) {
   copy_tile(ring.x(stage), x, depth, 0, ring.full(stage), kEvictLast);
 }
@@ -111,9 +103,6 @@ __device__ void produce(const Ring<>& ring, const CUtensorMap* x, const WeightTi
   for (int step = 0; step < filled; ++step) {
     copy_weight(ring, weight, step, first_depth + step * kElements, step == 0 ? scale_bytes : 0);
     if (kIsFp8 && step == 0) copy_scales(ring, weight, scales);
-  }
-  for (int step = filled; kIsFp8 && step < min(num_steps, filled + kFetchedStages); ++step) {
-    fetch_weight(weight, first_depth + step * kElements);
   }
   if (filled == num_steps) fetch_share(ahead.data, ahead.bytes);
   wait_for_prerequisites();
