@@ -165,7 +165,6 @@ FEW = [1, 7, 33, 64]
 SKINNY = [
     (Tiling(96), 12288, 256, [*FEW, 150, 192, 200, 256]),
     (Tiling(64, split=2), 4096, 768, [*FEW, 65, 128, 150, 192, 200, 256]),
-    (Tiling(128, split=4), 4096, 1024, [129, 192, 200, 256]),
     (Tiling(96, split=2), 6144, 256, FEW),
     (Tiling(32, split=2), 2048, 512, FEW),
 ]
@@ -191,8 +190,7 @@ def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, dept
     total = after.double() + wanted + bias.double()
     fused_linear_fp8(x, weight, scales, after, bias=bias, epilogue=Epilogue.RESIDUAL, **options)
     assert (after.double() - total).norm() <= ERROR * total.norm()
-    # the same bits whatever the number of rows
-    half = 129 if tiling.columns == 128 else min((num_rows + 1) // 2, 64)
+    half = min((num_rows + 1) // 2, 64)  # the same bits whatever the number of rows
     fewer = torch.empty_like(out[:half])
     few = QuantisedRows(x.values[:half], x.scales[:half])
     fused_linear_fp8(few, weight, scales, fewer, **options)

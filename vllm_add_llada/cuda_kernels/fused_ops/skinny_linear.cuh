@@ -391,7 +391,6 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
 // that are the fastest for so many rows.
 template <bool kIsFp8, int kColumns, int kSplit>
 constexpr bool has_groups(int groups) {
-  if (kColumns == 128) return kIsFp8 && groups >= 3;
   if (kColumns == 64) return groups <= (kIsFp8 ? 4 : 3);
   if (kColumns == 192) return groups <= (kIsFp8 ? 1 : 2);
   if (kColumns == 96 && kSplit == 2 && !kIsFp8) return groups <= 2;
@@ -419,7 +418,7 @@ cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
                ? launch_groups<kIsFp8, 192, 1, Epilogue::kSiluMul>(params, stream)
                : cudaErrorInvalidValue;
   }
-  return dispatch_value<322, 642, 961, 962, 1284>(columns_and_split, [&](auto tiling) {
+  return dispatch_value<322, 642, 961, 962>(columns_and_split, [&](auto tiling) {
     constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
     return params.epilogue == Epilogue::kResidual
                ? launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kResidual>(params, stream)
