@@ -120,6 +120,6 @@ def test_more_rows_times_4_bit_weights_have_the_fastest_tiling(
     assert packed(256, columns + 64, depth) is None
 
 
-def test_the_scales_of_a_tile_of_few_rows_find_room() -> None:
-    assert packed(64, 12288, 8192) == Tiling(192, 2)
-    assert packed(64, 12288, 65536, group=64) is None
+def test_the_scales_of_a_tile_find_room() -> None:
+    assert packed(1024, 4096, 12288, group=64) == Tiling(128, 2, rows=256)
+    assert packed(256, 4096, 65536, group=64) is None

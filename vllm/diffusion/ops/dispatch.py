@@ -47,7 +47,7 @@ _PACKED_MANY = {(192, 128): 41, (128, 128): 31, (128, 256): 50}
 _PACKED_START_US = 8  # and to start and to end, as cuBLAS's products take
 _PACKED_SPLITS = (1, 2)  # more blocks of a cluster do not find room on all multiprocessors
 _PACKED_DEPTH = 256  # of a stage
-_PACKED_SCALES = 16_384  # of a tile of few rows
+_PACKED_SCALES = 16_384  # of a tile
 _UNPACKED_PER_US = 0.95e6  # 4-bit numbers
 _MULTIPLIED_PER_US = 375e6  # pairs of numbers, by cuBLAS
 _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
@@ -142,7 +142,7 @@ def packed_tiling(
         if num_columns % columns == 0
         and depth % _PACKED_DEPTH == 0
         and depth >= split * _PACKED_DEPTH
-        and (rows > 0 or depth // (split * group) * columns <= _PACKED_SCALES)
+        and depth // (split * group) * columns <= _PACKED_SCALES
     ]
 
     def turns(tiling: Tiling) -> tuple[int, int]:

@@ -204,12 +204,6 @@ __device__ inline void cluster_sync() {
   cluster_wait();
 }
 
-// The same where all that was read has been used and nothing written is waited for.
-__device__ inline void cluster_leave() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  cluster_wait();
-}
-
 __device__ inline float4 load_of_block(uint32_t address, int rank) {
   float4 value;
   asm volatile(

@@ -79,7 +79,7 @@ def fused_linear_packed(
         tiling: of 64 or 192 columns for blocks of 64 rows (its rows: 0), of 128 or 192 for blocks
             of 128, of 128 for blocks of 256; columns must divide N. Its split, at most K / 256, is
             one that a quarter of them is a multiple of, and such as clusters of the card may have.
-            Every block reads its columns anew; one of 64 rows has room for some 16,000 scales.
+            Every block reads its columns anew, and has room for some 16,000 scales.
         look_up: what `look_up_table` made of the weight's table.
         bias: [N] bf16; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.

@@ -107,8 +107,6 @@ __device__ void subtract(uint32_t k128, uint32_t zero, uint32_t word, uint32_t (
   }
 }
 
-__device__ uint32_t zero_pair(uint32_t zero) { return 0x43004300 + zero * 0x00010001; }
-
 __device__ void load_words(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -174,7 +172,7 @@ struct GroupScales {
   __device__ float scale(int group, int column) const { return scales[group * pitch + column]; }
 
   __device__ uint32_t zero(int group, int column) const {
-    return kIsTable ? 0 : zero_pair(zeros[group * pitch + column]);
+    return kIsTable ? 0 : 0x43004300 + zeros[group * pitch + column] * 0x00010001;
   }
 };
 
@@ -229,40 +227,63 @@ struct TwoPartScale {
   }
 };
 
-// What a thread has of a unit of the weight: of the tensor cores' rows, `column` and the eighth
-// after it, `kUnit` deep.
-template <typename S, int kUnit>
-struct Words {
-  uint32_t words[2][kUnit / 32];
+// A group of four warps multiplies its 64 columns in every stage, or in one of `kDeep`. In shared
+// memory, rows r and r + 4 of eight are 64 bytes apart where a stage is 256 deep: neighbours of the
+// tensor cores' rows, so that a warp reads without conflicts. Rows of 64 bytes lie one by one.
+template <typename S, int kGroup, bool kIsTable>
+struct Consumer {
+  static constexpr int kRows = S::kRows;
+  static constexpr int kUnit = S::kScalesWeight ? 64 : kGroup;  // of products at a time
+  static constexpr int kWords = kUnit / 32;
+  const Ring<>& ring;
+  const KernelParams& params;
+  const GroupScales<kGroup, kIsTable>& scales;
+  int column;
+  uint32_t k128;
 
-  // In shared memory, rows r and r + 4 of eight are 64 bytes apart where a stage is 256 deep:
-  // neighbours of the tensor cores' rows, so that a warp reads without conflicts. Rows of 64 bytes
-  // lie one by one.
-  static __device__ int column_of(int row) {
-    return S::kWeightRow == kRowBytes ? row >> 1 | (row & 1) << 2 : row;
-  }
+  // The thread's two rows of a unit, by its depth in the stage, as the tensor cores take them.
+  struct Unit {
+    uint32_t words[2][kWords], zeros[2];
+    float scales[2];
+  };
 
-  __device__ Words(uint32_t weight, int column, int depth) {
+  __device__ Unit load(int stage, int step, int depth) const {
+    Unit unit;
     int chunk = depth / kStrip * 4 + threadIdx.x % 4;
     if constexpr (S::kWeightRow == kRowBytes) chunk ^= column & 7;
-    const uint32_t place = weight + column * S::kWeightRow + chunk * 16 + depth % kStrip / 32 * 4;
-    load_words(place, words[0]);
-    load_words(place + 8 * S::kWeightRow, words[1]);
+    const uint32_t place =
+        ring.weight(stage) + column * S::kWeightRow + chunk * 16 + depth % kStrip / 32 * 4;
+    load_words(place, unit.words[0]);
+    load_words(place + 8 * S::kWeightRow, unit.words[1]);
+    const int group = (step * S::kStageDepth + depth) / kGroup;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unit.scales[half] = scales.scale(group, column + half * 8);
+      unit.zeros[half] = scales.zero(group, column + half * 8);
+    }
+    return unit;
   }
 
-  // Enqueues the products with rows at `x`: of the numbers that `meant(half, word)` makes of
-  // words, which are `left` till the products are there. They are added to sums or, if not
-  // `accumulate`, take their place.
-  template <int kCount, typename Meant>
-  __device__ void multiply_by(uint32_t x, uint32_t (&left)[kUnit / 16][4], float (&sums)[kCount],
-                              bool accumulate, Meant meant) const {
-    const uint64_t rows = matrix_descriptor(x);
+  // Enqueues the products of a unit, whose numbers become `left`; they are added to sums or, if
+  // not `accumulate`, take their place.
+  __device__ void begin(const Unit& unit, int stage, int depth, uint32_t (&left)[kUnit / 16][4],
+                        float (&sums)[kRows / 2], bool accumulate) const {
+    const uint64_t rows = matrix_descriptor(ring.x(stage) + depth / kDepth * kRows * kRowBytes);
 #pragma unroll
-    for (int i = 0; i < kUnit / 32; ++i) {
+    for (int i = 0; i < kWords; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t pairs[4];
-        meant(half, words[half][i], pairs);
+        if constexpr (kIsTable) {
+          look_up(params.table, unit.words[half][i], pairs);
+        } else {
+          subtract(k128, unit.zeros[half], unit.words[half][i], pairs);
+        }
+        if constexpr (S::kScalesWeight) {
+          const TwoPartScale scale(unit.scales[half]);
+#pragma unroll
+          for (uint32_t& pair : pairs) pair = scale(pair);
+        }
         left[i * 2][half] = pairs[0];
         left[i * 2][half + 2] = pairs[1];
         left[i * 2 + 1][half] = pairs[2];
@@ -271,121 +292,44 @@ struct Words {
       begin_products();
 #pragma unroll
       for (int k = i * 2; k < i * 2 + 2; ++k) {  // in steps of the tensor cores
-        const uint64_t right = rows + k / 4 * (S::kRows * kRowBytes >> 4) + k % 4 * 2;
+        const uint64_t right = rows + k / 4 * (kRows * kRowBytes >> 4) + k % 4 * 2;
         multiply(sums, left[k], right, accumulate || k > 0);
       }
     }
     commit_products();
   }
-};
 
-// Few rows: a group of four warps multiplies its 64 columns in every stage, or in one of `kDeep`.
-template <typename S, int kGroup, bool kIsTable>
-__device__ void consume_few(const Ring<>& ring, const KernelParams& params,
-                            const GroupScales<kGroup, kIsTable>& scales, int column, uint32_t k128,
-                            int num_steps, int part, float (&total)[S::kRows / 2]) {
-  for (float& sum : total) sum = 0;
-  Position at;
-  for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
-    if (step % S::kDeep != part) continue;
-    wait(ring.full(at.stage), at.phase);
-#pragma unroll
-    for (int depth = 0; depth < S::kStageDepth; depth += kGroup) {
-      const Words<S, kGroup> unit(ring.weight(at.stage), column, depth);
-      const int group = (step * S::kStageDepth + depth) / kGroup;
-      float factors[2], partial[S::kRows / 2];
-      uint32_t zeros[2], left[kGroup / 16][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        factors[half] = scales.scale(group, column + half * 8);
-        zeros[half] = scales.zero(group, column + half * 8);
-      }
-      const uint32_t x = ring.x(at.stage) + depth / kDepth * S::kRows * kRowBytes;
-      unit.multiply_by(x, left, partial, false, [&](int half, uint32_t word, uint32_t (&pairs)[4]) {
-        if constexpr (kIsTable) {
-          look_up(params.table, word, pairs);
-        } else {
-          subtract(k128, zeros[half], word, pairs);
-        }
-      });
+  // Adds the products of a unit to the sums.
+  __device__ void multiply_unit(int stage, int step, int depth, float (&total)[kRows / 2]) const {
+    const Unit unit = load(stage, step, depth);
+    uint32_t left[kUnit / 16][4];
+    if constexpr (S::kScalesWeight) {
+      begin(unit, stage, depth, left, total, true);
+      settle(total);
+    } else {
+      float partial[kRows / 2];
+      begin(unit, stage, depth, left, partial, false);
       settle(partial);
 #pragma unroll
-      for (auto& fragment : left) keep(fragment);  // till the products are there
-#pragma unroll
-      for (int i = 0; i < S::kRows / 2; ++i) total[i] += factors[i / 2 % 2] * partial[i];
+      for (int i = 0; i < kRows / 2; ++i) total[i] += unit.scales[i / 2 % 2] * partial[i];
     }
-    if (threadIdx.x % 32 == 0) arrive(ring.empty(at.stage));
+#pragma unroll
+    for (auto& fragment : left) keep(fragment);  // till the products are there
   }
-}
 
-// More rows: the numbers of a unit become bf16 while the products of the one before are under way.
-// Scales come from memory, a stage ahead.
-template <typename S, int kGroup, bool kIsTable>
-__device__ void consume_many(const Ring<>& ring, const KernelParams& params, const Columns& columns,
-                             int column, uint32_t k128, int first_group, int num_steps,
-                             float (&total)[S::kRows / 2]) {
-  constexpr int kUnit = 64;
-  constexpr int kUnits = S::kStageDepth / kUnit;
-  constexpr int kGroups = S::kStageDepth / kGroup;
-  struct Factors {
-    float scales[2][kGroups];
-    uint32_t zeros[2][kGroups];
-  };
-  int64_t places[2];
+  __device__ void consume(int num_steps, int part, float (&total)[kRows / 2]) const {
+    Position at;
+    for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
+      if (step % S::kDeep != part) continue;
+      wait(ring.full(at.stage), at.phase);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    places[half] = columns(column + half * 8) * params.scales_stride + first_group;
-  }
-  auto load = [&](int step) {
-    Factors factors;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        const int64_t place = places[half] + step * kGroups + i;
-        factors.scales[half][i] = __ldg(params.scales + place);
-        factors.zeros[half][i] = kIsTable ? 0 : __ldg(params.zeros + place);
+      for (int depth = 0; depth < S::kStageDepth; depth += kUnit) {
+        multiply_unit(at.stage, step, depth, total);
       }
+      if (threadIdx.x % 32 == 0) arrive(ring.empty(at.stage));
     }
-    return factors;
-  };
-  Position at;
-  uint32_t left[kUnits][kUnit / 16][4]{};
-  Factors next = load(0);
-  int last = 0;
-  for (int step = 0; step < num_steps; ++step) {
-    const Factors factors = next;
-    if (step + 1 < num_steps) next = load(step + 1);
-    wait(ring.full(at.stage), at.phase);
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const Words<S, kUnit> unit(ring.weight(at.stage), column, i * kUnit);
-      const int group = i * kUnit / kGroup;
-      const TwoPartScale scales[2] = {TwoPartScale(factors.scales[0][group]),
-                                      TwoPartScale(factors.scales[1][group])};
-      const uint32_t x = ring.x(at.stage) + i * kUnit / kDepth * S::kRows * kRowBytes;
-      unit.multiply_by(x, left[i], total, step > 0 || i > 0,
-                       [&](int half, uint32_t word, uint32_t (&pairs)[4]) {
-                         if constexpr (kIsTable) {
-                           look_up(params.table, word, pairs);
-                         } else {
-                           subtract(k128, zero_pair(factors.zeros[half][group]), word, pairs);
-                         }
-#pragma unroll
-                         for (uint32_t& pair : pairs) pair = scales[half](pair);
-                       });
-      // The products before these are there.
-#pragma unroll
-      for (auto& fragment : left[(i + kUnits - 1) % kUnits]) keep(fragment);
-      if (i == 0 && step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty(last));
-    }
-    last = at.stage;
-    at.advance(ring);
   }
-  settle(total);
-#pragma unroll
-  for (auto& fragment : left[kUnits - 1]) keep(fragment);
-}
+};
 
 // Adds up the sums of `kDeep` parts [num_rows, kPitch] each in the blocks of a cluster, and writes
 // them.
@@ -459,7 +403,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth
   // after.
   const int pair = threadIdx.x % 32 / 4;
-  const int column = group % kTiles * kTileColumns + warp % 4 * 16 + Words<S, 64>::column_of(pair);
+  const int column = group % kTiles * kTileColumns + warp % 4 * 16 +
+                     (S::kWeightRow == kRowBytes ? pair >> 1 | (pair & 1) << 2 : pair);
 
   if (threadIdx.x >= S::kConsumers) {
     share_registers<S, true>();
@@ -471,20 +416,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   share_registers<S, false>();
   const int first_group = first_step * S::kStageDepth / kGroup;
+  const int num_groups = num_steps * S::kStageDepth / kGroup;
+  char* behind = shared + (ring.barriers + kBarrierBytes - shared_address(shared));
+  const GroupScales<kGroup, kIsTable> scales(behind, kColumns, num_groups);
+  scales.load(params, columns, first_group, num_groups, S::kConsumers);
+  sync_consumers<S::kConsumers>();
   uint32_t k128;
   asm volatile("mov.b32 %0, 0x43004300;" : "=r"(k128));
-  float total[kRows / 2];
-  if constexpr (S::kScalesWeight) {
-    consume_many<S, kGroup, kIsTable>(ring, params, columns, column, k128, first_group, num_steps,
-                                      total);
-  } else {
-    const int num_groups = num_steps * S::kStageDepth / kGroup;
-    char* behind = shared + (ring.barriers + kBarrierBytes - shared_address(shared));
-    const GroupScales<kGroup, kIsTable> scales(behind, kColumns, num_groups);
-    scales.load(params, columns, first_group, num_groups, S::kConsumers);
-    sync_consumers<S::kConsumers>();
-    consume_few<S>(ring, params, scales, column, k128, num_steps, group / kTiles, total);
-  }
+  const Consumer<S, kGroup, kIsTable> consumer{ring, params, scales, column, k128};
+  float total[kRows / 2]{};
+  consumer.consume(num_steps, group / kTiles, total);
   wait_for_prerequisites();  // every thread that writes does
   sync_consumers<S::kConsumers>();
   // The stages are read; their place takes the sums, fp32 [kDeep, rows, kPitch].
@@ -498,7 +439,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   cluster_sync();
   store<S>(params, columns, base, rank, first_row, num_rows);
-  cluster_leave();  // no block ends while others read its shared memory
+  cluster_sync();  // no block ends while others read its shared memory
 #endif
 }
 
@@ -515,12 +456,12 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
   cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
   if (error != cudaSuccess) return error;
   error = describe(&values, params.values, params.num_columns, params.depth / 2,
-                   params.values_stride, kColumns / 2, 1, true, S::kWeightRow);
+                   params.values_stride, kColumns / 2, 1, !S::kScalesWeight, S::kWeightRow);
   if (error != cudaSuccess) return error;
   const int row_blocks = (params.num_rows + kRows - 1) / kRows;
   const int num_groups = num_steps * S::kStageDepth / kGroup;
-  const int scale_bytes = S::kScalesWeight ? 0 : num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
-  const int overhead = kAlignment + kBarrierBytes + scale_bytes;
+  const int overhead =
+      kAlignment + kBarrierBytes + num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
   int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / S::kStageBytes, num_steps});
   // A stage that is filled again is of the same warps each time: others would miss a phase of it.
   if (num_stages < num_steps) num_stages -= num_stages % S::kDeep;
