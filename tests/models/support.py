@@ -25,7 +25,7 @@ from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.visibility import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -130,6 +130,29 @@ def assert_same_logits(given: Tensor, wanted: Tensor) -> None:
     difference = (given - wanted).abs().max() / wanted.abs().max()
     assert difference <= REL_TOLERANCE, f"relative difference {difference:.2e}"
     assert torch.equal(given.argmax(dim=-1), wanted.argmax(dim=-1))
+
+
+def check_bf16(
+    model: DiffusionModel,
+    of_tables: torch.dtype,
+    reference_logits: Callable[[Tensor, torch.dtype], Tensor],
+) -> None:
+    """bf16 logits are no farther from exact arithmetic than those of the reference in bf16.
+
+    Args:
+        model: in bf16.
+        of_tables: the dtype of its rotary tables.
+        reference_logits: of ids [1, T] in a dtype, [T, V].
+    """
+    ids = some_ids(40)
+    assert model.rotary(torch.arange(3)).cos.dtype == of_tables
+    given = logits(model, ids)
+    assert given.dtype == torch.bfloat16
+    half, exact = (
+        reference_logits(ids[None], dtype).double() for dtype in (torch.bfloat16, torch.float64)
+    )
+    our_error, reference_error = ((x.double() - exact).square().mean() for x in (given, half))
+    assert our_error <= 1.5 * reference_error  # which leaves room for the attention kernel
 
 
 def _chunks(total: int, rows: int) -> Iterator[tuple[int, int]]:

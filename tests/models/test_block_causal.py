@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import BLOCK_CASES, VOCAB_SIZE, make_checkpoint
-from tests.models.support import assert_same_logits, logits, some_ids, staged_logits
+from tests.models.support import assert_same_logits, check_bf16, logits, some_ids, staged_logits
 from tests.reference.block_models import REFERENCES, SDARReference
 from vllm.diffusion.visibility import BlockCausal
 
@@ -89,15 +89,8 @@ def test_bf16_rounds_where_the_reference_rounds(
     family: str, tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
     path = make_checkpoint(tmp_path, family=family, seed=30, gain=1.0, dtype=torch.bfloat16)
-    ids = some_ids(40)
     model = load_model(path, "bfloat16")
-    assert model.rotary(torch.arange(3)).cos.dtype == torch.bfloat16
-    given = logits(model, ids)
-    assert given.dtype == torch.bfloat16
-    half, exact = (
-        reference_of(path, dtype).logits(ids[None], model.config.block_length)[0].double()
-        for dtype in (torch.bfloat16, torch.float64)
+    length = model.config.block_length
+    check_bf16(
+        model, torch.bfloat16, lambda ids, dtype: reference_of(path, dtype).logits(ids, length)[0]
     )
-    # no farther from exact arithmetic than the bf16 reference is, but for the attention kernel
-    our_error, reference_error = ((x.double() - exact).square().mean() for x in (given, half))
-    assert our_error <= 1.5 * reference_error
