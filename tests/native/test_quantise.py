@@ -212,6 +212,29 @@ def test_few_gated_rows_against_float64(generator, num_rows):
     assert (out.double() - wanted).norm() <= 2 * ERROR * wanted.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [128, 256])
+@pytest.mark.parametrize("num_rows", [1, 200, 256, 1000])
+@pytest.mark.parametrize("num_columns", [24576, 400])
+def test_tiles_of_gated_rows_against_float64(generator, rows, num_rows, num_columns):
+    case = product_case(generator, num_rows, num_columns, 512, "cuda", torch.bfloat16)
+    x, (weight, scales, _), product = case
+    gate, up = product.chunk(2, dim=1)
+    wanted = functional.silu(gate) * up
+    width = num_columns // 2
+    room = torch.full((num_rows + 1, width + 8), torch.nan, device="cuda").bfloat16()
+    out = room[:num_rows, :width]
+    torch.cuda.synchronize()
+    options = {"tiling": Tiling(192, rows=rows), "epilogue": Epilogue.SILU_MUL, "early": True}
+    fused_linear_fp8(x, weight, scales, out, **options)
+    assert (out.double() - wanted).norm() <= 2 * ERROR * wanted.norm()
+    assert room[num_rows:].isnan().all() and room[:, width:].isnan().all()
+    half = (num_rows + 1) // 2  # the same bits whatever the number of rows
+    few, fewer = QuantisedRows(x.values[:half], x.scales[:half]), torch.empty_like(out[:half])
+    fused_linear_fp8(few, weight, scales, fewer, **options)
+    assert torch.equal(fewer, out[:half])
+
+
 @pytest.mark.parametrize(
     ("op", "message"),
     [

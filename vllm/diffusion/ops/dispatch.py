@@ -99,7 +99,14 @@ def linear_tiling(
     tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, multiprocessors)
     if tiling is not None:
         return tiling
-    if not gated or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
+    return _gated_tiling(num_rows, num_columns, depth, multiprocessors) if gated else None
+
+
+def _gated_tiling(
+    num_rows: int, num_columns: int, depth: int, multiprocessors: int
+) -> Tiling | None:
+    """The first tiling of any number of rows whose tiles fill the card; depth as for bf16."""
+    if num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
         return None
     for tiling in _GATED:
         tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
@@ -115,7 +122,10 @@ def fp8_tiling(
 ) -> Tiling | None:
     """The same of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
     skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
-    return _skinny_tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors)
+    tiling = _skinny_tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors)
+    if tiling is None and gated:
+        return _gated_tiling(num_rows, num_columns, depth // 2, multiprocessors)
+    return tiling
 
 
 def packed_tiling(

@@ -193,7 +193,7 @@ class Fp8Projection(Projection):
     def gated(
         self, x: Tensor | QuantisedRows, out: Tensor | QuantisedRows, scratch: Buffers
     ) -> None:
-        """Few rows in one kernel, and one more to make them fp8; else the product is stored."""
+        """One kernel, and one more to make rows fp8; else the product is stored."""
         x = self._quantised(x, scratch)
         num_rows, num_columns = len(x.values), len(self._weight)
         tiling = None if self._bias is not None else self._tiling(num_rows, is_gated=True)

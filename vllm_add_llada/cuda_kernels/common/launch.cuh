@@ -34,6 +34,13 @@ __device__ inline void prefetch(const void* address) {
 #endif
 }
 
+// The same to the cache of this multiprocessor.
+__device__ inline void prefetch_near(const void* address) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
+#endif
+}
+
 // Whether the code that the current device runs has the wait: a card may also run older PTX, and
 // must not be told to start that early. All kernels of the room are compiled for the same targets.
 template <typename Params>

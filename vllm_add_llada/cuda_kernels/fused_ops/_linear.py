@@ -26,7 +26,7 @@ class Tiling:
     The kernels there are: for at most 64 rows 96 columns, or 32 split in two, for at most 128 rows
     96 split in two, for at most 192 rows 64 split in two; for SILU_MUL 192 columns, of at most 128
     rows, or in tiles of 128 or 256 rows. Of fp8: 64 columns for at most 256 rows, 96 not split for
-    129 to 256 too, 96 split in two and 192 for 64.
+    129 to 256 too, 96 split in two and 192 for 64, or in the same tiles.
     """
 
     columns: int  # rows of the weight; of a gated product half of them from each part

@@ -4,7 +4,6 @@
 e4m3, as `torch.float8_e4m3fn` has it; the scale of a row is its largest magnitude over 448.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -179,15 +178,16 @@ def fused_linear_fp8(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """`fused_linear` of few fp8 rows and an fp8 weight, whose sums are multiplied by their scales.
+    """`fused_linear` of fp8 rows and an fp8 weight, whose sums are multiplied by their scales.
 
     Args:
         x: rows [R, D].
         weight: [N, D] fp8; rows may be strided.
         scales: [N] fp32, of its rows.
         out: [R, N], or [R, N / 2] for SILU_MUL; the model dtype, written.
-        tiling: of few rows. Its columns must divide N, and its split times 128 the depth. None, and
-            wherever there is no kernel for these, computes the same in PyTorch.
+        tiling: of the kernel. Its columns must divide N (but for tiles of rows), and its split
+            times 128 the depth. None, and wherever there is no kernel for these, computes the same
+            in PyTorch.
         bias: [N], of the dtype of `out`; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.
 
@@ -197,10 +197,15 @@ def fused_linear_fp8(
     """
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
     _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
-    if tiling is None or not _has_linear(x, weight, scales, out):
+    is_tiled = tiling is not None and tiling.rows > 0  # and written eight elements at once
+    if (
+        tiling is None
+        or not _has_linear(x, weight, scales, out)
+        or (is_tiled and not feeds_tensor_cores(out))
+    ):
         _linear(x, weight, scales, out, bias, epilogue)
         return
-    tiling, both = replace(tiling, rows=0), (x.scales, scales)
+    both = x.scales, scales
     launch_linear(
         x.values, weight, out, tiling, bias, epilogue, early=early, ahead=ahead, scales=both
     )

@@ -61,9 +61,9 @@ namespace fused_ops {
 namespace {
 
 cudaError_t launch_linear(const LinearParams& params, cudaStream_t stream) {
-  if (params.x_scales != nullptr) return launch_skinny_linear_fp8(params, stream);
-  return params.tiling.rows == 0 ? launch_skinny_linear(params, stream)
-                                 : launch_gated_linear(params, stream);
+  if (params.tiling.rows > 0) return launch_gated_linear(params, stream);
+  return params.x_scales != nullptr ? launch_skinny_linear_fp8(params, stream)
+                                    : launch_skinny_linear(params, stream);
 }
 
 #define FIELD(name) field(#name, &P::name)

@@ -9,7 +9,8 @@
 // copies x, through a ring of shared-memory stages that goes on from tile to tile, and two groups
 // of four warps multiply.
 //
-// As in skinny_linear.cu an `early` launch reads its first weights while the kernel before it ends.
+// As in skinny_linear.cuh an `early` launch reads its first weights while the kernel before it
+// ends, and operands are bf16, or fp8 with scales, twice as deep a stage.
 //
 // Tried and slower: copies that the blocks of a cluster share (multicast); such tiles for products
 // without a gate, where cuBLAS needs less power and so runs at a higher clock.
@@ -39,7 +40,13 @@ struct Sizes {
   static constexpr int shared_bytes = kAlignment + num_stages * (stage_bytes + 16);
 };
 
+// Elements of a stage's depth.
+template <bool kIsFp8>
+constexpr int kStageDepth = kIsFp8 ? kRowBytes : kDepth;
+
 struct KernelParams {
+  const float* x_scales;  // of fp8, as the next
+  const float* weight_scales;
   __nv_bfloat16* out;
   int64_t out_stride;
   int num_rows;
@@ -81,7 +88,7 @@ __device__ void for_each_tile(const KernelParams& params, Visit visit) {
 
 // One thread keeps one operand in the ring: `copy` enqueues its `bytes` of a stage. The wait for a
 // stage that nothing has been in yet is none.
-template <int kTall, typename Copy>
+template <bool kIsFp8, int kTall, typename Copy>
 __device__ void produce(const Ring<Sizes<kTall>>& ring, const KernelParams& params, int bytes,
                         Copy copy) {
   Position at;
@@ -89,14 +96,14 @@ __device__ void produce(const Ring<Sizes<kTall>>& ring, const KernelParams& para
     for (int step = 0; step < params.num_steps; ++step) {
       wait(ring.empty(at.stage), at.phase ^ 1);
       expect_bytes(ring.full(at.stage), bytes);
-      copy(at.stage, tile, step * kDepth);
+      copy(at.stage, tile, step * kStageDepth<kIsFp8>);
       at.advance(ring);
     }
   });
 }
 
 // A group of four warps multiplies its rows with the columns of every stage of a tile.
-template <int kTall>
+template <bool kIsFp8, int kTall>
 __device__ void multiply_tile(const Ring<Sizes<kTall>>& ring, Position& at, int num_steps,
                               int group, float (&total)[kTall][kWeightRows / 2]) {
   const int last = consume(ring, at, num_steps, [&](int stage, bool accumulate) {
@@ -104,11 +111,15 @@ __device__ void multiply_tile(const Ring<Sizes<kTall>>& ring, Position& at, int 
     const uint64_t right = matrix_descriptor(ring.weight(stage));
     begin_products();
 #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
+    for (int k = 0; k < kRowBytes / 32; ++k) {
 #pragma unroll
       for (int tall = 0; tall < kTall; ++tall) {
-        multiply(total[tall], left + k * 2 + tall * (kGroupRows * kRowBytes >> 4), right + k * 2,
-                 accumulate || k > 0);
+        const uint64_t rows = left + k * 2 + tall * (kGroupRows * kRowBytes >> 4);
+        if constexpr (kIsFp8) {
+          multiply_fp8(total[tall], rows, right + k * 2, accumulate || k > 0);
+        } else {
+          multiply(total[tall], rows, right + k * 2, accumulate || k > 0);
+        }
       }
     }
   });
@@ -133,32 +144,84 @@ __device__ void transpose(uint32_t (&v)[4]) {
   }
 }
 
-// Writes a tile from the registers, sixteen bytes at a time.
+// Two neighbouring sums as they are meant; `column` is a row of the weight.
+template <bool kIsFp8>
+__device__ float2 meant(const KernelParams& params, const float* sums, float row_scale,
+                        int column) {
+  float2 pair = make_float2(sums[0], sums[1]);
+  if constexpr (kIsFp8) {
+    const float2 scales = *reinterpret_cast<const float2*>(params.weight_scales + column);
+    pair.x *= row_scale * scales.x;
+    pair.y *= row_scale * scales.y;
+  }
+  return pair;
+}
+
+// The scales of a tile are on their way to this multiprocessor while its sums are computed.
 template <int kTall>
+__device__ void prefetch_scales(const KernelParams& params, Tile tile) {
+  constexpr int kLine = 32;  // floats
+  constexpr int kLines = kColumns / kLine;
+  const int line = threadIdx.x % kGroupThreads;
+  if (line < 2 * kLines) {
+    const int column = min(tile.column + line % kLines * kLine, params.width - 1);
+    prefetch_near(params.weight_scales + line / kLines * params.width + column);
+  } else if (line < 2 * kLines + Sizes<kTall>::rows / kLine) {
+    const int row = tile.row + (line - 2 * kLines) * kLine;
+    prefetch_near(params.x_scales + min(row, params.num_rows - 1));
+  }
+}
+
+// Writes a tile from the registers, sixteen bytes at a time.
+template <bool kIsFp8, int kTall>
 __device__ void store(const KernelParams& params, Tile tile, int group,
                       const float (&total)[kTall][kWeightRows / 2]) {
+  constexpr int kRows = kTall * 2;  // of a thread
   const int lane = threadIdx.x % 32;
   const int first_row =
       tile.row + group * kTall * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + lane / 4;
+  const auto row_of = [&](int i) { return first_row + i / 2 * kGroupRows + i % 2 * 8; };
+  float row_scales[kRows];
+  if constexpr (kIsFp8) {
 #pragma unroll
-  for (int part = 0; part < kTall * 2; ++part) {
-    const int row = first_row + part / 2 * kGroupRows + part % 2 * 8;
-    __nv_bfloat16* out = params.out + row * params.out_stride;
+    for (int i = 0; i < kRows; ++i) {
+      row_scales[i] = params.x_scales[min(row_of(i), params.num_rows - 1)];
+    }
+  }
 #pragma unroll
-    for (int i = 0; i < kColumns / 32; ++i) {
-      uint32_t packed[4];
+  for (int quarter = 0; quarter < kColumns / 32; ++quarter) {
+    uint32_t packed[kRows][4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* gate = &total[part / 2][(i * 4 + j) * 4 + part % 2 * 2];
-        const float* up = gate + kColumns / 2;
-        const float2 product = silu_mul(make_float2(gate[0], gate[1]), make_float2(up[0], up[1]));
-        packed[j] = as_bits(__float22bfloat162_rn(product));
+    for (int j = 0; j < 4; ++j) {
+      const int eighth = quarter * 4 + j;
+      float2 gate_scales, up_scales;
+      if constexpr (kIsFp8) {  // of columns beyond the last, which nothing writes, some others
+        const int column = min(tile.column + eighth * 8 + lane % 4 * 2, params.width - 2);
+        const float* scales = params.weight_scales + column;
+        gate_scales = *reinterpret_cast<const float2*>(scales);
+        up_scales = *reinterpret_cast<const float2*>(scales + params.width);
       }
-      transpose(packed);
-      const int column = tile.column + (i * 4 + lane % 4) * 8;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float* sums = &total[i / 2][eighth * 4 + i % 2 * 2];
+        float2 gate = make_float2(sums[0], sums[1]);
+        float2 up = make_float2(sums[kColumns / 2], sums[kColumns / 2 + 1]);
+        if constexpr (kIsFp8) {
+          gate.x *= row_scales[i] * gate_scales.x;
+          gate.y *= row_scales[i] * gate_scales.y;
+          up.x *= row_scales[i] * up_scales.x;
+          up.y *= row_scales[i] * up_scales.y;
+        }
+        packed[i][j] = as_bits(__float22bfloat162_rn(silu_mul(gate, up)));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      transpose(packed[i]);
+      const int row = row_of(i), column = tile.column + (quarter * 4 + lane % 4) * 8;
       if (row < params.num_rows && column < params.width) {
-        *reinterpret_cast<uint4*>(out + column) =
-            make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        *reinterpret_cast<uint4*>(params.out + row * params.out_stride + column) =
+            make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
       }
     }
   }
@@ -166,7 +229,7 @@ __device__ void store(const KernelParams& params, Tile tile, int group,
 
 #endif
 
-template <int kTall>
+template <bool kIsFp8, int kTall>
 __global__ void __launch_bounds__(kThreads, 1)
     gated_linear_kernel(const __grid_constant__ CUtensorMap x,
                         const __grid_constant__ CUtensorMap weight,
@@ -185,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
     const int thread = threadIdx.x % kGroupThreads;
     if (thread == 0) {
-      produce<kTall>(ring, params, S::weight_bytes, [&](int stage, Tile tile, int depth) {
+      produce<kIsFp8, kTall>(ring, params, S::weight_bytes, [&](int stage, Tile tile, int depth) {
         const uint32_t gate = ring.weight(stage), up = gate + kColumns * kRowBytes;
         const uint32_t barrier = ring.full(stage);
         copy_tile(gate, &weight, depth, tile.column, barrier, params.weight_hint);
@@ -193,9 +256,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
     } else if (thread == 32) {
       wait_for_prerequisites();
-      produce<kTall>(ring, params, S::rows * kRowBytes, [&](int stage, Tile tile, int depth) {
-        copy_tile(ring.x(stage), &x, depth, tile.row, ring.full(stage), kEvictLast);
-      });
+      produce<kIsFp8, kTall>(
+          ring, params, S::rows * kRowBytes, [&](int stage, Tile tile, int depth) {
+            copy_tile(ring.x(stage), &x, depth, tile.row, ring.full(stage), kEvictLast);
+          });
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
@@ -203,24 +267,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     Position at;
     for_each_tile<kTall>(params, [&](Tile tile) {
       float total[kTall][kWeightRows / 2];
-      multiply_tile<kTall>(ring, at, params.num_steps, group, total);
-      store<kTall>(params, tile, group, total);
+      if constexpr (kIsFp8) prefetch_scales<kTall>(params, tile);
+      multiply_tile<kIsFp8, kTall>(ring, at, params.num_steps, group, total);
+      store<kIsFp8, kTall>(params, tile, group, total);
     });
   }
 #endif
 }
 
-template <int kTall>
+template <bool kIsFp8, int kTall>
 cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   using S = Sizes<kTall>;
+  constexpr int kElements = kStageDepth<kIsFp8>;
   const int width = params.num_columns / 2;
-  if (params.depth % kDepth != 0 || width % 8 != 0) return cudaErrorInvalidValue;
+  if (params.depth % kElements != 0 || width % 8 != 0) return cudaErrorInvalidValue;
   CUtensorMap x, weight;
-  cudaError_t error =
-      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, S::rows);
+  cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride,
+                               S::rows, kRowBytes / kElements);
   if (error != cudaSuccess) return error;
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
-                   kColumns);
+                   kColumns, kRowBytes / kElements);
   if (error != cudaSuccess) return error;
   int device = 0, blocks = 0;
   error = cudaGetDevice(&device);
@@ -229,18 +295,20 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   KernelParams kernel_params{};
+  kernel_params.x_scales = params.x_scales;
+  kernel_params.weight_scales = params.weight_scales;
   kernel_params.out = static_cast<__nv_bfloat16*>(params.out);
   kernel_params.out_stride = params.out_stride;
   kernel_params.num_rows = params.num_rows;
   kernel_params.width = width;
-  kernel_params.num_steps = params.depth / kDepth;
+  kernel_params.num_steps = params.depth / kElements;
   kernel_params.row_tiles = (params.num_rows + S::rows - 1) / S::rows;
   kernel_params.column_tiles = (width + kColumns - 1) / kColumns;
   kernel_params.weight_hint = kernel_params.row_tiles == 1 ? kEvictFirst : kEvictNormal;
 
   const int num_tiles = kernel_params.row_tiles * kernel_params.column_tiles;
   const Launch launch{std::min(num_tiles, blocks), kThreads, stream, params.early, S::shared_bytes};
-  return launch_kernel(gated_linear_kernel<kTall>, launch, x, weight, kernel_params);
+  return launch_kernel(gated_linear_kernel<kIsFp8, kTall>, launch, x, weight, kernel_params);
 }
 
 }  // namespace
@@ -250,8 +318,11 @@ cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream)
   if (params.num_rows < 1 || !is_gated || params.tiling.columns != kWeightRows) {
     return cudaErrorInvalidValue;
   }
-  return dispatch_value<Sizes<1>::rows, Sizes<2>::rows>(
-      params.tiling.rows, [&](auto rows) { return launch<rows / Sizes<1>::rows>(params, stream); });
+  return dispatch_value<Sizes<1>::rows, Sizes<2>::rows>(params.tiling.rows, [&](auto rows) {
+    constexpr int kTall = rows / Sizes<1>::rows;
+    return params.x_scales != nullptr ? launch<true, kTall>(params, stream)
+                                      : launch<false, kTall>(params, stream);
+  });
 }
 
 }  // namespace fused_ops
