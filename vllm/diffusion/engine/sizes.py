@@ -158,6 +158,8 @@ def _products(
         add_to=kind.workspace(ops.Use.ADD_TO, out).row_bytes,
         most_gated_rows=gated.most_rows,
         quantises=kind.quantises,
+        weight_bytes=kind.weight_bytes,
+        speed=kind.speed,
     )
 
 

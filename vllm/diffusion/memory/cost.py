@@ -194,7 +194,7 @@ class Costs:
     def _read(self, step: StepShape, layout: Layout, work: Work) -> float:
         """The rows that are read: the rest of the last layer, unless it is over, and the head."""
         weights = self._shape.num_columns * self._shape.hidden_size
-        seconds = self._product(work, weights, LAUNCHES_LOGITS)
+        seconds = self._product(work, weights, LAUNCHES_LOGITS, is_head=True)
         if not is_streamed(layout):
             seconds += self._attend(work, step, with_queries=True, groups=1)
             seconds += self._feed_forward(work)
@@ -213,15 +213,25 @@ class Costs:
         return count * (given / self._rates.link_bytes + waiting)
 
     def _product(
-        self, work: Work, weights: float, num_launches: int, stored: float | None = None
+        self,
+        work: Work,
+        weights: float,
+        num_launches: int,
+        stored: float | None = None,
+        *,
+        is_head: bool = False,
     ) -> float:
         """Products of the rows with `weights` numbers each; of `stored` ones in every chunk."""
         if not work.rows or not weights:
             return 0.0
-        rates, stored = self._rates, weights if stored is None else stored
-        reading = work.num_chunks * stored * self._shape.element_bytes / rates.memory_bytes
+        shape, rates, stored = self._shape, self._rates, weights if stored is None else stored
+        number_bytes, speed = shape.weight_bytes, shape.speed
+        if is_head:  # which stays plain unless it is asked for
+            number_bytes, speed = shape.element_bytes, 1.0
+        reading = work.num_chunks * stored * number_bytes / rates.memory_bytes
         launching = work.num_chunks * num_launches * rates.launch_seconds
-        return _together(2.0 * work.rows * weights / rates.product_flops, reading) + launching
+        computing = 2.0 * work.rows * weights / (speed * rates.product_flops)
+        return _together(computing, reading) + launching
 
 
 def _together(one: float, other: float) -> float:

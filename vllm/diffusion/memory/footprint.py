@@ -54,6 +54,8 @@ class Products(NamedTuple):
         add_to: of the products that are added to the residual stream.
         most_gated_rows: chunks of more rows take nothing of `gated`; None for no end.
         quantises: they take rows that are quantised already.
+        weight_bytes: of a stored number of a weight; None: e, as of one of a row.
+        speed: of large products, over those of 16-bit weights.
     """
 
     project: Terms
@@ -61,6 +63,8 @@ class Products(NamedTuple):
     add_to: Terms
     most_gated_rows: int | None = None
     quantises: bool = False
+    weight_bytes: float | None = None
+    speed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,16 @@ class ModelShape:
         """Chunks of more rows store no gate and up; None where any may."""
         most = [products.most_gated_rows for products in self.products]
         return None if None in most else max(filter(None, most), default=0)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of a stored number of a layer's weights, at most."""
+        return max(products.weight_bytes or self.element_bytes for products in self.products)
+
+    @property
+    def speed(self) -> float:
+        """Of a layer's large products, at least, over those of 16-bit weights."""
+        return min(products.speed for products in self.products)
 
     @property
     def row_bytes(self) -> int:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of the device at hand: measured when an engine starts, and remembered on disk.
 
-A large product, attention of a long sequence and a large copy run for a moment each, and the
-fastest of their later rounds counts: by then the card is as warm as work makes it, and a round is
-shorter than the turn of another process on the same card. Beside others, what is far below what the
-card's clocks and widths promise is not believed; neither that nor what was measured beside others
-is remembered.
+A large product, attention of a long sequence and a large copy run for a moment each, and the median
+of their later rounds counts: by then the card has met its limit of power, as in a step (for a tenth
+of a second an H200 multiplies by a tenth faster). Beside others, what is far below what the card's
+clocks and widths promise is not believed; neither that nor what was measured beside others is
+remembered.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MEASURED = ("product_flops", "attention_flops", "memory_bytes")  # which properties promise
-WARM_S, MOMENT_S = 0.1, 0.02  # of what a card gets hot from, and of copies
+WARM_S, MOMENT_S = 0.18, 0.02  # of what a card gets hot from, and of copies
+LINK_BYTES = 32 << 20  # as much of the host's memory is pinned meanwhile
 BELIEVED = 0.6  # of what properties promise: few cards do less of it alone
-COPIED_BYTES = 128 << 20  # more than caches hold
+COPIED_BYTES = 512 << 20  # enough that a copy's start and end do not count
 OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: others are there
 
 # Operations of dense 16-bit products a clock and multiprocessor, by compute capability: of the
@@ -132,7 +134,7 @@ def measured_rates(device: torch.device, promised: Rates) -> Rates:
     """What the card does now, where it can be measured; else what is promised.
 
     Raises:
-        RuntimeError: it cannot be used, or less than half a gigabyte is free.
+        RuntimeError: it cannot be used, or hardly a gigabyte is free.
     """
     return promised._replace(
         product_flops=_product_flops(device),
@@ -150,7 +152,7 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
 def _product_flops(device: torch.device) -> float:
     x, weights = _normal(_ROWS, _DEPTH, device=device), _normal(_DEPTH, _COLUMNS, device=device)
     out = _normal(_ROWS, _COLUMNS, device=device)
-    seconds = _fastest(lambda: torch.mm(x, weights, out=out), WARM_S)
+    seconds = _typical(lambda: torch.mm(x, weights, out=out), WARM_S)
     return 2 * _ROWS * _DEPTH * _COLUMNS / seconds
 
 
@@ -158,23 +160,23 @@ def _attention_flops(device: torch.device) -> float:
     q, k, v = (_normal(1, _HEADS, _QUERIES, _HEAD_DIM, device=device) for _ in range(3))
     kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(kinds, set_priority=True):
-        seconds = _fastest(lambda: functional.scaled_dot_product_attention(q, k, v), WARM_S)
+        seconds = _typical(lambda: functional.scaled_dot_product_attention(q, k, v), WARM_S)
     return 4 * _QUERIES**2 * _HEADS * _HEAD_DIM / seconds
 
 
 def _memory_bytes(device: torch.device) -> float:
     x = torch.empty(2, COPIED_BYTES, dtype=torch.uint8, device=device)
-    return 2 * COPIED_BYTES / _fastest(lambda: x[0].copy_(x[1]), MOMENT_S)
+    return 2 * COPIED_BYTES / _typical(lambda: x[0].copy_(x[1]), MOMENT_S)
 
 
 def _host_bytes(device: torch.device) -> float:
-    there = torch.empty(COPIED_BYTES // 4, dtype=torch.uint8, device=device)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.empty_like(there, device="cpu", pin_memory=True)
-    return here.nbytes / _fastest(lambda: there.copy_(here, non_blocking=True), MOMENT_S)
+    return here.nbytes / _typical(lambda: there.copy_(here, non_blocking=True), MOMENT_S)
 
 
-def _fastest(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of the fastest round of the second half of so many seconds."""
+def _typical(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of a round in the second half of so many seconds, the median."""
     run()
     rounds, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(rounds) < 2:
@@ -184,7 +186,7 @@ def _fastest(run: Callable[[], object], seconds: float) -> float:
         last.record()
         last.synchronize()
         rounds.append(first.elapsed_time(last) / 1000)
-    return min(rounds[len(rounds) // 2 :])
+    return statistics.median(rounds[len(rounds) // 2 :])
 
 
 def _has_company(device: torch.device) -> bool:

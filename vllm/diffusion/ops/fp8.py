@@ -129,6 +129,8 @@ class Fp8Projection(Projection):
 
     can_slice = True
     quantises = True
+    weight_bytes = 1.0
+    speed = 1.75  # on an H200, with the rows' quantisation
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)

@@ -184,6 +184,8 @@ class PackedProjection(Projection):
     """A matrix of 4-bit numbers; see the module."""
 
     can_slice = True
+    weight_bytes = 0.53
+    speed = 0.9  # on an H200, with unpacking
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)

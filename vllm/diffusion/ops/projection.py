@@ -96,10 +96,14 @@ class Projection(ABC):
     Attributes:
         can_slice: some columns, or features, can be had for less than all of them.
         quantises: its methods take rows that are quantised already, and `gated` writes such.
+        weight_bytes: of a stored number of W, with its part of the scales; None: as in a row.
+        speed: of products of many rows, over those of plain weights.
     """
 
     can_slice: ClassVar[bool]
     quantises: ClassVar[bool] = False
+    weight_bytes: ClassVar[float | None] = None
+    speed: ClassVar[float] = 1.0
 
     def __init__(self, layer: ParallelLayer) -> None:
         is_row_parallel = isinstance(layer, RowParallelLinear)
