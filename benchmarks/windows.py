@@ -162,8 +162,8 @@ def routed(runner: Any, hear: Callable[[torch.Tensor, torch.Tensor, Any], None])
 
     route = ops.route_rows
 
-    def heard(x: torch.Tensor, gate: torch.Tensor, *arguments: Any) -> Any:
-        routing = route(x, gate, *arguments)
+    def heard(x: torch.Tensor, gate: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        routing = route(x, gate, *arguments, **options)
         hear(x, gate, routing)
         return routing
 
@@ -206,10 +206,11 @@ def touched_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> fl
     """Experts of a layer that some row passes, mean over layers and the steps of so many rows."""
     counts: list[torch.Tensor] = []
 
-    def count(x: torch.Tensor, _gate: torch.Tensor, routing: Any) -> None:
+    def count(x: torch.Tensor, gate: torch.Tensor, routing: Any) -> None:
         if len(x) == num_rows:
             ends = routing[2]
-            counts.append((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+            rows = ends.diff(prepend=ends.new_zeros(1))
+            counts.append((rows[-len(gate) :] > 0).sum())
 
     with routed(runner, count):
         run()

@@ -18,7 +18,12 @@ _LEAST = -3.0e38  # what counts as NaN and -inf where experts are chosen
 
 
 def route(
-    logits: Tensor, num_chosen: int, bias: Tensor | None, scoring: Scoring = SOFTMAX
+    logits: Tensor,
+    num_chosen: int,
+    bias: Tensor | None,
+    scoring: Scoring = SOFTMAX,
+    *,
+    has_shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, slots and ends; see `gather_gemm.route`."""
     wide = logits.to(torch.float32)
@@ -33,7 +38,19 @@ def route(
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     weights = (weights * scoring.scale).to(logits.dtype)
     slots = chosen.flatten().argsort(stable=True).to(torch.int32)
-    return weights, slots, _group_ends(chosen, logits.shape[1])
+    ends = _group_ends(chosen, logits.shape[1])
+    return _with_shared(weights, slots, ends) if has_shared else (weights, slots, ends)
+
+
+def _with_shared(weights: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with an expert of all rows: the first, in the last place of a row."""
+    num_rows, num_chosen = weights.shape
+    rows = torch.arange(num_rows, dtype=slots.dtype, device=slots.device)
+    return (
+        torch.cat((weights, weights.new_ones(num_rows, 1)), dim=1),
+        torch.cat((rows * (num_chosen + 1) + num_chosen, slots + slots // num_chosen)),
+        torch.cat((ends.new_full((1,), num_rows), ends + num_rows)),
+    )
 
 
 def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:

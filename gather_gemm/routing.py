@@ -21,6 +21,9 @@ MAX_EXPERTS = 1024  # a block of the kernel holds whole rows
 class Routing(NamedTuple):
     """Rows on their way to their experts. A slot is a row's place for one of its k terms.
 
+    Where an expert of all rows is asked for, it is the first of E + 1, and has, with the weight 1,
+    the last of the k + 1 places of a row; then read E + 1 and k + 1 here.
+
     Attributes:
         weights: [R, k] of a row's experts in ascending order.
         slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, and by
@@ -34,7 +37,12 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: Tensor, num_chosen: int, bias: Tensor | None = None, scoring: Scoring = SOFTMAX
+    logits: Tensor,
+    num_chosen: int,
+    bias: Tensor | None = None,
+    scoring: Scoring = SOFTMAX,
+    *,
+    has_shared: bool = False,
 ) -> Routing:
     """Choose experts for each row by their scores in fp32.
 
@@ -49,6 +57,7 @@ def route(
         bias: fp32 [E], added to the scores for the choice only.
         scoring: how logits become a choice and weights; the groups that it keeps have at least k
             experts, every group at least two.
+        has_shared: all rows have one more expert.
 
     Returns:
         weights in the dtype of the logits.
@@ -59,8 +68,8 @@ def route(
     _check_logits(logits)
     _check_choice("route", logits.shape[1], num_chosen, bias, logits.device, scoring)
     if _kernels is None or not can_take(logits) or len(logits) == 0:
-        return Routing(*reference.route(logits, num_chosen, bias, scoring))
-    routing = _allocate(logits, logits.shape[1], num_chosen)
+        return Routing(*reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared))
+    routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
     with guard(logits):
         _kernels.launch_route(logits, num_chosen, bias, scoring, *routing)
     return routing
@@ -72,6 +81,8 @@ def route_rows(
     num_chosen: int,
     bias: Tensor | None = None,
     scoring: Scoring = SOFTMAX,
+    *,
+    has_shared: bool = False,
 ) -> Routing:
     """`route` by the logits ``x @ gate.T``, rounded to the dtype if not `Scoring.in_fp32`.
 
@@ -83,7 +94,7 @@ def route_rows(
         gate: [E, D] of the same dtype, E at most 1,024; likewise. It may be read before the kernel
             before in the stream ends, which must not write it.
         num_chosen: k, from 1 to E.
-        bias, scoring: as for `route`.
+        bias, scoring, has_shared: as for `route`.
 
     Returns:
         weights in the dtype of x, or fp32.
@@ -96,9 +107,10 @@ def route_rows(
     _check(op, "gate", gate, x, (-1, x.shape[1]))
     _check_choice(op, len(gate), num_chosen, bias, x.device, scoring)
     if _kernels is None or not can_take(x) or not _is_scored(x):
-        return route(router_logits(x, gate, scoring), num_chosen, bias, scoring)
+        logits = router_logits(x, gate, scoring)
+        return route(logits, num_chosen, bias, scoring, has_shared=has_shared)
     dtype = torch.float32 if scoring.in_fp32 else x.dtype
-    routing = _allocate(x, len(gate), num_chosen, dtype)
+    routing = _allocate(x, len(gate), num_chosen, dtype, has_shared=has_shared)
     with guard(x):
         parts = _kernels.launch_score(x, gate)
         _kernels.launch_route(parts, num_chosen, bias, scoring, *routing)
@@ -120,13 +132,14 @@ def _is_scored(x: Tensor) -> bool:
 
 
 def _allocate(
-    rows: Tensor, num_experts: int, num_chosen: int, dtype: torch.dtype | None = None
+    rows: Tensor, num_experts: int, num_chosen: int, dtype: torch.dtype, *, has_shared: bool
 ) -> Routing:
-    num_slots = len(rows) * num_chosen
+    weights = rows.new_empty(len(rows), num_chosen + has_shared, dtype=dtype)
+    slots, ends = weights.numel(), num_experts + has_shared
     return Routing(
-        rows.new_empty(len(rows), num_chosen, dtype=dtype),
-        torch.empty(num_slots, dtype=torch.int32, device=rows.device),
-        torch.empty(num_experts, dtype=torch.int32, device=rows.device),
+        weights,
+        torch.empty(slots, dtype=torch.int32, device=rows.device),
+        torch.empty(ends, dtype=torch.int32, device=rows.device),
     )
 
 
@@ -142,9 +155,9 @@ def sum_terms(
     fp32, and the whole is rounded once. The addend comes last, and that sum is rounded as well.
 
     Args:
-        terms: [R, k, D] bf16, fp16 or fp32, contiguous.
-        weights: fp32 [R, k] contiguous, or None.
-        addend: [R, D] of the dtype of the terms, contiguous, or None.
+        terms: [R, k, D] bf16, fp16 or fp32; those of a row are contiguous.
+        weights: fp32 [R, k], or None; rows may be strided.
+        addend: [R, D] of the dtype of the terms, or None; likewise.
         out: Like the addend, written; allocated when not given.
 
     Returns:
@@ -234,9 +247,9 @@ def _check_choice(
 
 
 def _check_terms(op: str, terms: Tensor, weights: Tensor | None, addend: Tensor | None) -> None:
-    if terms.dim() != 3 or terms.dtype not in _DTYPES or not terms.is_contiguous():
+    if terms.dim() != 3 or terms.dtype not in _DTYPES or not _has_whole_rows(terms):
         raise ValueError(
-            f"{op}: terms must be [R, k, D] contiguous of one of bf16, fp16 and fp32, "
+            f"{op}: terms must be [R, k, D] of one of bf16, fp16 and fp32 with contiguous rows, "
             f"got {terms.dtype} {list(terms.shape)} with strides {terms.stride()}"
         )
     if terms.shape[1] == 0:
@@ -256,8 +269,13 @@ def _check_like(
     if tensor is None:
         return
     is_like = tensor.dtype == dtype and tensor.device == like.device
-    if tensor.shape != shape or not is_like or not tensor.is_contiguous():
+    if tensor.shape != shape or not is_like or not _has_whole_rows(tensor):
         raise ValueError(
-            f"{op}: {name} must be {dtype} {list(shape)} contiguous on {like.device}, "
+            f"{op}: {name} must be {dtype} {list(shape)} with contiguous rows on {like.device}, "
             f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    """Whether all of a row lies together; rows may lie apart."""
+    return len(tensor) == 0 or tensor[0].is_contiguous()

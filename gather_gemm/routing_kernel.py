@@ -127,10 +127,10 @@ def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
 def choose_kernel(
     logits,  # [P, R, E], to be summed and rounded to the dtype of the weights
     bias,  # [E] fp32
-    weights,  # [R, K], written: ascending experts
+    weights,  # [R, K + S], written: ascending experts, and 1 of the S = 1 or no expert of all rows
     members,  # [R, K] int16, written where the rows take several blocks: ascending experts
-    slots,  # [R * K] int32, written where one block holds all rows
-    ends,  # [E] int32, written likewise
+    slots,  # [R * (K + S)] int32, written where one block holds all rows
+    ends,  # [S + E] int32, written likewise
     num_rows,
     num_experts,
     num_chosen,
@@ -147,6 +147,7 @@ def choose_kernel(
     NUM_KEPT: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin_open(OVERLAPS)
@@ -178,51 +179,72 @@ def choose_kernel(
         is_open = tl.broadcast_to(is_expert[None, :], ranks.shape)
     is_chosen = _choose(ranks, is_open, num_chosen, EXPERTS) & is_row[:, None]
     ones = is_chosen.to(tl.int32)
-    slot = row_ids[:, None] * num_chosen + tl.cumsum(ones, axis=1) - 1
+    slot = row_ids[:, None] * (num_chosen + NUM_SHARED) + tl.cumsum(ones, axis=1) - 1
     if IS_NORMALISED:
         scores /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
     scores *= scale
     tl.store(weights + slot, scores.to(weights.dtype.element_ty), mask=is_chosen)
+    if NUM_SHARED > 0:
+        shared_slot = row_ids * (num_chosen + 1) + num_chosen
+        one = tl.full((ROWS,), 1.0, dtype=tl.float32)
+        tl.store(weights + shared_slot, one.to(weights.dtype.element_ty), mask=is_row)
     if IS_WHOLE:
         totals = tl.sum(ones, axis=0)
-        last = tl.cumsum(totals)
-        tl.store(ends + experts, last, mask=is_expert)
+        last = num_rows * NUM_SHARED + tl.cumsum(totals)
+        tl.store(ends + NUM_SHARED + experts, last, mask=is_expert)
         position = (last - totals)[None, :] + tl.cumsum(ones, axis=0) - 1
         tl.store(slots + position, slot, mask=is_chosen)
+        if NUM_SHARED > 0:
+            tl.store(ends, num_rows)
+            tl.store(slots + row_ids, shared_slot, mask=is_row)
     else:
         member = tl.broadcast_to(experts[None, :], slot.shape)
-        tl.store(members + slot, member.to(tl.int16), mask=is_chosen)
+        place = slot - row_ids[:, None] * NUM_SHARED
+        tl.store(members + place, member.to(tl.int16), mask=is_chosen)
 
 
 @triton.jit
 def sort_kernel(
-    members,  # [R * K] int16: the expert of every slot
-    slots,  # [R * K] int32, written
-    ends,  # [E] int32, written
-    num_slots,
+    members,  # [R * K] int16: the expert of every chosen place
+    slots,  # [R * (K + S)] int32, written
+    ends,  # [S + E] int32, written
+    num_members,
+    NUM_CHOSEN: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     LINES: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """A program for each expert: it counts the slots of those before it, then lists its own."""
+    """A program for each expert: it counts the slots of those before it, then lists its own.
+
+    That of all rows, if there is one, is the first, and has the last place of every row.
+    """
     begin_open(OVERLAPS)
-    expert = tl.program_id(0)
+    expert = tl.program_id(0) - NUM_SHARED
+    num_rows = num_members // NUM_CHOSEN
+    if NUM_SHARED > 0:
+        rows = tl.arange(0, LINES)
+        for first in range(0, tl.where(expert < 0, num_rows, 0), LINES):
+            row = first + rows
+            tl.store(slots + row, row * (NUM_CHOSEN + 1) + NUM_CHOSEN, mask=row < num_rows)
     places = tl.arange(0, LINES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     earlier = tl.zeros((LINES, WIDTH), dtype=tl.int32)
-    for first in range(0, num_slots, LINES * WIDTH):
-        inside = first + places < num_slots
+    for first in range(0, num_members, LINES * WIDTH):
+        inside = first + places < num_members
         member = tl.load(members + first + places, mask=inside, other=32767)
         earlier += (member < expert).to(tl.int32)
-    end = tl.sum(tl.sum(earlier, axis=1), axis=0)
-    for first in range(0, num_slots, LINES * WIDTH):
-        inside = first + places < num_slots
+    end = num_rows * NUM_SHARED + tl.sum(tl.sum(earlier, axis=1), axis=0)
+    for first in range(0, num_members, LINES * WIDTH):
+        inside = first + places < num_members
         member = tl.load(members + first + places, mask=inside, other=32767)
         ones = (member == expert).to(tl.int32)
         totals = tl.sum(ones, axis=1)
         position = end + (tl.cumsum(totals) - totals)[:, None] + tl.cumsum(ones, axis=1) - 1
-        tl.store(slots + position, first + places, mask=ones > 0)
+        place = first + places
+        slot = place + place // NUM_CHOSEN * NUM_SHARED
+        tl.store(slots + position, slot, mask=ones > 0)
         end += tl.sum(totals, axis=0)
-    tl.store(ends + expert, end)
+    tl.store(ends + NUM_SHARED + expert, end)
 
 
 @triton.jit
@@ -232,6 +254,9 @@ def sum_kernel(
     addend,  # [R, D]
     out,  # [R, D]
     num_columns,
+    terms_stride,
+    weights_stride,
+    addend_stride,
     out_stride,
     NUM_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -245,19 +270,19 @@ def sum_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < num_columns
     dtype = out.dtype.element_ty
-    term = terms + row * NUM_TERMS * num_columns + columns
+    term = terms + row * terms_stride + columns
     total = tl.load(term, mask=mask, other=0.0).to(tl.float32)
     if IS_WEIGHTED:
-        total *= tl.load(weights + row * NUM_TERMS)
+        total *= tl.load(weights + row * weights_stride)
     for index in tl.static_range(1, NUM_TERMS):
         more = tl.load(term + index * num_columns, mask=mask, other=0.0).to(tl.float32)
         if IS_WEIGHTED:
-            total += more * tl.load(weights + row * NUM_TERMS + index)
+            total += more * tl.load(weights + row * weights_stride + index)
         else:  # every sum is rounded to the model dtype
             total = (total + more).to(dtype).to(tl.float32)
     total = total.to(dtype).to(tl.float32)
     if HAS_ADDEND:
-        more = tl.load(addend + row * num_columns + columns, mask=mask, other=0.0)
+        more = tl.load(addend + row * addend_stride + columns, mask=mask, other=0.0)
         total = (total + more.to(tl.float32)).to(dtype).to(tl.float32)
     into = out + row * out_stride + columns
     if ADDS:
@@ -316,6 +341,8 @@ def launch_route(
 ) -> None:
     """Enqueue the choice and the order of the rows; the arguments are checked.
 
+    Weights of a place more than are chosen are of rows that have one expert more (`with_shared`).
+
     `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
     program of the choice.
     """
@@ -326,7 +353,8 @@ def launch_route(
     rows = max(1, elements // experts)
     num_blocks = triton.cdiv(num_rows, rows)
     is_whole = num_blocks == 1
-    members = None if is_whole else slots.new_empty(len(slots), dtype=torch.int16)
+    num_shared = weights.shape[1] - num_chosen
+    members = None if is_whole else slots.new_empty(num_rows * num_chosen, dtype=torch.int16)
     choose_kernel[(num_blocks,)](
         parts,
         bias,
@@ -350,20 +378,25 @@ def launch_route(
         NUM_KEPT=scoring.num_kept_groups,
         IS_EVEN=num_experts % scoring.num_groups == 0 and experts == num_experts,
         IS_WHOLE=is_whole,
+        NUM_SHARED=num_shared,
         OVERLAPS=overlaps(logits.device),
         launch_pdl=overlaps(logits.device),
         num_warps=num_warps,
     )
     if members is not None:
-        _launch_sort(members, slots, ends)
+        _launch_sort(members, slots, ends, num_chosen, num_shared)
 
 
-def _launch_sort(members: Tensor, slots: Tensor, ends: Tensor) -> None:
+def _launch_sort(
+    members: Tensor, slots: Tensor, ends: Tensor, num_chosen: int, num_shared: int
+) -> None:
     sort_kernel[(len(ends),)](
         members,
         slots,
         ends,
-        len(slots),
+        len(members),
+        NUM_CHOSEN=num_chosen,
+        NUM_SHARED=num_shared,
         LINES=_SORT_TILE[0],
         WIDTH=_SORT_TILE[1],
         OVERLAPS=overlaps(slots.device),
@@ -388,6 +421,9 @@ def launch_sum(
         addend,
         out,
         num_columns,
+        terms.stride(0),
+        0 if weights is None else weights.stride(0),
+        0 if addend is None else addend.stride(0),
         out.stride(0),
         NUM_TERMS=num_terms,
         COLUMNS=columns,

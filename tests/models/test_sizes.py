@@ -56,7 +56,8 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
     assert shape.experts is not None
     count, _, width = mixtures[0].w2.values.shape
     assert (shape.experts.count, shape.experts.width) == (count, width)
-    assert shape.experts.chosen == mixtures[0].num_chosen
+    num_joined = count - len(mixtures[0].gate)
+    assert shape.experts.chosen == mixtures[0].num_chosen + num_joined
     shared = mixtures[0].shared
     assert shape.experts.shared_width == (0 if shared is None else shared.width)
     assert shape.experts.in_fp32 == mixtures[0].scoring.in_fp32

@@ -37,10 +37,11 @@ DEPTHS = [5, 256, 600, 1024]
 
 
 def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
-    given = route(logits, num_chosen, bias, scoring)
-    weights, slots, ends = reference.route(logits, num_chosen, bias, scoring)
-    assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
-    torch.testing.assert_close(given.weights, weights, equal_nan=True)
+    for has_shared in (False, True):
+        given = route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+        wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+        assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
+        torch.testing.assert_close(given.weights, wanted[0], equal_nan=True)
 
 
 def awkward_logits(generator, num_rows, num_experts):
@@ -99,10 +100,11 @@ def exact_rows(generator, num_rows, num_experts, depth, dtype):
 def check_rows(x, gate, num_chosen, bias, scoring=SOFTMAX):
     logits = x.float() @ gate.float().t()
     logits = logits if scoring.in_fp32 else logits.to(x.dtype)
-    given = route_rows(x, gate, num_chosen, bias, scoring)
-    weights, slots, ends = reference.route(logits, num_chosen, bias, scoring)
-    assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
-    torch.testing.assert_close(given.weights, weights)
+    for has_shared in (False, True):
+        given = route_rows(x, gate, num_chosen, bias, scoring, has_shared=has_shared)
+        wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+        assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
+        torch.testing.assert_close(given.weights, wanted[0])
 
 
 @pytest.mark.parametrize(
@@ -263,6 +265,21 @@ def test_a_graph_routes_whatever_rows_it_finds(generator, num_rows):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 9, 300])
+def test_an_expert_of_all_rows_is_the_first(generator, device, num_rows):
+    """The others follow as they are without it; it has the last place, and the weight 1."""
+    logits = torch.randn(num_rows, 20, generator=generator).to(device)
+    alone = route(logits, 3)
+    given = route(logits, 3, has_shared=True)
+    assert torch.equal(given.weights[:, :-1], alone.weights) and (given.weights[:, -1] == 1).all()
+    experts = experts_of(given, num_rows, 4)
+    assert (experts[:, -1] == 0).all()
+    assert torch.equal(experts[:, :-1], experts_of(alone, num_rows, 3) + 1)
+    for start, end in pairwise([0, *given.ends.tolist()]):
+        assert (given.slots[start:end].diff() > 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_rows", [40, 200])
 def test_the_lowest_expert_wins_among_equals(device, num_rows):
     routing = route(torch.zeros(num_rows, 64, device=device), 8)
@@ -289,6 +306,8 @@ def test_no_rows(device):
     assert routing.ends.tolist() == [0] * 6
     routing = route_rows(torch.empty(0, 4, device=device), torch.empty(6, 4, device=device), 2)
     assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
+    routing = route(torch.empty(0, 6, device=device), 2, has_shared=True)
+    assert routing.weights.shape == (0, 3) and routing.ends.tolist() == [0] * 7
     assert sum_terms(torch.empty(0, 2, 8, device=device)).shape == (0, 8)
 
 
@@ -332,6 +351,20 @@ def test_an_addend_comes_last(generator, device):
     terms = torch.randn(9, 4, 33, generator=generator).bfloat16().to(device)
     addend = torch.randn(9, 33, generator=generator).bfloat16().to(device)
     assert torch.equal(sum_terms(terms, None, addend), sum_terms(terms) + addend)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sum_takes_parts_of_rows(generator, device):
+    """As where the last term of each row is the addend."""
+    terms = torch.randn(9, 5, 40, generator=generator).bfloat16().to(device)
+    weights = torch.rand(9, 5, generator=generator).to(device)
+    parts = terms[:, :-1], weights[:, :-1], terms[:, -1]
+    wanted = sum_terms(*(part.contiguous() for part in parts))
+    assert torch.equal(sum_terms(*parts), wanted)
+    x = torch.randn(9, 40, generator=generator).bfloat16().to(device)
+    added = x + wanted
+    add_terms(x, *parts)
+    assert torch.equal(x, added)
 
 
 INTERPRETED = """
@@ -380,6 +413,9 @@ for shape in ((1, 1, 1), (5, 3, 7), (3, 8, 1500)):
             sum_terms(terms, weights, some), reference.sum_terms(terms, weights, some)
         )
     assert torch.equal(sum_terms(terms, None, addend), reference.sum_terms(terms, None, addend))
+    if shape[1] > 1:
+        parts = terms[:, :-1], weights[:, :-1], terms[:, -1]
+        assert torch.equal(sum_terms(*parts), reference.sum_terms(*parts))
 for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-3]):
     depth = DEPTHS[number % len(DEPTHS)]
     x, gate = exact_rows(generator, num_rows, num_experts, depth, torch.float16)

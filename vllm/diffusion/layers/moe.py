@@ -23,8 +23,8 @@ class ExpertsMLP:
     """The feed-forward stage of a layer with experts, over weights owned elsewhere.
 
     `gate` is the router [E, D]; `w1` [E, 2I, D] and `w2` [E, D, I] hold this rank's part of every
-    expert's width; `bias` [E] shifts the choice where the model has it. `shared` is the expert of
-    all rows, if there is one.
+    expert's width; `bias` [E] shifts the choice where the model has it. An expert of all rows, if
+    there is one, is `shared`, or the first of E + 1 in `w1` and `w2`.
     """
 
     norm: RMSNorm
@@ -35,6 +35,11 @@ class ExpertsMLP:
     bias: Tensor | None = None
     scoring: ops.Scoring = ops.SOFTMAX
     shared: GatedMLP | None = None
+
+    @property
+    def _has_joined(self) -> bool:
+        """Whether the expert of all rows lies with the others."""
+        return self.w1.num_experts > len(self.gate)
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -63,12 +68,16 @@ class ExpertsMLP:
                 buffers,
                 addend=addend,
                 in_fp32=self.scoring.in_fp32,
+                has_shared=self._has_joined,
             )
 
     def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
         """The experts of every row."""
         element_bytes = FP32_BYTES if self.scoring.in_fp32 else normed.element_size()
-        scores_bytes = len(self.gate) * element_bytes
-        chosen_bytes = self.num_chosen * (element_bytes + 6)  # weights, int32 slots, int16 choices
+        scores_bytes = self.w1.num_experts * element_bytes
+        num_places = self.num_chosen + self._has_joined
+        chosen_bytes = num_places * (element_bytes + 6)  # weights, int32 slots, int16 choices
         buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
-        return ops.route_rows(normed, self.gate, self.num_chosen, self.bias, self.scoring)
+        return ops.route_rows(
+            normed, self.gate, self.num_chosen, self.bias, self.scoring, has_shared=self._has_joined
+        )

@@ -34,7 +34,8 @@ class Experts:
     """A mixture of experts: E of them, k for a row, each of this width on this rank.
 
     Attributes:
-        shared_width: of the expert of all rows; 0 where there is none.
+        shared_width: of an expert of all rows that is apart; one that is stored with the others is
+            one of E, and of k.
         in_fp32: logits of the router, and weights, are fp32.
     """
 

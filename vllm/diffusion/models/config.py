@@ -83,6 +83,12 @@ class Architecture(NamedTuple):
     has_fused_qkv: bool = False
     module_names: Mapping[str, str] = MappingProxyType({})
 
+    @property
+    def joins_shared_expert(self) -> bool:
+        """Whether the expert of all rows has the width of the others, so that it can be stored
+        with them."""
+        return 0 < self.shared_expert_width == self.expert_width
+
 
 class DiffusionConfig(PreTrainedConfig):
     """Base of the configuration classes: what they have in common, under one name."""

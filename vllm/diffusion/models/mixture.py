@@ -32,7 +32,9 @@ _PART = {"gate_proj": 0, "up_proj": 1}
 class MixtureMLP(MLPWeights):
     """Router and experts of one layer, and the expert of all rows where there is one.
 
-    The experts' matrices are stacked, so that one grouped product multiplies by all of them.
+    The experts' matrices are stacked, so that one grouped product multiplies by all of them. That
+    of all rows is the first of them where it is as wide and nothing is quantised: what it computes
+    is computed while the others are read.
 
     Raises:
         ServerConfigError: the model is to be quantised in a way that experts have not.
@@ -57,10 +59,12 @@ class MixtureMLP(MLPWeights):
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             owner = self.gate if self.expert_bias_of == "mlp.gate" else self
             owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
-        self.w1 = expert_matrices(config.num_experts, 2, (inner, width), 0, scheme)
-        self.w2 = expert_matrices(config.num_experts, 1, (width, inner), 1, scheme)
+        self.num_joined = int(quant_config is None and architecture.joins_shared_expert)
+        num_stacked = self.num_joined + config.num_experts
+        self.w1 = expert_matrices(num_stacked, 2, (inner, width), 0, scheme)
+        self.w2 = expert_matrices(num_stacked, 1, (width, inner), 1, scheme)
         self.shared_experts: DenseMLP | None = None
-        if architecture.shared_expert_width:
+        if architecture.shared_expert_width and not self.num_joined:
             self.shared_experts = DenseMLP(
                 config, quant_config, f"{prefix}.shared_experts", architecture.shared_expert_width
             )
@@ -88,8 +92,10 @@ class MixtureMLP(MLPWeights):
         destinations = {f"{path}.gate": Destination(f"{path}.gate", (self.num_experts, inward[1]))}
         if self.expert_bias_of == "mlp":
             destinations[path] = Destination(path, (self.num_experts,))
-        for expert in range(self.num_experts):
-            source = f"{path}.experts.{expert}"
+        stacked = [f"{path}.experts.{expert}" for expert in range(self.num_experts)]
+        if self.num_joined:
+            stacked.insert(0, f"{path}.shared_experts")
+        for expert, source in enumerate(stacked):
             for name, part in _PART.items():
                 destinations[f"{source}.{name}"] = Destination(f"{path}.w1", inward, (expert, part))
             destinations[f"{source}.down_proj"] = Destination(f"{path}.w2", outward, (expert, 0))

@@ -43,6 +43,8 @@ def route_rows(
     num_chosen: int,
     bias: Tensor | None = None,
     scoring: Scoring = SOFTMAX,
+    *,
+    has_shared: bool = False,
 ) -> Routing:
     """Choose experts for each row by the logits ``x @ gate.T``.
 
@@ -52,13 +54,15 @@ def route_rows(
         num_chosen: k, from 1 to E.
         bias: [E] fp32, added to the scores for the choice only.
         scoring: how logits become a choice and weights.
+        has_shared: all rows have one more expert, as `Routing` says.
     """
-    if dispatch.routes_compiled(len(x), len(gate)) and fused_ops.has_router(x, gate):
+    is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
+    if is_compiled and fused_ops.has_router(x, gate):
         return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring._asdict()))
     if dispatch.routes_scored(len(x)):
-        return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring)
+        return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring, has_shared=has_shared)
     logits = gather_gemm.router_logits(x, gate, scoring)
-    return gather_gemm.route(logits, num_chosen, bias, scoring)
+    return gather_gemm.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
 
 
 class Matrices(NamedTuple):
@@ -71,6 +75,11 @@ class Matrices(NamedTuple):
 
     values: Tensor
     scales: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.values)
 
 
 class PackedMatrices(NamedTuple):
@@ -152,6 +161,7 @@ def add_experts(
     *,
     addend: Tensor | None = None,
     in_fp32: bool = False,
+    has_shared: bool = False,
 ) -> None:
     """x += sum over the chosen experts of weight * expert(normed), in place.
 
@@ -167,6 +177,7 @@ def add_experts(
         scratch: hears what PyTorch allocates for the while.
         addend: [R, D], model dtype, contiguous: this rank's part of what is added to that sum.
         in_fp32: the terms are weighted, by fp32 weights, and added in fp32, and rounded once.
+        has_shared: what is added to that sum is the term of an expert of all rows.
     """
     weights = routing.weights
     num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
@@ -177,6 +188,8 @@ def add_experts(
     second = _matrices(w2, x)
     terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_at_rest)
     del inner  # before the sum allocates its own
+    if has_shared:
+        terms, addend, weights = terms[:, :-1], terms[:, -1], weights[:, :-1]
     late_weights = weights if in_fp32 else None
     if get_tensor_model_parallel_world_size() == 1:
         gather_gemm.add_terms(x, terms, late_weights, addend)
