@@ -7,7 +7,7 @@ Nothing is built: kernels are compiled at first use. Importing never fails; with
 
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, weighted_gemm
-from .routing import Routing, add_terms, route, route_rows, router_logits, sum_terms
+from .routing import Routing, route, route_rows, sum_terms
 from .scoring import SOFTMAX, Scoring
 from .top import Top, gather_top, has_top
 
@@ -16,7 +16,6 @@ __all__ = [
     "Routing",
     "Scoring",
     "Top",
-    "add_terms",
     "gated_gemm",
     "gather_gemm",
     "gather_top",
@@ -24,7 +23,6 @@ __all__ = [
     "is_built",
     "route",
     "route_rows",
-    "router_logits",
     "sum_terms",
     "weighted_gemm",
 ]

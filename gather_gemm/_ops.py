@@ -86,3 +86,28 @@ def _check(op: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[in
         raise ValueError(
             f"{op}: the columns of {argument} must be contiguous, got strides {tensor.stride()}"
         )
+
+
+def _check_exact(
+    op: str,
+    argument: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    rows_apart: bool = False,
+) -> None:
+    """Of one shape, on the device of `like` and of its dtype where none is named; contiguous.
+
+    With `rows_apart` each row is.
+    """
+    dtype = dtype or like.dtype
+    is_like = tensor.dtype == dtype and tensor.device == like.device
+    rows = tensor[0] if rows_apart and tensor.dim() > 1 and len(tensor) else tensor
+    if tensor.shape != shape or not is_like or not rows.is_contiguous():
+        raise ValueError(
+            f"{op}: {argument} must be {str(dtype).removeprefix('torch.')} {list(shape)} "
+            f"{'with contiguous rows' if rows_apart else 'contiguous'} on {like.device}, got "
+            f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        )

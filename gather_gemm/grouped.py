@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import grouped_reference as reference
-from ._ops import _check
+from . import reference
+from ._ops import _check, _check_exact
 from ._triton import can_take, guard, load_kernels
 
 _kernels = load_kernels("grouped_kernel")
@@ -49,8 +49,8 @@ def gated_gemm(
     op = "gated_gemm"
     _check(op, "x", x, x, (-1, -1))
     _check_weight(op, weight, weight_scales, x)
-    _check_indices(op, "slots", slots, x, len(x) * num_chosen)
-    _check_indices(op, "ends", ends, x, len(weight))
+    _check_exact(op, "slots", slots, (len(x) * num_chosen,), x, torch.int32)
+    _check_exact(op, "ends", ends, (len(weight),), x, torch.int32)
     if weight.shape[1] % 2:
         raise ValueError(f"{op}: weight must be [E, 2I, D], got {list(weight.shape)}")
     out = x.new_empty(len(slots), weight.shape[1] // 2)
@@ -101,8 +101,8 @@ def weighted_gemm(
     op = "weighted_gemm"
     _check(op, "x", x, x, (-1, -1))
     _check_weight(op, weight, weight_scales, x)
-    _check_indices(op, "ends", ends, x, len(weight))
-    _check_indices(op, "slots", slots, x, len(x))
+    _check_exact(op, "ends", ends, (len(weight),), x, torch.int32)
+    _check_exact(op, "slots", slots, (len(x),), x, torch.int32)
     _check_slot_weights(op, weights, x, is_weighted=is_weighted)
     out = x.new_empty(*weights.shape, weight.shape[1])
     if out.numel() == 0:
@@ -139,18 +139,4 @@ def _check_weight(op: str, weight: Tensor, scales: Tensor | None, x: Tensor) -> 
             f"{op}: a weight with scales must be fp8 [E, any, {x.shape[1]}] on {x.device}, "
             f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
         )
-    fits = scales.shape == weight.shape[:2] and scales.device == x.device
-    if not fits or scales.dtype != torch.float32 or not scales.is_contiguous():
-        raise ValueError(
-            f"{op}: weight_scales must be fp32 {list(weight.shape[:2])} contiguous on {x.device}, "
-            f"got {scales.dtype} {list(scales.shape)} on {scales.device}"
-        )
-
-
-def _check_indices(op: str, argument: str, indices: Tensor, like: Tensor, length: int) -> None:
-    is_like = indices.dtype == torch.int32 and indices.device == like.device
-    if indices.shape != (length,) or not is_like or not indices.is_contiguous():
-        raise ValueError(
-            f"{op}: {argument} must be int32 [{length}] on {like.device}, "
-            f"got {indices.dtype} {list(indices.shape)} on {indices.device}"
-        )
+    _check_exact(op, "weight_scales", scales, tuple(weight.shape[:2]), x, torch.float32)

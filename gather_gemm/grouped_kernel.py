@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .grouped_launch import GroupedConfig, choose_gated, choose_product, max_tiles
+from .launch import GroupedConfig, choose_gated, choose_product, max_tiles
 from .overlap import begin, overlaps, prefetch
 
 
@@ -272,11 +272,10 @@ def launch_gated(
     num_rows, width = out.shape
     config = config or choose_gated(num_rows, num_groups, x.element_size(), _shared_bytes(x.device))
     rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
-    uses_tma = _has_tma(rows)
     gated_kernel[_grid(num_rows, width, num_groups, config)](
         x,
         slots,
-        _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        _tiled(rows, config),
         rows,
         weight_scales,
         ends,
@@ -288,16 +287,7 @@ def launch_gated(
         x.stride(0),
         rows.stride(0),
         out.stride(0),
-        GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        DEPTH=config.depth,
-        USE_TMA=uses_tma,
-        AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
-        OVERLAPS=overlaps(x.device),
-        launch_pdl=overlaps(x.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **_options(rows, num_groups, config),
     )
 
 
@@ -320,10 +310,9 @@ def launch_weighted(
     num_groups, num_columns, depth = weight.shape
     config = config or choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
     rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
-    uses_tma = _has_tma(rows)
     weighted_kernel[_grid(len(x), num_columns, num_groups, config)](
         x,
-        _tiled(rows, config.columns, config.depth) if uses_tma else rows,
+        _tiled(rows, config),
         rows,
         weight_scales,
         ends,
@@ -336,19 +325,27 @@ def launch_weighted(
         x.stride(0),
         rows.stride(0),
         out.stride(0),
-        GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        DEPTH=config.depth,
-        USE_TMA=uses_tma,
-        AHEAD=config.ahead if uses_tma and overlaps(x.device) else 0,
         IS_WEIGHTED=weights is not None,
-        OVERLAPS=overlaps(x.device),
         EARLY=early and overlaps(x.device),
-        launch_pdl=overlaps(x.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **_options(rows, num_groups, config),
     )
+
+
+def _options(weight: Tensor, num_groups: int, config: GroupedConfig) -> dict[str, int | bool]:
+    """What both kernels are compiled for."""
+    uses_tma, can_overlap = _has_tma(weight), overlaps(weight.device)
+    return {
+        "GROUPS": triton.next_power_of_2(num_groups),
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "DEPTH": config.depth,
+        "USE_TMA": uses_tma,
+        "AHEAD": config.ahead if uses_tma and can_overlap else 0,
+        "OVERLAPS": can_overlap,
+        "launch_pdl": can_overlap,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def _grid(num_rows: int, num_columns: int, num_groups: int, config: GroupedConfig) -> tuple[int]:
@@ -356,8 +353,12 @@ def _grid(num_rows: int, num_columns: int, num_groups: int, config: GroupedConfi
     return (num_tiles * triton.cdiv(num_columns, config.columns),)
 
 
-def _tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+def _tiled(matrix: Tensor, config: GroupedConfig) -> TensorDescriptor | Tensor:
+    """As the tensor copy engine takes it, where it does."""
+    if not _has_tma(matrix):
+        return matrix
+    tile = [config.columns, config.depth]
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), tile)
 
 
 def _has_tma(matrix: Tensor) -> bool:

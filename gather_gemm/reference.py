@@ -1,10 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch references of the products of gathered rows."""
+"""PyTorch references of all operations; they define where results of experts are rounded."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch.nn.functional import silu
+
+from .scoring import SOFTMAX, Scoring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_LEAST = -3.0e38  # what counts as NaN and -inf where experts are chosen
 
 
 def gather_gemm(
@@ -37,3 +49,115 @@ def gather_top(
     is_zero = hidden[1].gather(1, column[:, None])[:, 0] | (maximum == -torch.inf)
     probability = (1.0 / sum_exp).masked_fill(is_zero & ~sum_exp.isnan(), 0.0)
     return maximum, column, sum_exp, probability
+
+
+def route(
+    logits: Tensor,
+    num_chosen: int,
+    bias: Tensor | None,
+    scoring: Scoring = SOFTMAX,
+    *,
+    has_shared: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, slots and ends; see `gather_gemm.route`."""
+    wide = logits.to(torch.float32)
+    scores = wide.sigmoid() if scoring.is_sigmoid else wide.softmax(dim=-1)
+    ranks = scores if bias is None else scores + bias
+    ranks = torch.where(ranks > _LEAST, ranks, _LEAST)
+    if scoring.num_groups > 1:
+        ranks = ranks.masked_fill(~_kept_groups(ranks, scoring), -torch.inf)
+    chosen = _best(ranks, num_chosen).sort(dim=-1).values
+    weights = scores.gather(-1, chosen)
+    if scoring.is_normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    weights = (weights * scoring.scale).to(logits.dtype)
+    slots = chosen.flatten().argsort(stable=True).to(torch.int32)
+    ends = _group_ends(chosen, logits.shape[1])
+    return _with_shared(weights, slots, ends) if has_shared else (weights, slots, ends)
+
+
+def _with_shared(weights: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with an expert of all rows: the first, in the last place of a row."""
+    num_rows, num_chosen = weights.shape
+    rows = torch.arange(num_rows, dtype=slots.dtype, device=slots.device)
+    return (
+        torch.cat((weights, weights.new_ones(num_rows, 1)), dim=1),
+        torch.cat((rows * (num_chosen + 1) + num_chosen, slots + slots // num_chosen)),
+        torch.cat((ends.new_full((1,), num_rows), ends + num_rows)),
+    )
+
+
+def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
+    """[R, E] bool: the experts of the groups whose two best ranks have the largest sums."""
+    num_rows, num_experts = ranks.shape
+    groups = ranks.view(num_rows, scoring.num_groups, -1)
+    sums = groups.topk(2, dim=-1).values.sum(dim=-1)
+    sums = torch.where(sums > _LEAST, sums, _LEAST)
+    kept = torch.zeros_like(sums, dtype=torch.bool)
+    kept.scatter_(1, _best(sums, scoring.num_kept_groups), True)
+    return kept.repeat_interleave(num_experts // scoring.num_groups, dim=1)
+
+
+def _best(ranks: Tensor, count: int) -> Tensor:
+    """The columns of the `count` largest of each row; among equals the lowest.
+
+    A stable sort, as topk leaves the order of equals open.
+    """
+    return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
+    """The end [E] int32 of each expert's rows when the rows are sorted by expert.
+
+    Sums of ones, and not `bincount`, which makes the host wait for a GPU.
+    """
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=chosen.device)
+    ones = torch.ones((), dtype=torch.int32, device=chosen.device)
+    counts.scatter_add_(0, chosen.flatten(), ones.expand(chosen.numel()))
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, ends: Tensor, weight_scales: Tensor | None = None
+) -> Tensor:
+    """The product [S, N] of each group of rows with its own matrix, transposed."""
+    out = x.new_empty(len(x), weight.shape[1])
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if end == start:
+            continue
+        if weight_scales is None:
+            torch.mm(x[start:end], weight[group].t(), out=out[start:end])
+        else:
+            product = torch.mm(x[start:end].float(), weight[group].float().t())
+            out[start:end] = product * weight_scales[group]
+    return out
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [S, 2I], the gate's columns first, in the model dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def weighted_terms(
+    down: Tensor, slots: Tensor, weights: Tensor, *, is_weighted: bool = True
+) -> Tensor:
+    """Rows [S, D] in the order of `slots`, put back as [R, k, D], and weighted [R, k]."""
+    terms = torch.empty_like(down)
+    terms[slots] = down
+    terms = terms.view(*weights.shape, down.shape[1])
+    return terms.mul_(weights[:, :, None]) if is_weighted else terms
+
+
+def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """The sum over k of [R, k, D], first to last; see `gather_gemm.sum_terms`."""
+    if weights is None:
+        total = terms[:, 0].clone(memory_format=torch.contiguous_format)
+        for index in range(1, terms.shape[1]):
+            total.add_(terms[:, index])
+    else:
+        wide = torch.zeros_like(terms[:, 0], dtype=torch.float32)
+        for index in range(terms.shape[1]):
+            wide += terms[:, index].to(torch.float32) * weights[:, index, None]
+        total = wide.to(terms.dtype)
+    return total if addend is None else total.add_(addend)

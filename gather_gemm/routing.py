@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import grouped_reference as reference
-from ._ops import _check
+from . import reference
+from ._ops import _check, _check_exact
 from ._triton import can_take, guard, load_kernels
 from .scoring import SOFTMAX, Scoring
 
@@ -66,7 +66,7 @@ def route(
         ValueError: A shape, dtype or stride is not as above.
     """
     _check_logits(logits)
-    _check_choice("route", logits.shape[1], num_chosen, bias, logits.device, scoring)
+    _check_choice("route", logits.shape[1], num_chosen, bias, logits, scoring)
     if _kernels is None or not can_take(logits) or len(logits) == 0:
         return Routing(*reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared))
     routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
@@ -83,11 +83,11 @@ def route_rows(
     scoring: Scoring = SOFTMAX,
     *,
     has_shared: bool = False,
+    in_parts: bool = True,
 ) -> Routing:
     """`route` by the logits ``x @ gate.T``, rounded to the dtype if not `Scoring.in_fp32`.
 
-    Sums in fp32. On CUDA a kernel multiplies by parts of the depth, which suits few rows, and the
-    kernel that chooses takes the sum of the parts; fp32 goes through PyTorch's product.
+    Sums in fp32.
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
@@ -95,6 +95,9 @@ def route_rows(
             before in the stream ends, which must not write it.
         num_chosen: k, from 1 to E.
         bias, scoring, has_shared: as for `route`.
+        in_parts: on CUDA, unless in fp32, a kernel multiplies by parts of the depth, which suits
+            few rows, and the kernel that chooses takes the sum of the parts; else PyTorch's
+            product.
 
     Returns:
         weights in the dtype of x, or fp32.
@@ -105,9 +108,10 @@ def route_rows(
     op = "route_rows"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "gate", gate, x, (-1, x.shape[1]))
-    _check_choice(op, len(gate), num_chosen, bias, x.device, scoring)
-    if _kernels is None or not can_take(x) or not _is_scored(x):
-        logits = router_logits(x, gate, scoring)
+    _check_choice(op, len(gate), num_chosen, bias, x, scoring)
+    has_parts = in_parts and x.element_size() == 2 and x.numel() > 0
+    if _kernels is None or not can_take(x) or not has_parts:
+        logits = _router_logits(x, gate, scoring)
         return route(logits, num_chosen, bias, scoring, has_shared=has_shared)
     dtype = torch.float32 if scoring.in_fp32 else x.dtype
     routing = _allocate(x, len(gate), num_chosen, dtype, has_shared=has_shared)
@@ -117,18 +121,13 @@ def route_rows(
     return routing
 
 
-def router_logits(x: Tensor, gate: Tensor, scoring: Scoring = SOFTMAX) -> Tensor:
+def _router_logits(x: Tensor, gate: Tensor, scoring: Scoring) -> Tensor:
     """``x @ gate.T`` [R, E] by PyTorch: in the dtype of x, or in fp32 if `Scoring.in_fp32`."""
     if not scoring.in_fp32 or x.dtype == torch.float32:
         return torch.mm(x, gate.t())
     if x.is_cuda:  # the products of 16-bit numbers are exact in fp32
         return torch.mm(x, gate.t(), out_dtype=torch.float32)
     return torch.mm(x.to(torch.float32), gate.to(torch.float32).t())
-
-
-def _is_scored(x: Tensor) -> bool:
-    """Whether there is a kernel for the logits of these rows."""
-    return x.element_size() == 2 and x.numel() > 0
 
 
 def _allocate(
@@ -148,6 +147,8 @@ def sum_terms(
     weights: Tensor | None = None,
     addend: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    adds: bool = False,
 ) -> Tensor:
     """The sum of each row's terms, first to last.
 
@@ -159,6 +160,7 @@ def sum_terms(
         weights: fp32 [R, k], or None; rows may be strided.
         addend: [R, D] of the dtype of the terms, or None; likewise.
         out: Like the addend, written; allocated when not given.
+        adds: The sum is added to what `out`, which is given, has.
 
     Returns:
         [R, D].
@@ -166,42 +168,28 @@ def sum_terms(
     Raises:
         ValueError: An argument is not as above.
     """
-    _check_terms("sum_terms", terms, weights, addend)
+    op = "sum_terms"
+    if terms.dim() != 3 or terms.dtype not in _DTYPES or not terms[:1].is_contiguous():
+        raise ValueError(
+            f"{op}: terms must be [R, k, D] of one of bf16, fp16 and fp32 with contiguous rows, "
+            f"got {terms.dtype} {list(terms.shape)} with strides {terms.stride()}"
+        )
+    num_rows, num_terms, num_columns = terms.shape
+    if num_terms == 0:
+        raise ValueError(f"{op}: terms must have at least one term a row, got {list(terms.shape)}")
+    if weights is not None:
+        shape = (num_rows, num_terms)
+        _check_exact(op, "weights", weights, shape, terms, torch.float32, rows_apart=True)
+    out = terms.new_empty(num_rows, num_columns) if out is None else out
+    for name, tensor in (("addend", addend), ("out", out)):
+        if tensor is not None:
+            _check_exact(op, name, tensor, (num_rows, num_columns), terms, rows_apart=True)
     if _kernels is None or not can_take(terms) or terms.numel() == 0:
         total = reference.sum_terms(terms, weights, addend)
-        return total if out is None else out.copy_(total)
-    out = terms.new_empty(terms.shape[0], terms.shape[2]) if out is None else out
+        return out.add_(total) if adds else out.copy_(total)
     with guard(terms):
-        _kernels.launch_sum(terms, weights, addend, out, adds=False)
+        _kernels.launch_sum(terms, weights, addend, out, adds=adds)
     return out
-
-
-def add_terms(
-    x: Tensor, terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None
-) -> None:
-    """x += `sum_terms`, in place.
-
-    Args:
-        x: [R, D] of the dtype of the terms; rows may be strided, D is contiguous.
-        terms, weights, addend: as for `sum_terms`.
-
-    Raises:
-        ValueError: A shape, dtype or stride is not as above.
-    """
-    _check_terms("add_terms", terms, weights, addend)
-    wanted = (terms.shape[0], terms.shape[2])
-    is_like = x.dtype == terms.dtype and x.device == terms.device
-    if x.shape != wanted or not is_like or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(
-            f"add_terms: x must be {list(wanted)} of {terms.dtype} on {terms.device} with "
-            f"contiguous columns, got {x.dtype} {list(x.shape)} on {x.device} with "
-            f"strides {x.stride()}"
-        )
-    if _kernels is None or not can_take(terms) or terms.numel() == 0:
-        x.add_(reference.sum_terms(terms, weights, addend))
-        return
-    with guard(terms):
-        _kernels.launch_sum(terms, weights, addend, x, adds=True)
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -221,7 +209,7 @@ def _check_choice(
     num_experts: int,
     num_chosen: int,
     bias: Tensor | None,
-    device: torch.device,
+    like: Tensor,
     scoring: Scoring,
 ) -> None:
     if num_experts > MAX_EXPERTS:
@@ -236,46 +224,5 @@ def _check_choice(
                 f"{op}: scoring must keep groups of at least {num_chosen} of {num_experts} experts "
                 f"that lie in groups of two or more, got {kept} of {scoring.num_groups} groups"
             )
-    if bias is None:
-        return
-    is_like = bias.dtype == torch.float32 and bias.device == device
-    if bias.shape != (num_experts,) or not is_like or not bias.is_contiguous():
-        raise ValueError(
-            f"{op}: bias must be fp32 [{num_experts}] contiguous on {device}, "
-            f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
-        )
-
-
-def _check_terms(op: str, terms: Tensor, weights: Tensor | None, addend: Tensor | None) -> None:
-    if terms.dim() != 3 or terms.dtype not in _DTYPES or not _has_whole_rows(terms):
-        raise ValueError(
-            f"{op}: terms must be [R, k, D] of one of bf16, fp16 and fp32 with contiguous rows, "
-            f"got {terms.dtype} {list(terms.shape)} with strides {terms.stride()}"
-        )
-    if terms.shape[1] == 0:
-        raise ValueError(f"{op}: terms must have at least one term a row, got {list(terms.shape)}")
-    _check_like(op, "weights", weights, terms, terms.shape[:2], torch.float32)
-    _check_like(op, "addend", addend, terms, (terms.shape[0], terms.shape[2]), terms.dtype)
-
-
-def _check_like(
-    op: str,
-    name: str,
-    tensor: Tensor | None,
-    like: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
-    if tensor is None:
-        return
-    is_like = tensor.dtype == dtype and tensor.device == like.device
-    if tensor.shape != shape or not is_like or not _has_whole_rows(tensor):
-        raise ValueError(
-            f"{op}: {name} must be {dtype} {list(shape)} with contiguous rows on {like.device}, "
-            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )
-
-
-def _has_whole_rows(tensor: Tensor) -> bool:
-    """Whether all of a row lies together; rows may lie apart."""
-    return len(tensor) == 0 or tensor[0].is_contiguous()
+    if bias is not None:
+        _check_exact(op, "bias", bias, (num_experts,), like, torch.float32)

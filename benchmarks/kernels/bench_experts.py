@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, matmul_rate, report
 from benchmarks.gpu_timing import random_rows as random
-from gather_gemm import add_terms, route
-from gather_gemm.grouped_launch import GroupedConfig, choose_gated, choose_product
+from gather_gemm import route, sum_terms
+from gather_gemm.launch import GroupedConfig, choose_gated, choose_product
 from gather_gemm.scoring import Scoring
 from vllm.diffusion.ops.experts import Matrices, gated_products, route_rows, weighted_terms
 from vllm_add_llada.cuda_kernels import fused_ops
@@ -286,7 +286,7 @@ def routed(layer: Layer) -> Routing:
 
 
 def summed(layer: Layer) -> None:
-    add_terms(layer.x, layer.terms)
+    sum_terms(layer.terms, out=layer.x, adds=True)
 
 
 def stage(layer: Layer) -> None:
@@ -294,7 +294,7 @@ def stage(layer: Layer) -> None:
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     routing = route_rows(normed, layer.gate, layer.num_chosen)
     inner = gated_products(normed, Matrices(layer.w1), routing)
-    add_terms(layer.x, weighted_terms(inner, Matrices(layer.w2), routing))
+    sum_terms(weighted_terms(inner, Matrices(layer.w2), routing), out=layer.x, adds=True)
 
 
 def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

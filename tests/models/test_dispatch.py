@@ -75,7 +75,7 @@ def test_experts_by_their_rows() -> None:
     assert [rows for rows in (8, 9, 64, 65) if dispatch.routes_compiled(rows, 64)] == [9, 64]
     assert [rows for rows in (7, 8, 32, 33) if dispatch.routes_compiled(rows, 128)] == [8, 32]
     assert not dispatch.routes_compiled(32, 256)
-    assert [rows for rows in (0, 128, 129) if dispatch.routes_scored(rows)] == [0, 128]
+    assert [rows for rows in (0, 128, 129) if dispatch.routes_in_parts(rows)] == [0, 128]
     slots = (63, 64, 2048, 2049)
     assert [num for num in slots if dispatch.streams_gated(num, 64)] == [2049]
     assert [num for num in slots if dispatch.streams_weighted(num, 64)] == [64, 2048, 2049]

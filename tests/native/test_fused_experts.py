@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from gather_gemm import SOFTMAX, Routing, Scoring, route_rows, weighted_gemm
-from gather_gemm import grouped_reference as reference
+from gather_gemm import SOFTMAX, Routing, Scoring, reference, route_rows, weighted_gemm
 from tests.native.test_grouped_gemm import (
     ERROR,
     ends_of,

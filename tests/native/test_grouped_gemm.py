@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional
 
 from gather_gemm import (
-    add_terms,
     gated_gemm,
     is_built,
     route_rows,
+    sum_terms,
     weighted_gemm,
 )
-from gather_gemm.grouped_launch import (
+from gather_gemm.launch import (
     choose_gated,
     choose_product,
     max_tiles,
@@ -122,7 +122,7 @@ def test_every_tile_against_float64(generator, num_slots, is_even):
 @pytest.mark.skipif(not is_built(), reason="Triton is not installed")
 def test_results_are_rounded_as_the_reference_rounds(generator):
     """bf16 with exact sums: whatever is summed in any order, so that only the rounding shows."""
-    from gather_gemm import grouped_reference as reference
+    from gather_gemm import reference
 
     sizes, device = [3, 0, 14, 1], "cuda"
     x = torch.randint(-4, 5, (9, 64), generator=generator).bfloat16().to(device)
@@ -184,7 +184,7 @@ def test_layers_in_a_graph_read_their_own_routing(generator, num_rows):
             wait()
             terms = weighted_gemm(inner, w2[layer], ends, slots, weights, early=True)
             wait()
-            add_terms(x, terms)
+            sum_terms(terms, out=x, adds=True)
             wait()
 
     x.normal_()

@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gather_gemm import SOFTMAX, Scoring, add_terms, route, route_rows, sum_terms
-from gather_gemm import grouped_reference as reference
+from gather_gemm import SOFTMAX, Scoring, reference, route, route_rows, sum_terms
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -323,7 +322,7 @@ def test_sums_are_rounded_one_by_one(generator, device, dtype, shape):
         total = total + terms[:, index]
     assert torch.equal(sum_terms(terms), total)
     wanted, edge = x + total, wide[:, shape[2] :].clone()
-    add_terms(x, terms)
+    sum_terms(terms, out=x, adds=True)
     assert torch.equal(x, wanted) and torch.equal(wide[:, shape[2] :], edge)
 
 
@@ -342,7 +341,7 @@ def test_weighted_sums_are_rounded_once(generator, device, dtype, shape, has_add
     assert torch.equal(sum_terms(terms, weights, given_addend), wanted)
     x = torch.randn(shape[0], shape[2], generator=generator).to(dtype).to(device)
     wanted = x + wanted
-    add_terms(x, terms, weights, given_addend)
+    sum_terms(terms, weights, given_addend, out=x, adds=True)
     assert torch.equal(x, wanted)
 
 
@@ -363,14 +362,14 @@ def test_a_sum_takes_parts_of_rows(generator, device):
     assert torch.equal(sum_terms(*parts), wanted)
     x = torch.randn(9, 40, generator=generator).bfloat16().to(device)
     added = x + wanted
-    add_terms(x, *parts)
+    sum_terms(*parts, out=x, adds=True)
     assert torch.equal(x, added)
 
 
 INTERPRETED = """
 import torch
-from gather_gemm import add_terms, route, routing, routing_kernel, sum_terms
-from gather_gemm import grouped_reference as reference
+from gather_gemm import route, routing, routing_kernel, sum_terms
+from gather_gemm import reference
 from tests.native.test_routing import (
     DEPTHS, SCORINGS, SIZES, awkward_logits, check_routing, check_rows, exact_rows
 )
@@ -393,7 +392,7 @@ for dtype in (torch.float32, torch.float16):
         wanted = reference.sum_terms(terms)
         assert torch.equal(sum_terms(terms), wanted)
         wanted += x
-        add_terms(x, terms)
+        sum_terms(terms, out=x, adds=True)
         assert torch.equal(x, wanted)
 for num_experts, num_chosen, scoring in SCORINGS:
     bias = torch.randint(0, 3, (num_experts,), generator=generator) / 4
@@ -435,7 +434,7 @@ for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-3]):
         (lambda: route(torch.zeros(4, 4, dtype=torch.int64), 1), "got torch.int64"),
         (lambda: route(torch.zeros(4, 6).t(), 1), "columns of logits must be contiguous"),
         (lambda: route(torch.zeros(4, 6), 7), "num_chosen must be from 1 to 6, got 7"),
-        (lambda: route(torch.zeros(4, 6), 2, torch.zeros(5)), r"bias must be fp32 \[6\]"),
+        (lambda: route(torch.zeros(4, 6), 2, torch.zeros(5)), r"bias must be float32 \[6\]"),
         (lambda: route(torch.zeros(4, 6), 2, torch.zeros(6).half()), "got torch.float16"),
         (lambda: route(torch.zeros(4, 6), 2, None, Scoring(num_groups=4)), "1 of 4 groups"),
         (lambda: route(torch.zeros(4, 6), 2, None, Scoring(num_groups=6)), "groups of two or more"),
@@ -447,7 +446,10 @@ for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-3]):
         (lambda: sum_terms(torch.zeros(4, 2, 6), None, torch.zeros(4)), r"addend must be"),
         (lambda: sum_terms(torch.zeros(4, 6)), r"terms must be \[R, k, D\]"),
         (lambda: sum_terms(torch.zeros(4, 0, 6)), "at least one term"),
-        (lambda: add_terms(torch.zeros(4, 5), torch.zeros(4, 2, 6)), r"x must be \[4, 6\]"),
+        (
+            lambda: sum_terms(torch.zeros(4, 2, 6), out=torch.zeros(4, 5)),
+            r"out must be .* \[4, 6\]",
+        ),
     ],
 )
 def test_arguments_are_checked(call, message):

@@ -68,7 +68,7 @@ RANKS_BLOCKS = 64
 # The compiled router, by the number of experts: elsewhere, and of 256 experts everywhere, Triton's
 # is as fast or faster.
 _ROUTER_ROWS = {64: range(9, 65), 128: range(8, 33)}
-_SCORED_ROWS = 128  # Triton's router, beyond which PyTorch's product is the faster one
+_PARTS_ROWS = 128  # Triton's router, beyond which PyTorch's product is the faster one
 _GATED_ROWS = 32  # a group: up to which Triton's gated product is the faster one
 
 
@@ -231,9 +231,9 @@ def routes_compiled(num_rows: int, num_experts: int) -> bool:
     return num_rows in _ROUTER_ROWS.get(num_experts, ())
 
 
-def routes_scored(num_rows: int) -> bool:
+def routes_in_parts(num_rows: int) -> bool:
     """Whether Triton's product with the router is faster than PyTorch's."""
-    return num_rows <= _SCORED_ROWS
+    return num_rows <= _PARTS_ROWS
 
 
 def streams_gated(num_slots: int, num_experts: int) -> bool:

@@ -59,10 +59,10 @@ def route_rows(
     is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
     if is_compiled and fused_ops.has_router(x, gate):
         return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring._asdict()))
-    if dispatch.routes_scored(len(x)):
-        return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring, has_shared=has_shared)
-    logits = gather_gemm.router_logits(x, gate, scoring)
-    return gather_gemm.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+    in_parts = dispatch.routes_in_parts(len(x))
+    return gather_gemm.route_rows(
+        x, gate, num_chosen, bias, scoring, has_shared=has_shared, in_parts=in_parts
+    )
 
 
 class Matrices(NamedTuple):
@@ -192,7 +192,7 @@ def add_experts(
         terms, addend, weights = terms[:, :-1], terms[:, -1], weights[:, :-1]
     late_weights = weights if in_fp32 else None
     if get_tensor_model_parallel_world_size() == 1:
-        gather_gemm.add_terms(x, terms, late_weights, addend)
+        gather_gemm.sum_terms(terms, late_weights, addend, out=x, adds=True)
         return
 
     def write(rows: slice, out: Tensor) -> None:
