@@ -27,6 +27,7 @@ CUDA graph, and the variants take turns.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,7 @@ from flash_sample import low_confidence
 from gather_gemm import gather_gemm, gather_top
 from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels import fused_ops
-from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Packed, QuantisedRows
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Packed, QuantisedRows, Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -117,66 +118,49 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
             )
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Weights that a layer may have, and who multiplies by them."""
+
+    prefix: str  # of its ops
+    weight: Callable[[int, int], Any]  # a random one
+    tiling: Callable[..., Tiling | None]  # by rows, columns, depth, gated=, multiprocessors=
+    ours: Callable[..., object]
+    torch: Callable[[str, Tensor, Any, Tensor], None]
+
+
 def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-    for name, (num_columns, depth) in LAYER.items():
+    for kind, (name, (num_columns, depth)) in itertools.product(KINDS, LAYER.items()):
         op = OP_OF[name]
-        if op not in ops:
+        if kind.prefix + op not in ops:
             continue
         # Together several times the cache, as the weights of a model's layers are.
-        weights = [random(num_columns, depth) * 0.02 for _ in range(16)]
-        for num_rows in (rows for rows in all_rows if op == "gated" or rows <= FEW_ROWS):
+        weights = [kind.weight(num_columns, depth) for _ in range(16)]
+        ends = kind is PLAIN and op != "gated"
+        for num_rows in (rows for rows in all_rows if not ends or rows <= FEW_ROWS):
             x = random(num_rows, depth)
-            out_columns = num_columns // 2 if op == "gated" else num_columns
-            out = random(num_rows, out_columns)
-            tiling = dispatch.linear_tiling(
+            out = random(num_rows, num_columns // 2 if op == "gated" else num_columns)
+            tiling = kind.tiling(
                 *(num_rows, num_columns, depth),
                 gated=op == "gated",
                 multiprocessors=multiprocessors,
             )
-            ours = partial(
-                fused_ops.fused_linear, tiling=tiling, epilogue=EPILOGUES[op], early=True
-            )
+            ours = partial(kind.ours, tiling=tiling, epilogue=EPILOGUES[op], early=True)
             yield Case(
-                op,
+                kind.prefix + op,
                 f"{name} {num_columns} x {depth}",
                 num_rows,
                 2.0 * num_rows * num_columns * depth,
-                weights[0].nbytes + x.nbytes + out.nbytes,
+                _num_bytes(weights[0]) + x.nbytes + out.nbytes,
                 [partial(ours, x, weight, out) for weight in weights],
-                [partial(_plain, op, x, weight, out) for weight in weights],
+                [partial(kind.torch, op, x, weight, out) for weight in weights],
                 tiling is not None,
             )
 
 
-def packed_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
-    multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-    for name, (num_columns, depth) in LAYER.items():
-        op = OP_OF[name]
-        if PACKED + op not in ops:
-            continue
-        weights = [_random_packed(num_columns, depth) for _ in range(16)]
-        plain = torch.empty(num_columns, depth, dtype=torch.bfloat16, device="cuda")
-        for num_rows in all_rows:
-            x = random(num_rows, depth)
-            out = random(num_rows, num_columns // 2 if op == "gated" else num_columns)
-            tiling = dispatch.packed_tiling(
-                num_rows, num_columns, depth, GROUP, multiprocessors=multiprocessors
-            )
-            ours = partial(
-                fused_ops.fused_linear_packed, tiling=tiling, epilogue=EPILOGUES[op], early=True
-            )
-            stored = sum(part.nbytes for part in weights[0][:3] if part is not None)
-            yield Case(
-                PACKED + op,
-                f"{name} {num_columns} x {depth}",
-                num_rows,
-                2.0 * num_rows * num_columns * depth,
-                stored + x.nbytes + out.nbytes,
-                [partial(ours, x, weight, out) for weight in weights],
-                [partial(_unpacked, op, x, weight, out, plain) for weight in weights],
-                tiling is not None,
-            )
+def _random_plain(num_columns: int, depth: int) -> Tensor:
+    return random(num_columns, depth) * 0.02
 
 
 def _random_packed(num_columns: int, depth: int) -> Packed:
@@ -186,7 +170,21 @@ def _random_packed(num_columns: int, depth: int) -> Packed:
     return Packed(values, scales, torch.randint(16, size, dtype=torch.uint8, device="cuda"))
 
 
-def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor, plain: Tensor) -> None:
+def _packed_tiling(
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
+) -> Tiling | None:
+    return dispatch.packed_tiling(
+        num_rows, num_columns, depth, GROUP, multiprocessors=multiprocessors
+    )
+
+
+def _num_bytes(weight: Tensor | Packed) -> int:
+    parts = weight[:3] if isinstance(weight, Packed) else (weight,)
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor) -> None:
+    plain = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
     fused_ops.unpack(weight, plain)
     _plain(op, x, plain, out)
 
@@ -261,6 +259,13 @@ def _plain(op: str, x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, weight.t(), out=out)
 
 
+PLAIN = Kind("", _random_plain, dispatch.linear_tiling, fused_ops.fused_linear, _plain)
+KINDS = (
+    PLAIN,
+    Kind(PACKED, _random_packed, _packed_tiling, fused_ops.fused_linear_packed, _unpacked),
+)
+
+
 def measure(case: Case) -> list[object]:
     """The row of the table."""
     variants = {"torch": case.torch}
@@ -286,7 +291,7 @@ def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", OPS, choices=OPS)
     options = parser.parse()
-    kinds = (layer_cases, packed_cases, fp8_cases, head_cases)
+    kinds = (layer_cases, fp8_cases, head_cases)
     rows = (measure(case) for kind in kinds for case in kind(options.ops, options.rows))
     title = "products: sample rows with the output matrix, and few rows with a layer's"
     report(options.json, title, COLUMNS, rows)
