@@ -68,6 +68,26 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     assert calls.names == ["numpy"]
 
 
+def test_a_step_lies_where_the_one_before_did_while_its_windows_are_the_same() -> None:
+    _, keys = store_with(24, 24)
+    made = [canvas(SDAR, algorithm="semi_ar", steps_per_block=2, cache="exact") for _ in keys]
+    for one, cache in zip(made, keys, strict=True):
+        one.assign(cache, 8)
+    batches = [build_batch(made, logit_shift=0)]
+    for _ in range(2):
+        for one, work in zip(made, batches[-1].works, strict=True):
+            size = work.eligible.size
+            one.commit(Candidates(work.eligible, np.full(size, 7), np.linspace(0.9, 0.5, size)))
+        batches.append(build_batch(made, 0, batches[-1].packing))
+    first, second, third = batches
+    assert second.packing is first.packing
+    assert third.packing is not first.packing  # the block is finished
+    assert second.token_ids.tolist() == [7, 7, MASK, MASK] * 2
+    assert third.token_ids.tolist() == [*[7] * 4, *[MASK] * 4] * 2
+    alone = build_batch(made[:1], 0, third.packing)
+    assert alone.canvases == (made[0],) and alone.positions.tolist() == [*range(8, 16)]
+
+
 def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None:
     _, (keys,) = store_with(24)
     made, seen = canvas(SDAR, algorithm="semi_ar", steps_per_block=4, cache="exact"), []

@@ -111,34 +111,79 @@ class SamplePart(NamedTuple):
 EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), (), ())
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """One step's input; it lives for that step.
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the rows of a step lie; the next step's most often lie there, too.
 
     Attributes:
-        token_ids: [T] int64.
+        canvases: the requests, in the order of their rows.
+        windows: per request, what is computed.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, the store's row of each of the last W rows, which are of windows.
         sequences: they tile the rows; those that keep keys come last, after windows of all
             positions those of some.
-        canvases: the requests, in the order of their rows.
-        works: per request, what the forward is for.
-        logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
 
-    token_ids: Array
+    canvases: tuple[Canvas, ...]
+    windows: tuple[Window, ...]
     positions: Array
     slot_mapping: Array
     sequences: Sequence[PackedSequence]
-    canvases: tuple[Canvas, ...]
-    works: tuple[Work, ...]
-    logit_shift: int
 
     @cached_property
     def own(self) -> tuple[tuple[PackedSequence, ...], ...]:
         """Per request, its sequences: one, or with guidance a second one, the unconditional."""
         sequences = iter(self.sequences)
         return tuple([tuple(islice(sequences, c.num_sequences)) for c in self.canvases])
+
+    @cached_property
+    def longest(self) -> int:
+        """Keys of the sequence that reads most."""
+        return max([sequence.num_keys for sequence in self.sequences])
+
+    @cached_property
+    def kept_keys(self) -> int:
+        """The same of those that read keys which this step does not compute; 0 without any."""
+        return max([s.num_keys for s in self.sequences if s.is_cached], default=0)
+
+    @cached_property
+    def bounds(self) -> tuple[Array, ...]:
+        """[S] int64 each: `end`, `first_kept`, `num_keys`, `block_length` and `first` of all."""
+        _, ends, firsts, _, counts, _, kept, block_lengths = zip(*self.sequences, strict=True)
+        return tuple([np.array(field) for field in (ends, kept, counts, block_lengths, firsts)])
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's input; it lives for that step.
+
+    Attributes:
+        token_ids: [T] int64.
+        works: per request, what the forward is for.
+        packing: where the rows lie.
+        logit_shift: 1 where the token at a position is read from the row before it, else 0.
+    """
+
+    token_ids: Array
+    works: tuple[Work, ...]
+    packing: Packing
+    logit_shift: int
+
+    @property
+    def canvases(self) -> tuple[Canvas, ...]:
+        return self.packing.canvases
+
+    @property
+    def positions(self) -> Array:
+        return self.packing.positions
+
+    @property
+    def slot_mapping(self) -> Array:
+        return self.packing.slot_mapping
+
+    @property
+    def sequences(self) -> Sequence[PackedSequence]:
+        return self.packing.sequences
 
     @property
     def num_rows(self) -> int:
@@ -157,16 +202,16 @@ class StepBatch:
         return StepShape(
             rows=self.num_rows,
             sample_rows=sum(counts),
-            longest=max([sequence.num_keys for sequence in self.sequences]),
+            longest=self.packing.longest,
             num_sequences=len(self.sequences),
-            kept_keys=max([s.num_keys for s in self.sequences if s.is_cached], default=0),
+            kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
         )
 
     @property
     def reads_kept(self) -> bool:
         """Whether some rows read keys that this step does not compute."""
-        return any(sequence.is_cached for sequence in self.sequences)
+        return self.packing.kept_keys > 0
 
     @property
     def num_sampled(self) -> int:
@@ -195,7 +240,7 @@ class StepBatch:
         """The sample rows, at most `rows_per_part` at a time (two of a guided request)."""
         part = _PartBuilder(self)
         for number, work in enumerate(self.works):
-            done, weight = 0, len(self.own[number])
+            done, weight = 0, len(self.packing.own[number])
             while done < work.eligible.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
@@ -282,46 +327,53 @@ class StepBatch:
         return found
 
 
-def build_batch(canvases: Iterable[Canvas], logit_shift: int) -> StepBatch:
+def build_batch(
+    canvases: Iterable[Canvas], logit_shift: int, before: Packing | None = None
+) -> StepBatch:
     """Pack what `canvases` need computed in this step, and list the sample rows.
 
     Args:
         canvases: the requests of the step.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
+        before: of another step; where what is kept lies has not changed since.
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
     kinds: tuple[list[tuple[Canvas, Work, Window]], ...] = ([], [], [])
     for canvas in canvases:
         work, window = canvas.next_forward()
         kinds[(canvas.cache is not None) + window.reads_kept].append((canvas, work, window))
-    packed = [one for kind in kinds for one in kind]
-    rows: list[Array] = []
+    own, works, windows = zip(*[one for kind in kinds for one in kind], strict=True)
+    rows = [
+        tokens[window.first : window.stop]
+        for canvas, window in zip(own, windows, strict=True)
+        for tokens, _ in canvas.sequences
+    ]
+    if before is None or before.canvases != own or before.windows != windows:
+        before = _pack(own, windows)
+    return StepBatch(np.concatenate(rows), works, before, logit_shift)
+
+
+def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
+    """Row by row, without padding, in this order."""
     slots = [_NO_SLOTS]
     sequences: list[PackedSequence] = []
-    offsets, end = [], 0
-    for canvas, _, (_, first, stop, num_keys, block_length, reads_kept) in packed:
+    offsets, counts, end = [], [], 0
+    for canvas, window in zip(canvases, windows, strict=True):
+        _, first, stop, num_keys, block_length, reads_kept = window
         cache = canvas.cache
-        for tokens, kept_start in canvas.sequences:
-            rows.append(tokens[first:stop])
+        for _, kept_start in canvas.sequences:
             start, end = end, end + stop - first
             first_key = first_kept = start - first
             offsets.append(first_key)
+            counts.append(stop - first)
             if cache is not None:
                 slots.append(cache.slots[kept_start + first : kept_start + stop])
                 first_kept = cache.start + kept_start
                 first_key = first_kept if reads_kept else first_key
             place = start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
             sequences.append(PackedSequence(*place))
-    counts = [tokens.size for tokens in rows]
-    return StepBatch(
-        token_ids=np.concatenate(rows),
-        positions=np.arange(end) - np.repeat(offsets, counts),
-        slot_mapping=np.concatenate(slots),
-        sequences=sequences,
-        canvases=tuple([canvas for canvas, _, _ in packed]),
-        works=tuple([work for _, work, _ in packed]),
-        logit_shift=logit_shift,
-    )
+    positions = np.arange(end) - np.repeat(offsets, counts)
+    return Packing(canvases, windows, positions, np.concatenate(slots), sequences)
 
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
@@ -339,7 +391,7 @@ class _PartBuilder:
     def add(self, number: int, positions: Array) -> None:
         """The rows that predict `positions` [r] of a request, by its number in the batch."""
         prompt_length, places = self._batch.canvases[number].prompt_length, []
-        for sequence in self._batch.own[number]:
+        for sequence in self._batch.packing.own[number]:
             self._rows.append((positions, sequence, prompt_length))
             places.append(slice(self.num_rows, self.num_rows + positions.size))
             self.num_rows += positions.size

@@ -219,14 +219,13 @@ class Canvas:
         All rows where the rule fails: its error is met when it is the forward's turn.
         """
         try:
-            return self._next_window().num_rows * self.num_sequences
+            return self._next_window(self.begin()).num_rows * self.num_sequences
         except Exception:
             self._uncut = self._wish = None
             return self.length * self.num_sequences
 
-    def _next_window(self) -> Window:
-        """What the next forward computes, if nothing cuts it."""
-        work = self.begin()
+    def _next_window(self, work: Work) -> Window:
+        """What the next forward, which is for `work`, computes if nothing cuts it."""
         if self._uncut is None:
             self._uncut = Window.of(self._windows.next(work.rows), self.visibility)
             self._most_rows = self._rows_with_pages
@@ -277,9 +276,9 @@ class Canvas:
 
         It may have to go without the rule, which then works on nothing and hears nothing of it.
         """
-        work, window = self.begin(), self._next_window()
-        if window.stop - window.first > min(self.room, self._most_rows):
-            room = min(self.room, self._most_rows)
+        work = self.begin()
+        window, room = self._next_window(work), min(self.room, self._most_rows)
+        if window.stop - window.first > room:
             window = Window.of(self._windows.next(work.rows, room), self.visibility)
         self._forward = window.forward
         self._is_for_rule = window.stop >= work.rows[1]

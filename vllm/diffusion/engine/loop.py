@@ -166,14 +166,11 @@ class StepLoop:
             self._under_way.append(self._launch(rows))
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
-        stays = (req_id for req_id, error in outcomes.items() if error or self._is_copied(req_id))
+        # Siblings may start with the next message, before what a request keeps changes.
+        canvases = self._runner.canvases
+        stays = [r for r, error in outcomes.items() if error or is_copied(canvases[r])]
         self._launch_behind({*apart, *stays})
         return self._results(outcomes)
-
-    def _is_copied(self, req_id: str) -> bool:
-        """Whether siblings may start with the next message, before what a request keeps changes."""
-        canvas = self._runner.canvases.get(req_id)
-        return canvas is not None and is_copied(canvas)
 
     @torch.inference_mode()
     def slice(self, asked: Slice) -> dict[str, StepResult]:

@@ -34,7 +34,7 @@ from vllm.diffusion.sampling import PhiloxNoise
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.batch import Packing, StepBatch
     from vllm.diffusion.engine.messages import (
         DiffusionSchedulerOutput,
         NewCanvas,
@@ -108,6 +108,8 @@ class DiffusionModelRunner:
         self._log = StepLog(is_on=is_reporting)
         self._loop = StepLoop(self, self._agreement)
         self._usage = self._idle_usage()  # of the newest step whose results were handed out
+        self._packing: Packing | None = None  # of the newest step
+        self._packed_by = self.caches.table
         self._over: list[tuple[Step, float]] = []  # to be told of, and time.perf_counter() then
 
     # ---- one engine step ----
@@ -207,7 +209,11 @@ class DiffusionModelRunner:
 
     def _batch(self, req_ids: Sequence[str]) -> StepBatch:
         canvases = [self.canvases[req_id] for req_id in req_ids]
-        return build_batch(canvases, self.model.family.logit_shift)
+        if self._packed_by is not self.caches.table:  # kept keys and values lie elsewhere
+            self._packing, self._packed_by = None, self.caches.table
+        batch = build_batch(canvases, self.model.family.logit_shift, self._packing)
+        self._packing = batch.packing
+        return batch
 
     def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
         """How the rows are cut, and the microseconds that it took to say so.
@@ -326,6 +332,7 @@ class DiffusionModelRunner:
             self._slices.drop()
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
+        self._packing = None
         self._compute.first_forwards.forget(req_id)
         self._loop.forget()
 

@@ -207,7 +207,7 @@ def is_shared(canvas: Canvas) -> bool:
 
 def is_copied(canvas: Canvas) -> bool:
     """Whether siblings may now copy what a request keeps: it is as its first forward left it."""
-    return canvas.cache is not None and canvas.has_made_one_forward and _has_siblings(canvas)
+    return canvas.has_made_one_forward and canvas.cache is not None and _has_siblings(canvas)
 
 
 def _has_siblings(canvas: Canvas) -> bool:

@@ -135,11 +135,14 @@ def fill(inputs: StepInputs[Array], batch: StepBatch) -> None:
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
     ((bounds,),) = inputs.bounds
     size, num_rows = inputs.token_ids.size, batch.num_rows
-    _, ends, firsts, _, counts, _, kept, block_lengths = zip(*batch.sequences, strict=True)
-    num_padding_keys = 0 if inputs.slot_mapping.size else size - num_rows
-    _fill(bounds.query_ends, (0, *ends, size), size)
-    _fill(bounds.key_starts, (*kept, num_rows), 0)
-    _fill(bounds.key_counts, (*counts, num_padding_keys), 0)
+    ends, kept, counts, block_lengths, firsts = batch.packing.bounds
+    num_sequences, num_padding_keys = ends.size, 0 if inputs.slot_mapping.size else size - num_rows
+    bounds.query_ends[0] = 0
+    _fill(bounds.query_ends[1:], ends, size)
+    _fill(bounds.key_starts, kept, 0)
+    bounds.key_starts[num_sequences] = num_rows
+    _fill(bounds.key_counts, counts, 0)
+    bounds.key_counts[num_sequences] = num_padding_keys
     _fill(bounds.block_lengths, block_lengths, 0)
     _fill(bounds.firsts, firsts, 0)
 
@@ -162,6 +165,6 @@ def layout_of(
     )
 
 
-def _fill(array: Array, values: Array | tuple[int, ...], rest: int) -> None:
-    array[: len(values)] = values
-    array[len(values) :] = rest
+def _fill(array: Array, values: Array, rest: int) -> None:
+    array[: values.size] = values
+    array[values.size :] = rest

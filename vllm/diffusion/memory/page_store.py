@@ -89,6 +89,7 @@ class PageStore:
         self._num_layers, self.host_layers = num_layers, 0
         self._host: HostLayers | None = None
         self._row_shape = (num_kv_heads, head_dim)
+        self._row_bytes = num_kv_heads * head_dim * dtype.itemsize
         self._dtype, self._pool = dtype, pool
         self._sequences: dict[str, KeptSequence] = {}
         self._free: list[int] = []  # the next to be given is the last
@@ -355,8 +356,7 @@ class PageStore:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on the device, in all layers that lie there."""
-        row = torch.Size(self._row_shape).numel() * self._dtype.itemsize
-        return int(self._device_layers * _PAGE_ROWS * row)
+        return self._device_layers * _PAGE_ROWS * self._row_bytes
 
     @property
     def _device_layers(self) -> int:
