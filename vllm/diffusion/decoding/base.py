@@ -115,6 +115,7 @@ class DecodingRule(ABC):
         self.params = params
         self.prompt_length = prompt_length
         self.forbid_mask = False
+        self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
         self._takes_all = False
 
     @abstractmethod
@@ -134,8 +135,8 @@ class DecodingRule(ABC):
         Args:
             tokens: [T] int64, the sequence; not to be written.
         """
-        masked = tokens[self.prompt_length :] == self.params.mask_id
-        return self.prompt_length + int(masked.argmax() if masked.any() else len(masked))
+        masked = (tokens[self.prompt_length :] == self._mask).nonzero()[0]
+        return self.prompt_length + int(masked[0]) if masked.size else len(tokens)
 
     def decide(self, candidates: Candidates) -> Commit:
         """What is committed after the forward, in the order of the rule's choice."""
@@ -227,7 +228,7 @@ class BlockwiseRule(DecodingRule):
         return self.block_start + self.params.block_length
 
     def prepare(self, tokens: Array) -> Work | None:
-        masked = tokens == self.params.mask_id
+        masked = tokens == self._mask
         while self.block < self.params.num_blocks:
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
                 return self._work_in_block(masked)

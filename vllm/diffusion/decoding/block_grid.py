@@ -50,7 +50,6 @@ class GridRule(DecodingRule):
         self.start = self._first = -1  # of the active block, and of its masked positions
         self.step = 0  # forwards of the active block so far
         self._end = prompt_length + params.gen_length  # of the answer, at most
-        self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
         self._begin_block(0)  # no block before the one that starts here has masked positions
         self._front: Front | None = None  # since the newest choice
 
@@ -96,6 +95,9 @@ class GridRule(DecodingRule):
 
     def _look(self, tokens: Array) -> Front:
         masked = self._masked_of_block(tokens)
+        if not masked.size:  # most often the next one has some
+            self._begin_block(self._first_block + self.params.block_length)
+            masked = self._masked_of_block(tokens)
         if not masked.size:
             self._begin_block(self._next_block(tokens))
             masked = self._masked_of_block(tokens)
@@ -115,11 +117,8 @@ class GridRule(DecodingRule):
     def _next_block(self, tokens: Array) -> int:
         """Start of the first block behind `_first_block` with masked positions, else the end."""
         start = self._first_block + self.params.block_length
-        for end in (start + self.params.block_length, len(tokens)):  # most often it is the next one
-            masked = tokens[start:end] == self._mask
-            if masked.any():
-                return self._block_start(start + int(masked.argmax()))
-        return len(tokens)
+        masked = tokens[start:] == self._mask
+        return self._block_start(start + int(masked.argmax())) if masked.any() else len(tokens)
 
     def _block_start(self, position: int) -> int:
         return position // self.params.block_length * self.params.block_length
