@@ -195,6 +195,11 @@ __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
 
+// Orders nothing: for a thread that has what it read of the others, and wrote them nothing.
+__device__ inline void cluster_arrive_after_reads() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -53,19 +53,26 @@ struct Target {
   bool adds;  // to what is there
 };
 
+__device__ inline __nv_bfloat162* place_of(const Target& target, int row, int column) {
+  return reinterpret_cast<__nv_bfloat162*>(target.out + row * target.stride + column);
+}
+
+// What two neighbouring sums are added to: asked for before they are there.
+__device__ inline __nv_bfloat162 load_pair(const Target& target, int row, int column) {
+  return target.adds ? *place_of(target, row, column) : __nv_bfloat162{};
+}
+
 __device__ inline void store_pair(const Target& target, int row, int column, float first,
-                                  float second) {
+                                  float second, __nv_bfloat162 there) {
   if (target.bias != nullptr) {
     first += __bfloat162float(target.bias[column]);
     second += __bfloat162float(target.bias[column + 1]);
   }
-  auto* pair = reinterpret_cast<__nv_bfloat162*>(target.out + row * target.stride + column);
   if (target.adds) {
-    const __nv_bfloat162 there = *pair;
     first += __low2float(there);
     second += __high2float(there);
   }
-  *pair = __floats2bfloat162_rn(first, second);
+  *place_of(target, row, column) = __floats2bfloat162_rn(first, second);
 }
 
 }  // namespace fused_ops

@@ -32,7 +32,8 @@ namespace {
 
 constexpr int kTileColumns = 64;
 constexpr int kMaxStages = 8;
-constexpr int kBarrierBytes = kMaxStages * 16;
+constexpr int kBarrierBytes = kMaxStages * 24;  // a third one a stage: its rows of x have come
+constexpr int kBytesUnderWay = 40 * 1024;       // of the weight, while a block begins
 
 // What a block computes: 64 columns for each of `tiles` groups of warps, or `deep` of them take
 // turns at the stages of the same columns.
@@ -45,9 +46,9 @@ struct Shape {
   static constexpr int kWeightRow = kStageDepth / 2;  // bytes
   static constexpr int kWeightBytes = kColumns * kWeightRow;
   static constexpr int kStageBytes = kWeightBytes + kRows * kStageDepth * 2;
-  // The warp that feeds the ring is one of four where they give their registers to the others.
+  // The two warps that feed the ring are of four where they give their registers to the others.
   static constexpr int kConsumers = kTiles * kDeep * kGroupThreads;
-  static constexpr int kThreads = kConsumers + (kScalesWeight ? kGroupThreads : 32);
+  static constexpr int kThreads = kConsumers + (kScalesWeight ? kGroupThreads : 64);
 };
 
 struct KernelParams {
@@ -119,6 +120,15 @@ __device__ void load_words(uint32_t address, uint32_t (&words)[2]) {
                : "r"(address));
 }
 
+__device__ float4 load_quad(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 template <int kThreads>
 __device__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
@@ -146,6 +156,19 @@ struct Columns {
   }
 };
 
+// A number by a divisor. To add another one takes no division.
+struct Quotient {
+  int whole, rest;
+
+  __device__ Quotient(int number, int divisor) : whole(number / divisor), rest(number % divisor) {}
+
+  __device__ void add(const Quotient& other, int divisor) {
+    whole += other.whole;
+    rest += other.rest;
+    if (rest >= divisor) rest -= divisor, ++whole;
+  }
+};
+
 // The scales and zero points of a block's columns and depth, group by group.
 template <int kGroup, bool kIsTable>
 struct GroupScales {
@@ -160,9 +183,12 @@ struct GroupScales {
 
   __device__ void load(const KernelParams& params, const Columns& columns, int first_group,
                        int num_groups, int num_threads) const {
+    Quotient at(threadIdx.x, num_groups);
+    const Quotient step(num_threads, num_groups);
 #pragma unroll 8
     for (int i = threadIdx.x; i < (pitch - 1) * num_groups; i += num_threads) {
-      const int column = i / num_groups, group = i % num_groups;
+      const int column = at.whole, group = at.rest;
+      at.add(step, num_groups);
       const int64_t place = columns(column) * params.scales_stride + first_group + group;
       scales[group * pitch + column] = __ldg(params.scales + place);
       if (!kIsTable) zeros[group * pitch + column] = __ldg(params.zeros + place);
@@ -176,39 +202,52 @@ struct GroupScales {
   }
 };
 
-// One thread keeps the ring full.
+// By this one a stage's rows of x are there; the ring's own is for the weight alone.
+__device__ uint32_t rows_barrier(const Ring<>& ring, int stage) {
+  return ring.barriers + kMaxStages * 16 + stage * 8;
+}
+
+// A stage that was filled before is filled again once it is empty.
+__device__ void wait_for_room(const Ring<>& ring, const Position& at, int step) {
+  if (step >= ring.sizes.num_stages) wait(ring.empty(at.stage), at.phase ^ 1);
+}
+
+// One thread brings the weight, which depends on no other kernel. What it asks for stands in queues
+// before the first rows and scales: so it fills the ring only as something comes.
 template <typename S>
-__device__ void produce(const Ring<>& ring, const CUtensorMap* x, const CUtensorMap* values,
-                        const Columns& columns, const Ahead& ahead, int first_row, int first_depth,
-                        int num_steps) {
-  auto copy_weight = [&](int stage, int step) {
-    expect_bytes(ring.full(stage), ring.sizes.stage_bytes);
-    for (int part = 0; part < 2; ++part) {
-      copy_tile(ring.weight(stage) + part * columns.half * S::kWeightRow, values,
-                (first_depth + step * S::kStageDepth) / 2, columns.first + part * columns.stride,
-                ring.full(stage), kEvictNormal);
-    }
-  };
-  auto copy_rows = [&](int stage, int step) {
-    for (int part = 0; part < S::kStageDepth / kDepth; ++part) {
-      copy_tile(ring.x(stage) + part * S::kRows * kRowBytes, x,
-                first_depth + step * S::kStageDepth + part * kDepth, first_row, ring.full(stage),
-                kEvictLast);
-    }
-  };
-  const int filled = min(num_steps, ring.sizes.num_stages);
-  for (int step = 0; step < filled; ++step) copy_weight(step, step);
-  if (filled == num_steps) fetch_share(ahead.data, ahead.bytes);
-  wait_for_prerequisites();
-  for (int step = 0; step < filled; ++step) copy_rows(step, step);
+__device__ void produce_weight(const Ring<>& ring, const CUtensorMap* values,
+                               const Columns& columns, const Ahead& ahead, int first_depth,
+                               int num_steps) {
+  constexpr int kUnderWay = (kBytesUnderWay + S::kWeightBytes - 1) / S::kWeightBytes;
   Position at;
-  for (int step = filled; step < num_steps; ++step) {
-    wait(ring.empty(at.stage), at.phase);
-    copy_weight(at.stage, step);
-    copy_rows(at.stage, step);
-    at.advance(ring);
+  for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
+    if (step >= kUnderWay && step < ring.sizes.num_stages) wait(ring.full(step - kUnderWay), 0);
+    wait_for_room(ring, at, step);
+    expect_bytes(ring.full(at.stage), S::kWeightBytes);
+    for (int part = 0; part < 2; ++part) {
+      copy_tile(ring.weight(at.stage) + part * columns.half * S::kWeightRow, values,
+                (first_depth + step * S::kStageDepth) / 2, columns.first + part * columns.stride,
+                ring.full(at.stage), kEvictNormal);
+    }
   }
-  if (filled < num_steps) fetch_share(ahead.data, ahead.bytes);
+  fetch_share(ahead.data, ahead.bytes);
+}
+
+// Another one brings the rows.
+template <typename S>
+__device__ void produce_rows(const Ring<>& ring, const CUtensorMap* x, int first_row,
+                             int first_depth, int num_steps) {
+  wait_for_prerequisites();
+  Position at;
+  for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
+    wait_for_room(ring, at, step);
+    const uint32_t come = rows_barrier(ring, at.stage);
+    expect_bytes(come, S::kStageBytes - S::kWeightBytes);
+    for (int part = 0; part < S::kStageDepth / kDepth; ++part) {
+      copy_tile(ring.x(at.stage) + part * S::kRows * kRowBytes, x,
+                first_depth + step * S::kStageDepth + part * kDepth, first_row, come, kEvictLast);
+    }
+  }
 }
 
 // A scale as two bf16 numbers that add up to it, nearly: a whole number times both, added before
@@ -289,12 +328,12 @@ struct Consumer {
         left[i * 2 + 1][half] = pairs[2];
         left[i * 2 + 1][half + 2] = pairs[3];
       }
-      begin_products();
+    }
+    begin_products();
 #pragma unroll
-      for (int k = i * 2; k < i * 2 + 2; ++k) {  // in steps of the tensor cores
-        const uint64_t right = rows + k / 4 * (kRows * kRowBytes >> 4) + k % 4 * 2;
-        multiply(sums, left[k], right, accumulate || k > 0);
-      }
+    for (int k = 0; k < kUnit / 16; ++k) {  // in steps of the tensor cores
+      const uint64_t right = rows + k / 4 * (kRows * kRowBytes >> 4) + k % 4 * 2;
+      multiply(sums, left[k], right, accumulate || k > 0);
     }
     commit_products();
   }
@@ -322,6 +361,7 @@ struct Consumer {
     for (int step = 0; step < num_steps; ++step, at.advance(ring)) {
       if (step % S::kDeep != part) continue;
       wait(ring.full(at.stage), at.phase);
+      wait(rows_barrier(ring, at.stage), at.phase);
 #pragma unroll
       for (int depth = 0; depth < S::kStageDepth; depth += kUnit) {
         multiply_unit(at.stage, step, depth, total);
@@ -344,8 +384,8 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
     for (int block = 0; block < params.split; ++block) {
 #pragma unroll
       for (int part = 0; part < S::kDeep; ++part) {
-        const int place = (part * num_rows + row) * kPitch + column;
-        const float4 value = load_of_block(sums + place * 4, block);
+        const uint32_t place = sums + ((part * num_rows + row) * kPitch + column) * 4;
+        const float4 value = params.split == 1 ? load_quad(place) : load_of_block(place, block);
         total.x += value.x;
         total.y += value.y;
         total.z += value.z;
@@ -354,9 +394,14 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
     }
     return total;
   };
-  for (int i = threadIdx.x; i < num_rows * quads; i += S::kConsumers) {
-    const int row = i / quads;
-    const int column = (rank * quads + i % quads) * 4;
+  Quotient at(threadIdx.x, quads);
+  const Quotient step(S::kConsumers, quads);
+  for (; at.whole < num_rows; at.add(step, quads)) {
+    const int row = at.whole;
+    const int column = (rank * quads + at.rest) * 4;
+    const int place = columns(column);
+    const __nv_bfloat162 there[] = {load_pair(params.out, first_row + row, place),
+                                    load_pair(params.out, first_row + row, place + 2)};
     const float4 first = sum(row, column);
     float2 low = make_float2(first.x, first.y), high = make_float2(first.z, first.w);
     if (params.is_gated) {
@@ -364,9 +409,8 @@ __device__ void store(const KernelParams& params, const Columns& columns, uint32
       low = silu_mul(low, make_float2(up.x, up.y));
       high = silu_mul(high, make_float2(up.z, up.w));
     }
-    const int place = columns(column);
-    store_pair(params.out, first_row + row, place, low.x, low.y);
-    store_pair(params.out, first_row + row, place + 2, high.x, high.y);
+    store_pair(params.out, first_row + row, place, low.x, low.y, there[0]);
+    store_pair(params.out, first_row + row, place + 2, high.x, high.y, there[1]);
   }
 }
 
@@ -385,7 +429,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const RingSizes sizes{S::kStageBytes, params.num_stages, S::kWeightBytes};
   const int stages_bytes = sizes.stage_bytes * sizes.num_stages;
   const Ring<> ring{base, base + stages_bytes, sizes};
-  if (threadIdx.x == 0) ring.open(&x, &values, 1, kTiles * kGroupThreads / 32);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < params.num_stages; ++stage) {
+      init_barrier(rows_barrier(ring, stage), 1);
+    }
+    ring.open(&x, &values, 1, kTiles * kGroupThreads / 32);
+  }
   __syncthreads();
   launch_dependents();
 
@@ -398,7 +447,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int all_steps = params.depth / S::kStageDepth;
   const int first_step = rank * all_steps / params.split;
   const int num_steps = (rank + 1) * all_steps / params.split - first_step;
-  const int warp = threadIdx.x / 32;
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // known to be the warp's
   const int group = warp / 4;
   // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth
   // after.
@@ -406,11 +455,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int column = group % kTiles * kTileColumns + warp % 4 * 16 +
                      (S::kWeightRow == kRowBytes ? pair >> 1 | (pair & 1) << 2 : pair);
 
-  if (threadIdx.x >= S::kConsumers) {
+  constexpr int kConsumerWarps = S::kConsumers / 32;
+  if (warp >= kConsumerWarps) {
     share_registers<S, true>();
+    const int first_depth = first_step * S::kStageDepth;
     if (threadIdx.x == S::kConsumers) {
-      produce<S>(ring, &x, &values, columns, params.ahead, first_row, first_step * S::kStageDepth,
-                 num_steps);
+      produce_weight<S>(ring, &values, columns, params.ahead, first_depth, num_steps);
+    } else if (threadIdx.x == S::kConsumers + 32) {
+      produce_rows<S>(ring, &x, first_row, first_depth, num_steps);
     }
     return;
   }
@@ -437,9 +489,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const int place = (group / kTiles * num_rows + row) * kPitch + column + i / 2 % 2 * 8;
     asm volatile("st.shared::cta.f32 [%0], %1;" ::"r"(base + place * 4), "f"(total[i]) : "memory");
   }
-  cluster_sync();
+  if (params.split > 1) {
+    cluster_sync();
+  } else {
+    sync_consumers<S::kConsumers>();
+  }
   store<S>(params, columns, base, rank, first_row, num_rows);
-  cluster_sync();  // no block ends while others read its shared memory
+  if (params.split > 1) {  // no block ends while others read its shared memory
+    cluster_arrive_after_reads();
+    cluster_wait();
+  }
 #endif
 }
 
