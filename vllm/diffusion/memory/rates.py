@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of the device at hand: measured when an engine starts, and remembered on disk.
 
-A large product, attention of a long sequence and a large copy run for a moment each, and the median
-of their later rounds counts: by then the card has met its limit of power, as in a step (for a tenth
-of a second an H200 multiplies by a tenth faster). Beside others, what is far below what the card's
-clocks and widths promise is not believed; neither that nor what was measured beside others is
-remembered.
+A large product, attention of a long sequence and large copies run for a moment each. Of products
+and attention the median of the later rounds counts: by then the card has met its limit of power, as
+in a step (for a tenth of a second an H200 multiplies by a tenth faster). Copies meet no such limit,
+and the fastest counts: a round is shorter than the turn of another process on the same card. Beside
+others, what is far below what the card's clocks and widths promise is not believed; neither that
+nor what was measured beside others is remembered.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
 def _product_flops(device: torch.device) -> float:
     x, weights = _normal(_ROWS, _DEPTH, device=device), _normal(_DEPTH, _COLUMNS, device=device)
     out = _normal(_ROWS, _COLUMNS, device=device)
-    seconds = _typical(lambda: torch.mm(x, weights, out=out), WARM_S)
+    seconds = statistics.median(_rounds(lambda: torch.mm(x, weights, out=out), WARM_S))
     return 2 * _ROWS * _DEPTH * _COLUMNS / seconds
 
 
@@ -160,23 +161,24 @@ def _attention_flops(device: torch.device) -> float:
     q, k, v = (_normal(1, _HEADS, _QUERIES, _HEAD_DIM, device=device) for _ in range(3))
     kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(kinds, set_priority=True):
-        seconds = _typical(lambda: functional.scaled_dot_product_attention(q, k, v), WARM_S)
+        rounds = _rounds(lambda: functional.scaled_dot_product_attention(q, k, v), WARM_S)
+    seconds = statistics.median(rounds)
     return 4 * _QUERIES**2 * _HEADS * _HEAD_DIM / seconds
 
 
 def _memory_bytes(device: torch.device) -> float:
     x = torch.empty(2, COPIED_BYTES, dtype=torch.uint8, device=device)
-    return 2 * COPIED_BYTES / _typical(lambda: x[0].copy_(x[1]), MOMENT_S)
+    return 2 * COPIED_BYTES / min(_rounds(lambda: x[0].copy_(x[1]), MOMENT_S))
 
 
 def _host_bytes(device: torch.device) -> float:
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.empty_like(there, device="cpu", pin_memory=True)
-    return here.nbytes / _typical(lambda: there.copy_(here, non_blocking=True), MOMENT_S)
+    return here.nbytes / min(_rounds(lambda: there.copy_(here, non_blocking=True), MOMENT_S))
 
 
-def _typical(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of a round in the second half of so many seconds, the median."""
+def _rounds(run: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of every round in the second half of so many seconds."""
     run()
     rounds, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(rounds) < 2:
@@ -186,7 +188,7 @@ def _typical(run: Callable[[], object], seconds: float) -> float:
         last.record()
         last.synchronize()
         rounds.append(first.elapsed_time(last) / 1000)
-    return statistics.median(rounds[len(rounds) // 2 :])
+    return rounds[len(rounds) // 2 :]
 
 
 def _has_company(device: torch.device) -> bool:
