@@ -33,7 +33,6 @@ namespace {
 constexpr int kTileColumns = 64;
 constexpr int kMaxStages = 8;
 constexpr int kBarrierBytes = kMaxStages * 24;  // a third one a stage: its rows of x have come
-constexpr int kBytesUnderWay = 40 * 1024;       // of the weight, while a block begins
 
 // What a block computes: 64 columns for each of `tiles` groups of warps, or `deep` of them take
 // turns at the stages of the same columns.
@@ -65,6 +64,7 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kStrip = 128;
+constexpr int kBytesUnderWay = 40 * 1024;  // of the weight, while a block begins
 
 __device__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
