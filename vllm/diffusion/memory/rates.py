@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of the device at hand: measured when an engine starts, and remembered on disk.
 
-A large product, attention of a long sequence and large copies run for a moment each. Of products
-and attention the median of the later rounds counts: by then the card has met its limit of power, as
-in a step (for a tenth of a second an H200 multiplies by a tenth faster). Copies meet no such limit,
-and the fastest counts: a round is shorter than the turn of another process on the same card. Beside
-others, what is far below what the card's clocks and widths promise is not believed; neither that
-nor what was measured beside others is remembered.
+A large product, attention of a long sequence and large copies run for a moment each. Products come
+first, for as long as it takes the card to meet its limit of power, as a long step does (for a fifth
+of a second an H200 that was idle multiplies by a tenth faster), and of them and of attention, which
+follows at once, the median round counts. Copies meet no such limit, and the fastest counts: a round
+is shorter than the turn of another process on the same card. Beside others, what is far below what
+the card's clocks and widths promise is not believed; neither that nor what was measured beside
+others is remembered.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MEASURED = ("product_flops", "attention_flops", "memory_bytes")  # which properties promise
-WARM_S, MOMENT_S = 0.18, 0.02  # of what a card gets hot from, and of copies
+HEATED_S = 0.22  # of products, until the card has met its limit of power
+MOMENT_S, COPIES_S = 0.04, 0.015  # that rounds are counted of products and of attention; of copies
 LINK_BYTES = 32 << 20  # as much of the host's memory is pinned meanwhile
 BELIEVED = 0.6  # of what properties promise: few cards do less of it alone
 COPIED_BYTES = 512 << 20  # enough that a copy's start and end do not count
@@ -153,7 +155,12 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
 def _product_flops(device: torch.device) -> float:
     x, weights = _normal(_ROWS, _DEPTH, device=device), _normal(_DEPTH, _COLUMNS, device=device)
     out = _normal(_ROWS, _COLUMNS, device=device)
-    seconds = statistics.median(_rounds(lambda: torch.mm(x, weights, out=out), WARM_S))
+
+    def multiply() -> object:
+        return torch.mm(x, weights, out=out)
+
+    _rounds(multiply, HEATED_S)
+    seconds = statistics.median(_rounds(multiply, MOMENT_S))
     return 2 * _ROWS * _DEPTH * _COLUMNS / seconds
 
 
@@ -161,25 +168,26 @@ def _attention_flops(device: torch.device) -> float:
     q, k, v = (_normal(1, _HEADS, _QUERIES, _HEAD_DIM, device=device) for _ in range(3))
     kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(kinds, set_priority=True):
-        rounds = _rounds(lambda: functional.scaled_dot_product_attention(q, k, v), WARM_S)
+        rounds = _rounds(lambda: functional.scaled_dot_product_attention(q, k, v), MOMENT_S)
     seconds = statistics.median(rounds)
     return 4 * _QUERIES**2 * _HEADS * _HEAD_DIM / seconds
 
 
 def _memory_bytes(device: torch.device) -> float:
     x = torch.empty(2, COPIED_BYTES, dtype=torch.uint8, device=device)
-    return 2 * COPIED_BYTES / min(_rounds(lambda: x[0].copy_(x[1]), MOMENT_S))
+    return 2 * COPIED_BYTES / min(_rounds(lambda: x[0].copy_(x[1]), COPIES_S))
 
 
 def _host_bytes(device: torch.device) -> float:
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.empty_like(there, device="cpu", pin_memory=True)
-    return here.nbytes / min(_rounds(lambda: there.copy_(here, non_blocking=True), MOMENT_S))
+    return here.nbytes / min(_rounds(lambda: there.copy_(here, non_blocking=True), COPIES_S))
 
 
 def _rounds(run: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of every round in the second half of so many seconds."""
+    """Seconds of every round within so many seconds, after one that is not counted."""
     run()
+    torch.cuda.synchronize()
     rounds, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(rounds) < 2:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -188,7 +196,7 @@ def _rounds(run: Callable[[], object], seconds: float) -> list[float]:
         last.record()
         last.synchronize()
         rounds.append(first.elapsed_time(last) / 1000)
-    return rounds[len(rounds) // 2 :]
+    return rounds
 
 
 def _has_company(device: torch.device) -> bool:
