@@ -20,8 +20,7 @@ from vllm_add_llada.cuda_kernels import fused_ops
 STREAMED = [
     [0, 0, 1, 0, 0, 0, 0],
     [1, 8, 9, 16, 17, 32, 33],
-    [48, 49, 64, 65, 80, 81, 96],
-    [97, 112, 113, 128, 129, 144, 160],
+    [64, 65, 96, 97, 128, 129, 160],
     [0, 0, 0, 0, 0, 0, 1001],
     [200, 0, 320, 161, 0, 130, 5],
 ]
@@ -123,11 +122,10 @@ def test_streams_without_weights_are_the_products(generator):
 
 @pytest.mark.gpu
 def test_a_graph_of_the_streams_holds_for_any_routing(generator):
-    """Of both fewer tiles than multiprocessors, and more: each launch begins to count anew."""
-    num_slots, num_columns, depth = 320, 256, 4096
+    num_slots, num_columns, depth = 320, 256, 1024
     rows = torch.randn(num_slots, 256, generator=generator).bfloat16().cuda()
     gates = (torch.randn(8, 2 * depth, 256, generator=generator) / 16).bfloat16().cuda()
-    weight = (torch.randn(8, num_columns, depth, generator=generator) / 16).bfloat16().cuda()
+    weight = torch.randn(8, num_columns, depth, generator=generator).bfloat16().cuda()
     weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
     slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
     ends = ends_of([40] * 8, "cuda")

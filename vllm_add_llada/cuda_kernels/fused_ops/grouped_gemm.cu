@@ -5,9 +5,8 @@
 //
 // One block for each multiprocessor walks over the tiles of all groups with one ring of
 // shared-memory stages that never drains: while the sums of a tile are written, the weights of the
-// next ones are fetched. Tiles differ in their rows, so a block takes the next one that nobody has
-// yet whenever it gets there. The weight is the left operand of the tensor cores (64 of its rows to
-// a group of four warps), and the group's rows are the right one, as many as there are: a weight is
+// next ones are fetched. The weight is the left operand of the tensor cores (64 of its rows to a
+// group of four warps), and the group's rows are the right one, as many as there are: a weight is
 // read once for up to kRows of them. Every sum has one order, whatever the rows beside a row.
 //
 // A third group of four warps fills the ring. One of its threads has the copy engine fetch the
@@ -16,8 +15,6 @@
 //
 // Weights do not depend on the kernel before this one: an early launch fills its ring with them
 // while that kernel ends, and waits for it before it reads x.
-
-#include <atomic>
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
@@ -30,14 +27,8 @@ constexpr int kGroups = 2;                       // of four warps that multiply
 constexpr int kHalfRows = kGroups * kGroupRows;  // of the weight, in each half of a stage
 constexpr int kRows = 160;                       // of a tile, at most
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kVectors = kRowBytes / 16;             // of a row of a stage
-constexpr int kPassRows = kGroupThreads / kVectors;  // gathered, or written, at once
-constexpr int kChunkBytes = 2 * kPassRows * kRowBytes;
-constexpr int kCounters = 4096;
-
-// Of the tiles that are taken: one for each launch of those that can be under way at a time. All
-// are 0 but while it runs.
-[[maybe_unused]] __device__ unsigned int counters[kCounters];
+constexpr int kChunkRows = 32;  // of the result, written at once
+constexpr int kChunkBytes = kChunkRows * kRowBytes;
 
 struct Sizes {
   static constexpr int weight_bytes = 2 * kHalfRows * kRowBytes;
@@ -55,7 +46,6 @@ struct KernelParams {
   __nv_bfloat16* out;
   int64_t x_stride;
   int num_groups, num_columns, depth, num_chosen;
-  int counter;
   bool early;
   uint64_t weight_hint;
 };
@@ -63,6 +53,8 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kWarps = kGroups * kGroupThreads / 32;
+constexpr int kVectors = kRowBytes / 16;             // of a row of a stage
+constexpr int kPassRows = kGroupThreads / kVectors;  // gathered at once
 // Registers of a thread that multiplies, and of one that copies; together those of the card.
 constexpr int kMultiplyRegisters = 224;
 constexpr int kCopyRegisters = 56;
@@ -76,7 +68,6 @@ struct Shared {
   alignas(kRowBytes) char chunks[kGroups][kChunkBytes];  // of results on their way
   unsigned long long barriers[Sizes::num_stages][2];
   Tile tiles[Sizes::num_stages];  // that begin in the stages
-  int turns[2];                   // tiles of the block: this one's number and the next one's
   int ends[kMaxGroups];
 };
 
@@ -84,95 +75,33 @@ struct Shared {
 template <bool kIsGated>
 constexpr int kTileColumns = kIsGated ? kHalfRows : 2 * kHalfRows;
 
-// A group of four warps waits for its own.
-__device__ inline void sync_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
-}
-
-// The numbers of a block's tiles: its own, and then whichever is next. One thread of the group that
-// copies counts, a tile ahead, and tells the others.
-struct Turns {
-  unsigned int* counter;
-  int* told;  // shared memory
-  // What was counted for the next tile: nothing waits for it before it is used.
-  unsigned int ahead = blockIdx.x - gridDim.x;
-  int count = 0;
-
-  __device__ bool counts() const { return threadIdx.x % kGroupThreads == 0; }
-
-  __device__ int next() {
-    int* turn = told + count++ % 2;  // who is late reads the other one
-    if (counts()) *turn = ahead + gridDim.x;
-    sync_group(kGroups);
-    if (counts()) ahead = atomicAdd(counter, 1u);
-    return *turn;
-  }
-
-  // All blocks together ask once for every tile, and every block once more. The last to ask leaves
-  // the counter as it was.
-  __device__ void end(int num_tiles) const {
-    if (counts() && ahead == num_tiles + gridDim.x - 1) *counter = 0;
-  }
-};
-
-__device__ inline int row_tiles_of(int num_rows) { return (num_rows + kRows - 1) / kRows; }
-
-// The tiles of all groups, ordered by group, then by columns, then by rows: blocks that run
+// A block's tiles. All tiles are ordered by group, then by columns, then by rows: blocks that run
 // together share weights and rows. The tiles of a group have equally many rows, nearly.
-//
-// Those of the first group are dealt out among the others: it may have all rows, and while its
-// tiles are multiplied the weights of other groups are fetched.
 struct Walk {
   const int* ends;  // shared memory
   int num_groups, tile_columns, column_tiles;
-  int total, num_dealt, period;                                      // tiles
-  int group = 0, first_tile = 0, num_tiles = 0, start = 0, end = 0;  // of a group behind the first
+  int next_tile;                                                      // of the block
+  int group = -1, first_tile = 0, num_tiles = 0, start = 0, end = 0;  // of the group
+  int row_tiles = 0;
   Tile tile{};
-  int tile_group = 0;
 
-  // By all threads of a warp.
-  __device__ Walk(const int* ends, int num_groups, int num_columns, int tile_columns)
-      : ends(ends),
-        num_groups(num_groups),
-        tile_columns(tile_columns),
-        column_tiles((num_columns + tile_columns - 1) / tile_columns),
-        end(ends[0]) {
-    int row_tiles = 0;
-    for (int i = threadIdx.x % 32; i < num_groups; i += 32) {
-      row_tiles += row_tiles_of(ends[i] - (i == 0 ? 0 : ends[i - 1]));
-    }
-    total = __reduce_add_sync(~0u, row_tiles) * column_tiles;
-    num_dealt = row_tiles_of(ends[0]) * column_tiles;
-    period = total / max(num_dealt, 1);
-  }
-
-  // Goes on to the tile of this number, not one before; false past the last.
-  __device__ bool go_to(int number) {
-    if (number >= total) return false;
-    const int round = number / period;
-    if (round < num_dealt && round * period == number) {
-      cut(0, 0, ends[0], round);
-      return true;
-    }
-    const int other = number - min(num_dealt, round + 1);
-    while (other >= first_tile + num_tiles) {
+  // Goes on to the next tile; false past the last.
+  __device__ bool next() {
+    while (next_tile >= first_tile + num_tiles) {
+      if (++group == num_groups) return false;
       first_tile += num_tiles;
       start = end;
-      end = ends[++group];
-      num_tiles = row_tiles_of(end - start) * column_tiles;
+      end = ends[group];
+      row_tiles = (end - start + kRows - 1) / kRows;
+      num_tiles = row_tiles * column_tiles;
     }
-    cut(group, start, end, other - first_tile);
+    const int local = next_tile - first_tile;
+    const int tile_rows = ((end - start + row_tiles - 1) / row_tiles + 7) / 8 * 8;
+    tile.first_column = local / row_tiles * tile_columns;
+    tile.first_row = start + local % row_tiles * tile_rows;
+    tile.num_rows = min(end - tile.first_row, tile_rows);
+    next_tile += gridDim.x;
     return true;
-  }
-
-  // The tile of this number of a group.
-  __device__ void cut(int of, int first, int last, int number) {
-    const int row_tiles = row_tiles_of(last - first);
-    const int tile_rows = ((last - first + row_tiles - 1) / row_tiles + 7) / 8 * 8;
-    tile_group = of;
-    tile.first_column = number / row_tiles * tile_columns;
-    tile.first_row = first + number % row_tiles * tile_rows;
-    tile.num_rows = min(last - tile.first_row, tile_rows);
   }
 };
 
@@ -194,15 +123,14 @@ struct Source {
   const KernelParams& params;
   Tile* tiles;  // shared memory
   Walk walk;
-  Turns turns;
-  int step = 0;
+  int num_steps;
+  int step = num_steps - 1;
   const __nv_bfloat16* rows[kRows / kPassRows]{};  // of the tile, that this thread gathers
 
-  __device__ int num_steps() const { return params.depth / kDepth; }
-
-  __device__ bool next_tile() {
+  __device__ bool next() {
+    if (++step < num_steps) return true;
     step = 0;
-    return walk.go_to(turns.next());
+    return walk.next();
   }
 
   __device__ void copy_weight(const Ring<Sizes>& ring, int stage) const {
@@ -210,21 +138,19 @@ struct Source {
     if (step == 0) tiles[stage] = walk.tile;
     expect_bytes(ring.full(stage), Sizes::weight_bytes);
     const int gap = kIsGated ? params.num_columns : kHalfRows;
-    const int row =
-        walk.tile_group * params.num_columns * (kIsGated ? 2 : 1) + walk.tile.first_column;
-    // Tiles of the first group are read again much later.
-    const uint64_t hint = walk.tile_group == 0 ? kEvictNormal : params.weight_hint;
+    const int row = walk.group * params.num_columns * (kIsGated ? 2 : 1) + walk.tile.first_column;
     for (int half = 0; half < 2; ++half) {
       copy_tile(ring.weight(stage) + half * kHalfRows * kRowBytes, weight, step * kDepth,
-                row + half * gap, ring.full(stage), hint);
+                row + half * gap, ring.full(stage), params.weight_hint);
     }
   }
 
   // Up to 31 rows more than those of the tile, whatever lies there in shared memory, are
   // multiplied, too; nothing reads their sums.
-  __device__ void copy_rows(const Ring<Sizes>& ring, int stage) const {
+  __device__ void copy_rows(const Ring<Sizes>& ring, int stage) {
     const int thread = threadIdx.x % kGroupThreads;
     const int first = thread / kVectors, vector = thread % kVectors;
+    if (step == 0) find_rows(first, vector);
     const uint32_t target =
         ring.x(stage) + first * kRowBytes + (vector ^ first % kVectors) * 16;  // the swizzle
 #pragma unroll
@@ -235,9 +161,7 @@ struct Source {
     arrive_after_copies(ring.full(stage));
   }
 
-  __device__ void find_rows() {
-    const int thread = threadIdx.x % kGroupThreads;
-    const int first = thread / kVectors, vector = thread % kVectors;
+  __device__ void find_rows(int first, int vector) {
 #pragma unroll
     for (int i = 0; i < kRows / kPassRows; ++i) {
       const int local = first + i * kPassRows;
@@ -249,42 +173,39 @@ struct Source {
   }
 };
 
-// Fills the ring with the first steps of the block's first tile, weights before rows. Returns how
-// many.
 template <bool kIsGated>
-__device__ int produce_first(const Ring<Sizes>& ring, Source<kIsGated>& source) {
-  const int count = min(Sizes::num_stages, source.num_steps());
-  for (source.step = 0; source.step < count; ++source.step) source.copy_weight(ring, source.step);
-  wait_for_prerequisites();
-  source.find_rows();
-  for (source.step = 0; source.step < count; ++source.step) source.copy_rows(ring, source.step);
-  return count;
-}
-
-template <bool kIsGated>
-__device__ void produce(const Ring<Sizes>& ring, Source<kIsGated>& source) {
-  Position at;
-  for (bool is_first = true; source.next_tile(); is_first = false) {
-    if (is_first) {
-      const int count = produce_first(ring, source);
-      at = {count % Sizes::num_stages, count / Sizes::num_stages};
-    } else {
-      source.find_rows();
-    }
-    for (; source.step < source.num_steps(); ++source.step) {
-      wait(ring.empty(at.stage), at.phase ^ 1);  // at once where the stage was never full
-      source.copy_weight(ring, at.stage);
-      source.copy_rows(ring, at.stage);
-      at.advance(ring);
-    }
+__device__ void produce(const Ring<Sizes>& ring, Source<kIsGated> source) {
+  Source<kIsGated> late = source;  // the rows come after the weights of an early launch
+  int num_filled = 0;
+  bool is_more = true;
+  while (num_filled < Sizes::num_stages && (is_more = source.next())) {
+    source.copy_weight(ring, num_filled++);
   }
-  source.turns.end(source.walk.total);
-  wait(ring.empty(at.stage), at.phase ^ 1);
+  wait_for_prerequisites();
+  for (int stage = 0; stage < num_filled; ++stage) {
+    late.next();
+    late.copy_rows(ring, stage);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows / kPassRows; ++i) source.rows[i] = late.rows[i];
+  Position at{num_filled % Sizes::num_stages, 0};
+  while (is_more && source.next()) {
+    wait(ring.empty(at.stage), at.phase);
+    source.copy_weight(ring, at.stage);
+    source.copy_rows(ring, at.stage);
+    at.advance(ring);
+  }
+  if (num_filled == Sizes::num_stages) wait(ring.empty(at.stage), at.phase);
   if (threadIdx.x % kGroupThreads == 0) {
     source.tiles[at.stage].num_rows = 0;
     arrive(ring.full(at.stage));
   }
   arrive(ring.full(at.stage));
+}
+
+// A group of four warps waits for its own.
+__device__ inline void sync_group(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
 }
 
 // Two matrices [8, 8] as sums lie in the threads of a warp, transposed: each of the first 16 lanes
@@ -345,8 +266,7 @@ struct Target {
 };
 
 // Writes the sums of a group of four warps: kWidth rows of 64 columns, or twice that many. They go
-// through `chunk` in shared memory, kPassRows rows at a time, so that whole lines are written; its
-// two halves take turns, so that the next rows are converted while those before are on their way.
+// through `chunk` in shared memory, kChunkRows rows at a time, so that whole lines are written.
 //
 // Of the 64 columns a thread has number lane / 4 of its warp's 16 and the one 8 further, and of
 // every eight rows lane % 4 * 2 and the next.
@@ -354,19 +274,16 @@ template <bool kIsGated, int kWidth>
 __device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
                       const KernelParams& params, int group, uint32_t chunk,
                       const float (&total)[2][kWidth / 2]) {
-  constexpr int kHalves = kIsGated ? 1 : 2;
-  constexpr int kPasses = Target<kIsGated, kWidth>::kCount;
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
   const uint32_t into =
       chunk + lane % 8 * kRowBytes + ((thread / 32 * 2 + lane / 8 % 2) ^ lane % 8) * 16;
   const int vector = thread % kVectors, first = thread / kVectors;
   const uint32_t from = chunk + first * kRowBytes + (vector ^ first % 8) * 16;
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
+  for (int half = 0; half < (kIsGated ? 1 : 2); ++half) {
     const int column = tile.first_column + half * kHalfRows + group * kGroupRows + vector * 8;
 #pragma unroll
     for (int row = 0; row < kWidth; row += 8) {
-      const int pass = row / kPassRows, side = (half * kPasses + pass) % 2 * kPassRows;
       const float* sums = &total[half][row / 2];
       uint32_t pairs[2];
 #pragma unroll
@@ -378,14 +295,17 @@ __device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
         }
         pairs[eight] = as_bits(__float22bfloat162_rn(values));
       }
-      store_transposed(into + (side + row % kPassRows) * kRowBytes, pairs[0], pairs[1]);
-      if ((row + 8) % kPassRows != 0 && row + 8 != kWidth) continue;
-      // All have written this side, and so have read what was on the other.
+      store_transposed(into + row % kChunkRows * kRowBytes, pairs[0], pairs[1]);
+      if ((row + 8) % kChunkRows != 0 && row + 8 != kWidth) continue;
       sync_group(group);
-      target.write(pass, from + side * kRowBytes, column, params);
+#pragma unroll
+      for (int i = row / kChunkRows * kChunkRows / kPassRows; i * kPassRows < row + 8; ++i) {
+        const int pass = i % (kChunkRows / kPassRows);
+        target.write(i, from + pass * kPassRows * kRowBytes, column, params);
+      }
+      sync_group(group);
     }
   }
-  if constexpr (kHalves * kPasses % 2 != 0) sync_group(group);  // the next tile has the same side
 }
 
 // A group of four warps multiplies its 64 rows of each half of the weight with kWidth rows.
@@ -415,20 +335,6 @@ __device__ void multiply_tile(const Ring<Sizes>& ring, const Tile& tile, const K
   store(target, tile, params, group, chunk, total);
 }
 
-// The same with the first of these widths that has the tile's rows.
-template <bool kIsGated, int kWidth, int... kWider>
-__device__ void multiply_tile_of(const Ring<Sizes>& ring, const Tile& tile,
-                                 const KernelParams& params, int group, uint32_t chunk,
-                                 Position& at) {
-  if constexpr (sizeof...(kWider) > 0) {
-    if (tile.num_rows > kWidth) {
-      multiply_tile_of<kIsGated, kWider...>(ring, tile, params, group, chunk, at);
-      return;
-    }
-  }
-  multiply_tile<kIsGated, kWidth>(ring, tile, params, group, chunk, at);
-}
-
 template <bool kIsGated>
 __device__ void multiply_tiles(const Ring<Sizes>& ring, const Tile* tiles,
                                const KernelParams& params, int group, uint32_t chunk) {
@@ -436,8 +342,23 @@ __device__ void multiply_tiles(const Ring<Sizes>& ring, const Tile* tiles,
   while (true) {
     wait(ring.full(at.stage), at.phase);
     const Tile tile = tiles[at.stage];
-    if (tile.num_rows == 0) return;
-    multiply_tile_of<kIsGated, 8, 16, 32, 64, 96, 128, kRows>(ring, tile, params, group, chunk, at);
+    if (tile.num_rows == 0) {
+      return;
+    } else if (tile.num_rows <= 8) {
+      multiply_tile<kIsGated, 8>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 16) {
+      multiply_tile<kIsGated, 16>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 32) {
+      multiply_tile<kIsGated, 32>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 64) {
+      multiply_tile<kIsGated, 64>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 96) {
+      multiply_tile<kIsGated, 96>(ring, tile, params, group, chunk, at);
+    } else if (tile.num_rows <= 128) {
+      multiply_tile<kIsGated, 128>(ring, tile, params, group, chunk, at);
+    } else {
+      multiply_tile<kIsGated, kRows>(ring, tile, params, group, chunk, at);
+    }
   }
 }
 
@@ -462,10 +383,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = threadIdx.x / kGroupThreads;
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
-    const Walk walk(shared.ends, params.num_groups, params.num_columns, kTileColumns<kIsGated>);
-    const Turns turns{counters + params.counter, shared.turns};
-    Source<kIsGated> source{&weight, params, shared.tiles, walk, turns};
-    produce(ring, source);
+    constexpr int columns = kTileColumns<kIsGated>;
+    const Walk walk{shared.ends, params.num_groups, columns,
+                    (params.num_columns + columns - 1) / columns, static_cast<int>(blockIdx.x)};
+    produce(ring, Source<kIsGated>{&weight, params, shared.tiles, walk, params.depth / kDepth});
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
     wait_for_prerequisites();  // every thread that writes waits itself
@@ -479,12 +400,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Results that fill the cache are written back while the kernel runs. If weights are the first to
 // leave the cache then, they leave before they are used; so they are not.
 constexpr int64_t kMostKeptBytes = 32 << 20;
-
-// Of a launch; those of a graph are the same whenever it runs.
-int next_counter() {
-  static std::atomic<unsigned> num_launches{0};
-  return static_cast<int>(num_launches++ % kCounters);
-}
 
 template <bool kIsGated>
 cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
@@ -510,7 +425,6 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
                                    params.num_columns,
                                    params.depth,
                                    params.num_chosen,
-                                   next_counter(),
                                    params.early,
                                    fills_cache ? kEvictNormal : kEvictFirst};
   const Launch launch{params.num_blocks, kThreads, stream, /*overlaps=*/true, Sizes::shared_bytes};
