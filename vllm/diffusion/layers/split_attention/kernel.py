@@ -84,8 +84,8 @@ def part_kernel(
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:  # with the end of the kernel before, and the start of the one after
-        gdc_launch_dependents()  # first, so that a product behind reads its weight meanwhile
         gdc_wait()
+        gdc_launch_dependents()
     # The last programs of all are of the tiles that a graph was captured for and a step lacks, so
     # that the others start on as many multiprocessors as they can.
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -191,8 +191,8 @@ def merge_kernel(
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     slot = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, HEAD_DIM)
     splits = tl.arange(0, MAX_SPLITS)
