@@ -341,7 +341,7 @@ def launch_route(
 ) -> None:
     """Enqueue the choice and the order of the rows; the arguments are checked.
 
-    Weights of a place more than are chosen are of rows that have one expert more (`with_shared`).
+    Weights of a place more than are chosen are of rows that have one expert more (`has_shared`).
 
     `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
     program of the choice.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +34,10 @@ from vllm.diffusion.memory.footprint import (
     temporary,
     total,
 )
+from vllm.diffusion.ops.fp8 import Fp8Projection
+from vllm.diffusion.ops.packed import PackedProjection
+from vllm.diffusion.ops.projection import PlainProjection, Projection
 from vllm.diffusion.pages import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CPU = torch.device("cpu")
 
@@ -361,22 +361,18 @@ def test_the_ladder_as_the_budget_shrinks() -> None:
 
 
 # Milliseconds of a step of LLaDA-8B of so many rows on an H200.
-STEPS_MS = {
-    "bf16": {32: 4.46, 256: 7.0, 1024: 22.8, 4096: 99.1},
-    "fp8": {32: 3.09, 256: 4.88, 1024: 14.2, 4096: 64.6},
-    "int4": {1024: 25.7, 4096: 106.6},
-}
-KINDS: dict[str, Callable[[Products], Products]] = {
-    "bf16": lambda plain: plain,
-    "fp8": lambda plain: plain._replace(weight_bytes=1.0, speed=1.75),
-    "int4": lambda plain: plain._replace(weight_bytes=0.53, speed=0.9),
+STEPS_MS: dict[type[Projection], dict[int, float]] = {
+    PlainProjection: {32: 4.46, 256: 7.0, 1024: 22.8, 4096: 99.1},
+    Fp8Projection: {32: 3.09, 256: 4.88, 1024: 14.2, 4096: 64.6},
+    PackedProjection: {1024: 25.7, 4096: 106.6},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_take_what_is_predicted(kind: str) -> None:
-    shape = replace(LLADA_8B, products=tuple(map(KINDS[kind], LLADA_8B.products)))
-    planner = Planner(shape, 100 * GIB, 1 << 14)
+@pytest.mark.parametrize("kind", STEPS_MS)
+def test_steps_take_what_is_predicted(kind: type[Projection]) -> None:
+    (plain,) = LLADA_8B.products
+    products = plain._replace(weight_bytes=kind.weight_bytes, speed=kind.speed)
+    planner = Planner(replace(LLADA_8B, products=(products,)), 100 * GIB, 1 << 14)
     for rows, milliseconds in STEPS_MS[kind].items():
         plan = planner.plan(StepShape(rows, min(rows, 32), rows))
         assert 1000 * plan.predicted_seconds == pytest.approx(milliseconds, rel=0.1), rows

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
-    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 FP32_BYTES = 4
 
@@ -141,7 +140,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         element_bytes=model.dtype.itemsize,
         rotary_bytes=2 * architecture.rotary_dim * table_bytes,
         products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
-        experts=_experts(config, vllm_config.quant_config, num_ranks),
+        experts=_experts(config, num_ranks, is_quantised=vllm_config.quant_config is not None),
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
@@ -164,13 +163,11 @@ def _products(
     )
 
 
-def _experts(
-    config: DiffusionConfig, quant_config: QuantizationConfig | None, num_ranks: int
-) -> Experts | None:
+def _experts(config: DiffusionConfig, num_ranks: int, *, is_quantised: bool) -> Experts | None:
     architecture = config.architecture
     if not architecture.expert_layers:
         return None
-    is_joined = quant_config is None and architecture.joins_shared_expert
+    is_joined = architecture.joins_shared_expert(is_quantised=is_quantised)
     return Experts(
         count=config.num_experts + is_joined,
         chosen=config.num_experts_per_tok + is_joined,

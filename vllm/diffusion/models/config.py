@@ -83,11 +83,10 @@ class Architecture(NamedTuple):
     has_fused_qkv: bool = False
     module_names: Mapping[str, str] = MappingProxyType({})
 
-    @property
-    def joins_shared_expert(self) -> bool:
-        """Whether the expert of all rows has the width of the others, so that it can be stored
-        with them."""
-        return 0 < self.shared_expert_width == self.expert_width
+    def joins_shared_expert(self, *, is_quantised: bool) -> bool:
+        """Whether the expert of all rows is stored with the others, as one of the same width can
+        be."""
+        return not is_quantised and 0 < self.shared_expert_width == self.expert_width
 
 
 class DiffusionConfig(PreTrainedConfig):

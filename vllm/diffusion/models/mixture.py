@@ -59,7 +59,8 @@ class MixtureMLP(MLPWeights):
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             owner = self.gate if self.expert_bias_of == "mlp.gate" else self
             owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
-        self.num_joined = int(quant_config is None and architecture.joins_shared_expert)
+        is_quantised = quant_config is not None
+        self.num_joined = int(architecture.joins_shared_expert(is_quantised=is_quantised))
         num_stacked = self.num_joined + config.num_experts
         self.w1 = expert_matrices(num_stacked, 2, (inner, width), 0, scheme)
         self.w2 = expert_matrices(num_stacked, 1, (width, inner), 1, scheme)

@@ -96,16 +96,37 @@ def linear_tiling(
         multiprocessors: of the card, as of the function of that name.
     """
     skinny = _SKINNY_GATED if gated else _SKINNY
+    return _tiling(skinny, num_rows, num_columns, depth, multiprocessors, gated=gated)
+
+
+def fp8_tiling(
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
+) -> Tiling | None:
+    """The same of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
+    skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
+    return _tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors, gated=gated)
+
+
+def _tiling(
+    skinny: tuple[_Skinny, ...],
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    multiprocessors: int,
+    *,
+    gated: bool,
+) -> Tiling | None:
+    """Of few rows, or of a gated product of any number; the depth as for bf16."""
     tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, multiprocessors)
-    if tiling is not None:
-        return tiling
-    return _gated_tiling(num_rows, num_columns, depth, multiprocessors) if gated else None
+    if tiling is None and gated:
+        return _gated_tiling(num_rows, num_columns, depth, multiprocessors)
+    return tiling
 
 
 def _gated_tiling(
     num_rows: int, num_columns: int, depth: int, multiprocessors: int
 ) -> Tiling | None:
-    """The first tiling of any number of rows whose tiles fill the card; depth as for bf16."""
+    """The first tiling of any number of rows whose tiles fill the card."""
     if num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
         return None
     for tiling in _GATED:
@@ -115,17 +136,6 @@ def _gated_tiling(
         if wanted > 0 and wanted >= _LEAST_USE * computed * tiling.rows * tiling.columns:
             return tiling
     return None
-
-
-def fp8_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
-) -> Tiling | None:
-    """The same of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
-    skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
-    tiling = _skinny_tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors)
-    if tiling is None and gated:
-        return _gated_tiling(num_rows, num_columns, depth // 2, multiprocessors)
-    return tiling
 
 
 def packed_tiling(

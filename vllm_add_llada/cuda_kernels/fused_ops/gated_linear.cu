@@ -144,19 +144,6 @@ __device__ void transpose(uint32_t (&v)[4]) {
   }
 }
 
-// Two neighbouring sums as they are meant; `column` is a row of the weight.
-template <bool kIsFp8>
-__device__ float2 meant(const KernelParams& params, const float* sums, float row_scale,
-                        int column) {
-  float2 pair = make_float2(sums[0], sums[1]);
-  if constexpr (kIsFp8) {
-    const float2 scales = *reinterpret_cast<const float2*>(params.weight_scales + column);
-    pair.x *= row_scale * scales.x;
-    pair.y *= row_scale * scales.y;
-  }
-  return pair;
-}
-
 // The scales of a tile are on their way to this multiprocessor while its sums are computed.
 template <int kTall>
 __device__ void prefetch_scales(const KernelParams& params, Tile tile) {
