@@ -16,7 +16,6 @@ from tests.reference.decode import SpecialIds
 from tests.reference.dream import (
     diffusion_generate,
     filter_logits,
-    num_commits,
     times,
 )
 from tests.reference.philox import uniform_matrix
@@ -66,23 +65,6 @@ def accepted(decoded: Decoded, prompt_len: int = 1) -> list[list[int]]:
 # ---- the schedule ------------------------------------------------------------------------------
 
 
-def counts(num_masked: int, steps: int, eps: float = 1e-3) -> list[int]:
-    schedule, made = times(steps, eps), []
-    for step in range(steps):
-        made.append(num_commits(num_masked, schedule, step))
-        num_masked -= made[-1]
-    assert num_masked == 0
-    return made
-
-
-def test_commits_of_the_schedule() -> None:
-    assert counts(8, 8) == [0, 1, 1, 1, 1, 1, 1, 2]
-    assert counts(8, 1) == [8]
-    assert counts(32, 4) == [7, 8, 8, 9]
-    assert sum(counts(5, 12)) == 5
-    assert counts(16, 2, eps=0.5) == [4, 12]
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 32, 100, 512])
 def test_times_are_rounded_once(steps: int) -> None:
     """Each is the fp32 number nearest to start + i x step or, in the upper half, end - ..."""
@@ -112,21 +94,6 @@ def test_masks_of_the_prompt_are_decided_too() -> None:
     )
     assert accepted(decoded, prompt_len=2) == [[1, 0, -1]]
     assert decoded.ids == [2, 3]
-
-
-def test_refusals() -> None:
-    rows = table({1: 1.0})
-    with pytest.raises(ValueError, match="alg: wanted one of"):
-        generate(rows, steps=1, alg="confidence")
-    with pytest.raises(ValueError, match="steps"):
-        generate(rows, steps=0)
-    for missing, options in (
-        ("uniform_tokens", {"temperature": 1.0}),
-        ("uniform_commits", {"alg": "origin"}),
-        ("uniform_choices", {"alg_temp": 0.5}),
-    ):
-        with pytest.raises(ValueError, match=missing):
-            generate(rows, steps=1, **options)
 
 
 # ---- filters -----------------------------------------------------------------------------------
@@ -208,35 +175,6 @@ def test_tokens_are_compared_as_probabilities() -> None:
 # ---- draws -------------------------------------------------------------------------------------
 
 
-def test_origin_commits_by_chance() -> None:
-    rows = table(*[{i: 5.0} for i in range(4)])
-    numbers = torch.tensor(
-        [[0.2, 0.24, 0.26, 0.9], [0.9, 0.9, 0.3, 0.4], [0.9, 0.9, 0.9, 0.49], [1.0] * 4]
-    )
-    asked = []
-
-    def commits(step: int, positions: Sequence[int]) -> Tensor:
-        asked.append(list(positions))
-        return numbers[step, list(positions)]
-
-    decoded = generate(rows, steps=4, alg="origin", uniform_commits=commits)
-    # Shares 1/4, 1/3 and 1/2 (a little less for eps), then everything.
-    assert accepted(decoded) == [[0, 1], [2], [3], []]
-    assert asked == [[0, 1, 2, 3], [2, 3], [3], []]
-    assert decoded.num_forwards == 4
-
-
-def test_origin_decides_the_rest_at_the_last_step() -> None:
-    rows = table(*[{i: 5.0} for i in range(4)])
-    decoded = generate(
-        rows,
-        steps=2,
-        alg="origin",
-        uniform_commits=lambda step, positions: torch.full((len(positions),), 0.999),
-    )
-    assert accepted(decoded) == [[], [0, 1, 2, 3]]
-
-
 def test_token_draws_are_gumbel_max_over_log_probabilities() -> None:
     rows = table({1: 1.0, 2: 0.5}, {3: 2.0}, {4: 0.1})
     asked = []
@@ -268,30 +206,6 @@ def test_token_draws_have_the_probabilities_of_the_softmax() -> None:
     assert set(drawn) == {3, 4}
     expected = 1 / (1 + math.exp(-1))  # 0.73, standard error 0.022
     assert drawn[3] / 400 == pytest.approx(expected, abs=0.09)
-
-
-def test_alg_temp_draws_positions_without_replacement() -> None:
-    rows = table({1: 4.0}, {2: 3.0}, {3: 2.0})
-    drawn: Counter[int] = Counter()
-    scores = generate(rows, steps=1, alg="maskgit_plus").trace[0].candidates.scores
-    weights = [math.exp(score / 0.5) for score in scores]
-    for seed in range(400):
-        decoded = generate(
-            rows,
-            steps=2,
-            eps=0.2,  # shares 0.4 and the rest: one position, then two
-            alg="maskgit_plus",
-            alg_temp=0.5,
-            uniform_choices=lambda step, positions, seed=seed: uniform_matrix(
-                seed, 4, step, positions, 1
-            )[:, 0],
-        )
-        first, rest = accepted(decoded)
-        assert len(first) + len(set(rest)) == 3
-        assert len(first) == 1
-        drawn[first[0]] += 1
-    for i, weight in enumerate(weights):
-        assert drawn[i] / 400 == pytest.approx(weight / sum(weights), abs=0.1)
 
 
 # ---- a model that predicts the mask ------------------------------------------------------------

@@ -258,27 +258,6 @@ def test_cached_runs_with_noise_follow_the_injected_numbers(
     assert runs[0].ids != runs[2].ids
 
 
-def test_cache_refusals(models: Callable[..., Model]) -> None:
-    model, prompt = models("llada"), PROMPTS["llada"]
-    with pytest.raises(ValueError, match="cache: wanted one of"):
-        fast_dllm.cached(model, prompt, cache="all", threshold=0.9, **BLOCKS)
-    with pytest.raises(ValueError, match="cfg_scale"):
-        fast_dllm.cached(model, prompt, cache="dual", threshold=0.9, cfg_scale=1.0, **BLOCKS)
-    with pytest.raises(ValueError, match="steps"):
-        fast_dllm.cached(model, prompt, cache="dual", **BLOCKS)
-
-
-# ---- factor ------------------------------------------------------------------------------------
-
-
-def test_factor_of_a_table() -> None:
-    model = TableModel(peaked(0.9, 0.6, 0.5, 0.8, 0.95, 0.3))
-    decoded = fast_dllm.factor(model, [1], gen_length=6, block_length=6, ids=SMALL)
-    # 0.95 0.9 0.8 | 0.6: three; then 0.6 fails nothing at rank 0, 0.5 fails 2/3; then 0.3 last.
-    assert accepted(decoded) == [{4, 0, 3}, {1}, {2, 5}]
-    assert decoded.ids == [0, 1, 2, 3, 4, 5]
-
-
 # ---- LocalLeap ---------------------------------------------------------------------------------
 
 
@@ -296,34 +275,7 @@ def test_local_leap_without_a_lower_threshold_is_a_threshold(
         assert same(leap, plain)
 
 
-def test_local_leap_needs_fewer_forwards() -> None:
-    table = peaked(0.95, 0.8, 0.7, 0.5, 0.8, 0.8)
-    options: dict[str, Any] = {"gen_length": 6, "block_length": 6, "ids": SMALL, "radius": 2}
-    decoded = local_leap.local_leap(TableModel(table), [1], **options)
-    # No anchor is left after the first forward: one position each.
-    assert accepted(decoded) == [{0, 1}, {4}, {5}, {2}, {3}]
-
-
-def test_early_stop_fills_after_the_block() -> None:
-    table = peaked(*[0.95] * 8, tokens=[1, 14, 2, 3, 4, 5, 6, 7])
-    for run in (local_leap.local_leap, dinfer.hierarchy):
-        decoded = run(
-            TableModel(table), [1], gen_length=8, block_length=4, ids=SMALL, early_stop=True
-        )
-        assert decoded.ids == [1, 14, 2, 3, 14, 14, 14, 14]
-        assert decoded.num_forwards == 1
-
-
 # ---- entropy -----------------------------------------------------------------------------------
-
-
-def test_entropy_at_the_threshold() -> None:
-    entropies = [0.5, 0.3, 0.5, 0.6, 0.1]
-    assert d3llm.select_entropy(entropies, 0.5) == [4, 1, 0, 2]
-    assert sglang.select_entropy_strict(entropies, 0.5) == [4, 1]
-    for select in (d3llm.select_entropy, sglang.select_entropy_strict):
-        assert select([2.0, 1.0, 1.0], 0.0) == [1]
-        assert select([], 1.0) == []
 
 
 def test_entropy_equal_to_the_threshold_is_not_below() -> None:
@@ -339,25 +291,6 @@ def test_entropy_equal_to_the_threshold_is_not_below() -> None:
     )
     forced = d3llm.by_entropy(0.1, (7, 9))(candidates)
     assert (forced.accepted, list(forced.plain)) == ([1, 2], [2])
-
-
-def test_a_forced_token_is_chosen_without_noise() -> None:
-    table = peaked(0.5, 0.5, 0.9, 0.9)
-    numbers = torch.full((4, 16), 0.5, dtype=torch.float64)
-    numbers[:, 7] = 1 - 1e-12  # noise that makes token 7 win everywhere
-    decoded = d3llm.multi_block(
-        TableModel(table),
-        [1],
-        gen_length=4,
-        block_length=2,
-        ids=SMALL,
-        threshold=1.0,
-        block_add_threshold=0.0,
-        temperature=1.0,
-        uniform_logits=lambda step, positions, columns: numbers[list(positions)],
-    )
-    first = decoded.trace[0].committed
-    assert first == {1: 0, 3: 7, 4: 7}
 
 
 def test_entropies_are_those_of_the_noise_free_distribution() -> None:
@@ -410,107 +343,6 @@ def test_block_thresholds_of_one_open_blocks_in_turn(
             assert other.ids == strict.ids
 
 
-def test_full_attn_opens_blocks_by_progress() -> None:
-    low = entropy_of(0.5) + 0.01
-    table = peaked(0.9, 0.9, 0.3, 0.3, 0.9, 0.3, 0.3, 0.3, 0.9, 0.9)
-    decoded = sglang.full_attn_multi_block(
-        TableModel(table),
-        [1],
-        gen_length=10,
-        block_length=4,
-        ids=SMALL,
-        threshold=low,
-        block_add_threshold=0.5,
-        decoded_token_threshold=0.75,
-    )
-    assert accepted(decoded) == [
-        {0, 1},  # block 0 alone
-        {4, 2},  # half of it is decoded: block 1 is active; block 0 takes its best
-        {3},  # block 1 holds nothing low, and is full now that 3/4 of block 0 are decoded
-        {5},  # the first full block with masks
-        {8, 9, 6},  # half of block 1 is decoded: the short last block is active
-        {7},
-    ]
-    assert decoded.ids == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-
-
-def test_multi_block_takes_one_lowest_of_all_and_forces_one() -> None:
-    table = peaked(0.5, 0.3, 0.9, 0.25)
-    options: dict[str, Any] = {
-        "gen_length": 4,
-        "block_length": 2,
-        "ids": SMALL,
-        "threshold": 1.0,
-        "block_add_threshold": 0.0,
-        "decoded_token_threshold": 1.0,
-    }
-    assert entropy_of(0.9) < 1.0 < entropy_of(0.5)
-    decoded = d3llm.multi_block(TableModel(table), [1], **options)
-    # The second block opens at once; the first, full one is forced to take its best.
-    assert accepted(decoded) == [{2, 0}, {1}, {3}]
-    assert decoded.trace[0].accepted == [3, 1]
-    nothing_low = {**options, "threshold": 0.0}
-    llada = d3llm.multi_block(TableModel(table), [1], variant="llada", **nothing_low)
-    assert accepted(llada) == [{2, 0}, {1}, {3}]  # the lowest of all, always
-    strict = d3llm.multi_block(TableModel(table), [1], variant="dream", **nothing_low)
-    assert accepted(strict) == [{0}, {1}, {2}, {3}]  # the forced one only
-
-
-def test_multi_block_creates_one_block_at_a_time() -> None:
-    table = peaked(*[0.9] * 8)
-    decoded = d3llm.multi_block(
-        TableModel(table), [1], gen_length=8, block_length=2, ids=SMALL, threshold=1.0
-    )
-    assert accepted(decoded) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
-    eager = d3llm.multi_block(
-        TableModel(table),
-        [1],
-        gen_length=8,
-        block_length=2,
-        ids=SMALL,
-        threshold=1.0,
-        block_add_threshold=0.0,
-    )
-    assert accepted(eager) == [{0, 1, 2, 3}, {4, 5}, {6, 7}]
-
-
-def test_multi_block_early_stop_fills_at_once() -> None:
-    tokens = [1, 14, 2, 3, 4, 5]
-    options: dict[str, Any] = {
-        "gen_length": 6,
-        "block_length": 2,
-        "ids": SMALL,
-        "threshold": 0.0,
-        "block_add_threshold": 1.0,
-        "decoded_token_threshold": 1.0,
-    }
-    table = peaked(0.5, 0.9, 0.3, 0.3, 0.2, 0.2, tokens=tokens)
-    decoded = d3llm.multi_block(TableModel(table), [1], early_stop=True, **options)
-    assert accepted(decoded) == [{1}, {0}]
-    assert decoded.ids == [1, 14, 14, 14, 14, 14]
-    whole = d3llm.multi_block(TableModel(table), [1], **options)
-    assert (whole.ids, whole.num_forwards) == (tokens, 6)
-    assert decoded.trace[1].row == (1, 15, 14, 14, 14, 14, 14)  # the model sees the filling
-
-
-def test_multi_block_early_stop_may_be_overwritten_for_one_iteration() -> None:
-    """Candidates are told before the filling, so a filled position may still be accepted."""
-    table = peaked(0.3, 0.9, 0.5, 0.4, tokens=[1, 14, 2, 3])
-    decoded = d3llm.multi_block(
-        TableModel(table),
-        [1],
-        gen_length=4,
-        block_length=4,
-        ids=SMALL,
-        threshold=0.0,
-        early_stop=True,
-    )
-    assert accepted(decoded) == [{1}, {2}, {0}]
-    assert decoded.trace[1].row == (1, 15, 14, 14, 14)
-    assert decoded.trace[2].row == (1, 15, 14, 14, 14)
-    assert decoded.ids == [1, 14, 14, 14]
-
-
 # ---- the delayed cache -------------------------------------------------------------------------
 
 
@@ -554,75 +386,6 @@ def test_a_delay_that_never_ends_reuses_nothing(family: str, models: Callable[..
     assert [step.committed for step in reused.trace] != [step.committed for step in plain.trace]
 
 
-def test_windows_of_the_delayed_cache(models: Callable[..., Model]) -> None:
-    """Everything is accepted at once, so that block b is decoded in iteration b + 1."""
-    model = Recorder(models("llada"))
-    options: dict[str, Any] = {"gen_length": 24, "block_length": 4, "ids": IDS, "threshold": 99.0}
-    decoded = d3llm.multi_block(
-        model, PROMPTS["llada"], cache="delayed", cache_delay_iter=1, **options
-    )
-    assert decoded.num_forwards == 6
-    # Iteration 1 finds the prompt waiting since 0 and keeps its rows: whole. In iteration 2 block
-    # 1 is done but not waiting long enough: whole. From then on a block is kept in every
-    # iteration, and the window starts where the kept rows ended before.
-    assert [start for start, _ in model.windows] == [0, 0, 20, 24, 28, 32]
-    model.windows.clear()
-    d3llm.multi_block(model, PROMPTS["llada"], cache="delayed", cache_delay_iter=10000, **options)
-    assert model.windows == [(0, 44)] * 6
-
-
-def test_blocks_that_are_done_together_wait_together_in_the_dream_variant(
-    models: Callable[..., Model],
-) -> None:
-    """Blocks 1 and 2 are decoded in the first iteration, one more in each further one."""
-    starts = {}
-    for variant in d3llm.VARIANTS:
-        model = Recorder(models("llada"))
-        d3llm.multi_block(
-            model,
-            PROMPTS["llada"],
-            gen_length=24,
-            block_length=4,
-            ids=IDS,
-            threshold=99.0,
-            block_add_threshold=0.0,
-            cache="delayed",
-            cache_delay_iter=1,
-            variant=variant,
-        )
-        starts[variant] = [start for start, _ in model.windows]
-    # LLaDA stops at the first block that has not waited long enough, so block 2 waits for 1.
-    assert starts == {"llada": [0, 0, 20, 24, 28], "dream": [0, 0, 20, 28, 32]}
-
-
-def test_a_refresh_reads_the_whole_row(models: Callable[..., Model]) -> None:
-    model = Recorder(models("llada"))
-    options: dict[str, Any] = {"gen_length": 8, "block_length": 8, "ids": IDS, "threshold": 0.0}
-    d3llm.multi_block(
-        model,
-        PROMPTS["llada"],
-        cache="delayed",
-        cache_delay_iter=1,
-        refresh_interval=3,
-        **options,
-    )
-    starts = [start for start, _ in model.windows]
-    assert starts == [0, 20, 0, 20, 20, 0, 20, 20]
-
-
-def test_multi_block_refusals(models: Callable[..., Model]) -> None:
-    model, prompt = models("llada"), PROMPTS["llada"]
-    for change, message in (
-        ({"gen_length": 30}, "block_length"),
-        ({"cache": "dual"}, "cache: wanted none or delayed"),
-        ({"variant": "moe"}, "variant"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            d3llm.multi_block(model, prompt, **{**SHORT_BLOCKS, **change})
-    with pytest.raises(ValueError, match="prompt_ids"):
-        d3llm.multi_block(model, [1, MASK_ID, 2], **SHORT_BLOCKS)
-
-
 # ---- dInfer ------------------------------------------------------------------------------------
 
 
@@ -644,46 +407,6 @@ def test_dinfer_threshold_raises_where_only_masks_are_predicted() -> None:
     table = peaked(0.9, 0.9, tokens=[15, 15])
     with pytest.raises(RuntimeError, match="predicts the mask"):
         dinfer.threshold(TableModel(table), [1], gen_length=2, block_length=2, ids=SMALL)
-
-
-def test_runs_of_positions() -> None:
-    assert dinfer.runs_of([3, 4, 6, 8, 9, 10]) == [[0, 1], [2], [3, 4, 5]]
-    assert dinfer.runs_of([]) == []
-
-
-def test_hierarchy_splits_runs_as_they_are_decided() -> None:
-    table = peaked(0.5, 0.6, 0.7, 0.6, 0.5)
-    decoded = dinfer.hierarchy(
-        TableModel(table), [1], gen_length=5, block_length=5, ids=SMALL, threshold=None
-    )
-    assert accepted(decoded) == [{2}, {1, 3}, {0, 4}]
-
-
-def test_credit_by_hand() -> None:
-    table = torch.zeros(2, 16, dtype=torch.float64)
-    table[0, 3], table[1, 5] = 2.0, 1.0
-    decoded = dinfer.credit(
-        TableModel(table), [1], gen_length=2, block_length=2, ids=SMALL, threshold=0.95
-    )
-    p0, p1 = (math.exp(x) / (math.exp(x) + 15) for x in (2.0, 1.0))
-
-    def confidence(logit: float, credit: float) -> float:
-        used: float = math.exp(logit) * (credit + 1.0) ** 0.7
-        return used / (used + 15)
-
-    first = [confidence(2.0, p0**0.2), confidence(1.0, p1**0.2)]
-    assert decoded.trace[0].candidates.scores == pytest.approx(first, rel=1e-5)
-    assert accepted(decoded) == [{0}, {1}]
-    second = confidence(1.0, 0.8 * p1**0.2 + p1**0.2)
-    assert decoded.trace[1].candidates.scores == pytest.approx([second], rel=1e-5)
-    assert decoded.ids == [3, 5]
-
-
-def test_credit_of_a_new_block_is_zero() -> None:
-    table = peaked(0.5, 0.5, 0.5, 0.5)
-    decoded = dinfer.credit(TableModel(table), [1], gen_length=4, block_length=2, ids=SMALL)
-    starts = [step for i, step in enumerate(decoded.trace) if i == 0 or step.block == 1]
-    assert starts[0].candidates.scores == pytest.approx(starts[1].candidates.scores)
 
 
 def test_credit_without_weight_is_the_threshold_decoder(models: Callable[..., Model]) -> None:

@@ -7,10 +7,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
@@ -19,7 +17,6 @@ from tests.checkpoints import (
     EOS_ID,
     EOT_ID,
     MASK_ID,
-    VOCAB_SIZE,
     make_case,
     make_checkpoint,
     random_prompt,
@@ -28,9 +25,6 @@ from tests.reference.decode import (
     SpecialIds,
     add_noise,
     near_ties,
-    num_transfer_tokens,
-    select_quota,
-    select_threshold,
     semi_ar,
     threshold,
     truncate,
@@ -46,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
-Array = NDArray[np.float64]
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 20)]
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "ids": IDS}
 LONG_BLOCKS = {**BLOCKS, "block_length": 16}
@@ -253,37 +246,6 @@ def test_a_case_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
 # ---- the loops ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_masked", "num_steps", "quotas"),
-    [(5, 3, [2, 2, 1]), (2, 4, [1, 1, 0, 0]), (8, 4, [2, 2, 2, 2]), (0, 3, [0, 0, 0])],
-)
-def test_quotas(num_masked: int, num_steps: int, quotas: list[int]) -> None:
-    assert num_transfer_tokens(num_masked, num_steps) == quotas
-
-
-def test_selection_orders_by_score_then_position() -> None:
-    assert select_quota([0.5, 0.9, 0.9, 0.1], 3) == [1, 2, 0]
-    assert select_quota([1.0] * 32, 2) == [0, 1]
-    assert select_threshold([0.5, 0.9, 0.6, 0.59], 0.6) == [1, 2]  # equal is accepted
-    assert select_threshold([0.2, 0.1, 0.2], 0.9) == [0]  # the best one always
-    assert select_threshold([], 0.9) == []
-
-
-def test_semi_ar_by_hand() -> None:
-    """Two blocks of two, one token a step: the more confident position of each block first."""
-    model = TableModel(rows_of({1: 2.0}, {2: 5.0}, {3: 9.0}, {4: 1.0}))
-    decoded = semi_ar(model, [7, 8], gen_length=4, block_length=2, steps=4, ids=SMALL)
-    assert decoded.ids == [1, 2, 3, 4]
-    assert decoded.num_forwards == 4
-    assert [step.accepted for step in decoded.trace] == [[3], [2], [4], [5]]
-    assert [step.block for step in decoded.trace] == [0, 0, 1, 1]
-    first = decoded.trace[0]
-    assert first.row == (7, 8, 15, 15, 15, 15)
-    assert first.last_accepted == pytest.approx(math.exp(5) / (math.exp(5) + 15), rel=1e-6)
-    assert first.first_rejected == pytest.approx(math.exp(2) / (math.exp(2) + 15), rel=1e-6)
-    assert decoded.trace[1].first_rejected is None
-
-
 @pytest.mark.parametrize(("block_length", "steps"), [(16, 16), (16, 5), (4, 8), (8, 16), (2, 8)])
 def test_semi_ar_equals_quota_mode_of_the_other_loop(block_length: int, steps: int) -> None:
     for seed in range(3):
@@ -314,28 +276,6 @@ def test_threshold_mode_extremes() -> None:
     assert everything.num_forwards == 2
     assert single.num_forwards == 8
     assert single.ids == one_per_step.ids
-
-
-def test_threshold_accepts_only_before_the_block_end() -> None:
-    model = TableModel(rows_of({1: 9.0}, {2: 0.5}, {3: 9.0}, {4: 9.0}))
-    decoded = threshold(model, [7], gen_length=4, block_length=2, threshold=0.9, ids=SMALL)
-    assert [step.accepted for step in decoded.trace] == [[1], [2], [3, 4]]
-    assert decoded.ids == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ({"gen_length": 8, "block_length": 3, "steps": 8}, "block_length"),
-        ({"gen_length": 8, "block_length": 4, "steps": 3}, "steps"),
-        ({"gen_length": 8, "block_length": 4, "steps": 0}, "steps"),
-        ({"gen_length": 0, "block_length": 1, "steps": 1}, "block_length"),
-    ],
-)
-def test_lengths_that_do_not_divide(lengths: dict[str, Any], message: str) -> None:
-    for loop in (semi_ar, threshold):
-        with pytest.raises(ValueError, match=message):
-            loop(small_model(), [1], ids=SMALL, **lengths)
 
 
 def test_masks_in_the_prompt_are_filled_first_and_take_quota() -> None:
@@ -435,19 +375,6 @@ def test_confidence_eos_eot_inf_demotes_only_eot_with_noise() -> None:
     )
     assert decoded.ids == [eos, eot, 1]
     assert [step.accepted for step in decoded.trace] == [[1], [3], [2]]
-
-
-def test_confidence_eos_eot_inf_needs_an_eot() -> None:
-    with pytest.raises(ValueError, match=r"ids\.eot"):
-        semi_ar(
-            small_model(),
-            [1],
-            gen_length=2,
-            block_length=2,
-            steps=2,
-            confidence_eos_eot_inf=True,
-            ids=SpecialIds(15, 14),
-        )
 
 
 def test_confidence_dtype_decides_what_saturates() -> None:
@@ -628,14 +555,3 @@ def test_near_ties_are_reported_by_kind() -> None:
     assert kinds(order, threshold=0.9) == {"order"}
     assert kinds(order, threshold=0.1) == set()  # both accepted, their order has no effect
     assert kinds(clear, threshold=exact + 1e-6) == {"threshold"}
-
-
-def test_a_whole_run_on_a_real_checkpoint(checkpoint: Callable[[str], Path]) -> None:
-    model = LLaDAReference.from_checkpoint(checkpoint("padded_vocab"))
-    decoded = semi_ar(model, random_prompt(20, 20), gen_length=16, block_length=8, steps=8, ids=IDS)
-    assert decoded.num_forwards == 8
-    assert len(decoded.ids) == 16
-    assert MASK_ID not in decoded.ids
-    assert all(len(step.accepted) == 2 for step in decoded.trace)
-    assert all(0 <= token < 320 for token in decoded.ids)
-    assert VOCAB_SIZE == 256
