@@ -12,7 +12,7 @@ its clients send their next prompts together. The plain loop (benchmarks/plain_m
 published generate loop over plain PyTorch modules: no cache, logits of all rows. It runs first, in
 this process; more clients do not make it faster, so it is measured with one. Before every row each
 client sends one prompt that is not measured. Of block-causal families the loop is their own
-(benchmarks/plain_blocks.py), which computes everything before a block with every forward of it.
+(benchmarks/plain_model.py), which computes everything before a block with every forward of it.
 
     tokens/s        canvas tokens of all answers over the time from the first request to the last
                     answer
@@ -43,7 +43,7 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 import torch
 from test_api_request import post
 
-from benchmarks import harness, plain_blocks, plain_model
+from benchmarks import harness, plain_model
 from benchmarks.harness import Table, positive
 from benchmarks.server_process import model_server
 from benchmarks.shapes import Shape
@@ -190,7 +190,7 @@ def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Itera
     has_weights = options.model is not None
     model: torch.nn.Module
     if shape.block_length:
-        blocks = plain_blocks.load(folder, device, dtype, has_weights=has_weights)
+        blocks = plain_model.load_blocks(folder, device, dtype, has_weights=has_weights)
         model, generate = blocks.network, blocks.generate
     else:
         model = plain_model.load_model(folder, device, dtype, has_weights=has_weights)

@@ -17,6 +17,7 @@ what each server printed. The same command goes on where it was interrupted.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -32,18 +33,17 @@ from tqdm import tqdm
 from benchmarks import harness
 from benchmarks.context_length import records
 from benchmarks.context_length.measure import Request, Server, measure, ordinary_ids
-from benchmarks.context_length.plot import paint
 from benchmarks.context_length.records import ATTRIBUTES, COLUMNS, Results
-from benchmarks.context_length.search import Found, Range, search
 from benchmarks.harness import BenchmarkError, Table
 from benchmarks.run_record import first_line, software_record
 from benchmarks.server_process import free_port, is_free
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from benchmarks.context_length.records import Point
+
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
@@ -200,6 +200,62 @@ def run_record(gpu: str | None) -> dict[str, Any]:
     return record
 
 
+@dataclass(frozen=True)
+class Range:
+    """The lengths of a search, in tokens.
+
+    Attributes:
+        start, step, maximum: the linear part, `maximum` included where a step meets it.
+        precision: the bisection ends when success and failure are no further apart.
+    """
+
+    start: int
+    step: int
+    maximum: int
+    precision: int
+
+    @property
+    def lengths(self) -> range:
+        """The lengths of the linear part."""
+        return range(self.start, self.maximum + 1, self.step)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The longest length that runs and the shortest known to fail; None where there is none."""
+
+    longest: int | None
+    failure: int | None
+
+
+def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
+    """Find the longest length that runs, taking it that all shorter ones do.
+
+    Without a failure there is no bisection, and without a success nothing to bisect.
+
+    Args:
+        tried: the lengths.
+        runs: whether a length runs; also told how many lengths may come from here on, itself
+            included, in this part of the search.
+    """
+    longest = failure = None
+    for index, length in enumerate(tried.lengths):
+        if not runs(length, len(tried.lengths) - index):
+            failure = length
+            break
+        longest = length
+    if longest is None or failure is None:
+        return Found(longest, failure)
+    while failure - longest > tried.precision:
+        left = math.ceil(math.log2((failure - longest) / tried.precision))
+        middle = (longest + failure) // 2
+        if runs(middle, left):
+            longest = middle
+        else:
+            failure = middle
+    return Found(longest, failure)
+
+
 @dataclass
 class Sweep:
     """The lengths of one run, with what tells of them.
@@ -311,7 +367,7 @@ class Sweep:
         if failure is not None:
             print(f"shortest that fails: {failure.length} ({failure.status}: {failure.reason})")
         title = f"{self.options.model_path.name}, {self.options.steps} steps"
-        look = partial(paint, points, title)
+        look = partial(records.paint, points, title)
         harness.draw(self.results.path("png"), look, columns=2, size=(11, 4.5))
         print(f"written: {self.options.output_dir}", flush=True)
 

@@ -23,7 +23,7 @@ from benchmarks.context_length import runner
 from benchmarks.context_length.measure import Request, ordinary_ids, told_progress
 from benchmarks.context_length.memory import GpuMemory, MemoryUse, PeakMemory, memory_of
 from benchmarks.context_length.records import NOT_STARTED, OK, Point, Results, SettingsDiffer
-from benchmarks.context_length.search import Found, Range, search
+from benchmarks.context_length.runner import Found, Range, search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

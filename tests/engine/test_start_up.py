@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from tests.checkpoints import make_case
 from tests.engine.test_overlay import engine_config, llama  # noqa: F401
 from vllm.diffusion import startup_log
-from vllm.diffusion.api import arguments
+from vllm.diffusion.api import welcome
 from vllm.diffusion.engine import status
 from vllm.diffusion.engine.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
@@ -144,14 +144,14 @@ def server_arguments(*given: str) -> Namespace:
 
 
 def test_arguments_without_effect_are_upstreams() -> None:
-    assert vars(server_arguments()).keys() >= arguments.WITHOUT_EFFECT | arguments.OF_PREFIXES
+    assert vars(server_arguments()).keys() >= welcome.WITHOUT_EFFECT | welcome.OF_PREFIXES
 
 
 def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
-    warn = arguments.warn_of_arguments_without_effect
+    warn = welcome.warn_of_arguments_without_effect
     given = server_arguments("--no-enable-prefix-caching", "--num-gpu-blocks-override", "9")
-    assert told(arguments.logger, lambda: warn(given, has_prefixes=True)) == []
-    ((_, text),) = told(arguments.logger, warn, given)
+    assert told(welcome.logger, lambda: warn(given, has_prefixes=True)) == []
+    ((_, text),) = told(welcome.logger, warn, given)
     assert text.endswith(": --enable-prefix-caching, --num-gpu-blocks-override")
 
 
@@ -169,8 +169,8 @@ def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
     ],
 )
 def test_those_that_were_given_are_named_in_one_line(given: list[str], named: str | None) -> None:
-    warn = arguments.warn_of_arguments_without_effect
-    lines = told(arguments.logger, warn, server_arguments(*given))
+    warn = welcome.warn_of_arguments_without_effect
+    lines = told(welcome.logger, warn, server_arguments(*given))
     text = f"without effect on a diffusion language model: {named}"
     assert lines == ([] if named is None else [(logging.WARNING, text)])
 

@@ -16,7 +16,7 @@ from vllm.diffusion import decision, fields
 from vllm.diffusion.families import DREAM, SDAR
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.diffusion.sampling import PhiloxNoise, RowGroup, sample_group
-from vllm.diffusion.sampling.categorical import draw_categorical
+from vllm.diffusion.sampling.plain import draw_categorical
 from vllm.diffusion.scoring import CATEGORICAL, Scoring
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm.diffusion import __version__
 from vllm.diffusion.api import gate, metrics
-from vllm.diffusion.api.arguments import warn_of_arguments_without_effect
 from vllm.diffusion.api.decisions import DecisionRequest, adopt_decisions, register
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
@@ -31,10 +30,10 @@ from vllm.diffusion.api.openai_serving import (
 )
 from vllm.diffusion.api.page import routes as page
 from vllm.diffusion.api.page.options import page_options
-from vllm.diffusion.api.page.status import Status
+from vllm.diffusion.api.page.routes import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
-from vllm.diffusion.api.welcome import log_welcome
+from vllm.diffusion.api.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.config import served_model, serves_page
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that steps reuse."""
+"""Host memory: buffers that steps reuse, and layers' kept keys and values."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
+
+from vllm.diffusion.memory.footprint import NUM_STREAM_BUFFERS
+from vllm.diffusion.memory.rows import CopyStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class HostBuffers:
@@ -35,3 +42,99 @@ class HostBuffers:
     def num_bytes(self) -> int:
         """Bytes held by the pool."""
         return sum(s.numel() * s.element_size() for s in self._storage.values())
+
+
+class HostLayers:
+    """The rows of some layers, one range of host memory each, and their places on the device.
+
+    Layers take turns. Layer i has place i % NUM_STREAM_BUFFERS from when the layer that had it
+    before was left, so its rows come while the layer before it is computed. What a layer's turn has
+    written goes back when it is left. On the CPU copies are plain ones.
+
+    Args:
+        num_layers: that lie here.
+        places: rows [N, ...] on the device, NUM_STREAM_BUFFERS of them.
+
+    Raises:
+        torch.OutOfMemoryError: the host has no room, or may not pin so much.
+    """
+
+    def __init__(self, num_layers: int, places: Sequence[torch.Tensor]) -> None:
+        self._places = places
+        device = places[0].device
+        self._is_pinned = device.type == "cuda"
+        self._copies = CopyStreams(device)
+        self._layers: list[torch.Tensor] = []
+        self._reads, self._written = False, list[slice]()
+        self._turn: int | None = None  # of the layer whose rows are in use
+        try:
+            for _ in range(num_layers):
+                self._layers.append(self._host_rows(places[0]))
+        except RuntimeError as error:
+            self.close()
+            raise torch.OutOfMemoryError(
+                f"kept keys and values: {num_layers} layers in host memory, "
+                f"{num_layers * places[0].nbytes} bytes: {error}"
+            ) from error
+
+    def _host_rows(self, like: torch.Tensor) -> torch.Tensor:
+        """Rows in host memory, pinned as they are: PyTorch would round their number up."""
+        rows = torch.empty(like.shape, dtype=like.dtype)
+        if self._is_pinned and rows.nbytes:
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
+            )
+        return rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(rows.nbytes for rows in self._layers)
+
+    def begin(self, *, reads: bool, written: Sequence[slice]) -> None:
+        """A forward begins, at a layer that is not here or with the first that is.
+
+        Args:
+            reads: it reads rows that it does not write.
+            written: the rows that it writes, of every layer.
+        """
+        self._turn, self._reads, self._written = None, reads, list(written)
+        self._copies.begin()
+        if reads:
+            for index in range(min(NUM_STREAM_BUFFERS, len(self._layers))):
+                self._fetch(index)
+
+    def turn_to(self, index: int) -> None:
+        """A layer's rows are in its place from here on; the layer before it is left."""
+        self.leave()
+        self._turn, place = index, index % NUM_STREAM_BUFFERS
+        if self._reads:
+            self._copies.wait_until_fetched(place)
+        else:
+            self._copies.claim(place)
+
+    def leave(self) -> None:
+        """What has been written to the layer whose turn it is goes back, and another one comes."""
+        index, self._turn = self._turn, None
+        if index is None:
+            return
+        place = index % NUM_STREAM_BUFFERS
+        self._copies.release(place)
+        for rows in self._written:
+            self._copies.store(self._places[place][rows], self._layers[index][rows], place)
+        following = index + NUM_STREAM_BUFFERS
+        if self._reads and following < len(self._layers):
+            self._copies.wait_until_free(place)
+            self._fetch(following)
+
+    def _fetch(self, index: int) -> None:
+        place = index % NUM_STREAM_BUFFERS
+        self._copies.fetch(self._layers[index], self._places[place], place)
+
+    def close(self) -> None:
+        """Give the memory back; waits for copies that are under way."""
+        self._copies.finish()
+        for rows in self._layers:
+            if self._is_pinned and rows.nbytes:
+                torch.cuda.cudart().cudaHostUnregister(rows.data_ptr())
+        self._layers = []

@@ -13,7 +13,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.memory.activation_pool import PoolExhaustedError
 from vllm.diffusion.memory.footprint import NUM_STREAM_BUFFERS, device_layers
-from vllm.diffusion.memory.host_layers import HostLayers
+from vllm.diffusion.memory.host import HostLayers
 from vllm.diffusion.pages import PAGE_SIZE, num_pages
 from vllm.diffusion.spans import PageTable
 

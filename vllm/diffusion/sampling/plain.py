@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one request in PyTorch's arithmetic, at any precision and from any noise."""
+"""The rows of one request in PyTorch's arithmetic, at any precision and from any noise.
+
+A token is the argmax of noisy logits, or drawn from its distribution and scored by what is left:
+
+- Dream (Ye et al., arXiv:2508.15487, reference `diffusion_generate`): temperature, top-p and top-k
+  come before the softmax, and the score is taken from what they leave.
+- Block-causal families: temperature, top-k, top-p, in this order, and none of them at temperature
+  0. LLaDA2.x and Fast-dLLM v2 score what is left; SDAR what there was before top-k and top-p.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.sampling.categorical import draw_categorical
-from vllm.diffusion.scoring import REMASKING, TOKEN
+from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from vllm.diffusion.sampling.rows import NoiseSource, RowGroup
+    from vllm.diffusion.scoring import Scoring
 
 
 def sample_plain(
@@ -67,3 +75,61 @@ def sample_plain(
             dtype=dtype,
         )
     return ops.Sampled(tokens, scores, greedy)
+
+
+def draw_categorical(
+    logits: torch.Tensor, group: RowGroup, noise: NoiseSource
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token [R] int64 and score [R] of every row of `logits` [R, V].
+
+    At temperature 0 the token is the argmax of the probabilities (the lowest id among those that
+    round to the same number). Otherwise it is drawn by the Gumbel-max method.
+    """
+    if group.params.temperature > 0:
+        logits = logits / group.params.temperature
+    kept = _filtered(logits, group) if group.filters else logits
+    probabilities = torch.softmax(kept, dim=-1)
+    if group.params.temperature > 0:
+        columns = range(logits.shape[1])
+        u = noise.uniform(group.seed, CATEGORICAL, group.step, group.positions, columns)
+        tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
+    else:
+        tokens = probabilities.argmax(dim=-1)
+    if group.scoring.scores_all and group.filters:
+        probabilities = torch.softmax(logits, dim=-1)
+    return tokens, _scores(probabilities, tokens, group.scoring)
+
+
+def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """[R], of tokens [R] in `probabilities` [R, V]; larger is more certain."""
+    if scoring.score == "margin":
+        best = probabilities.topk(2, dim=-1).values
+        return best[:, 0] - best[:, 1]
+    if scoring.score == "negative_entropy":
+        return (probabilities * torch.log(probabilities + scoring.epsilon)).sum(dim=-1)
+    return probabilities.gather(1, tokens[:, None])[:, 0]
+
+
+def _filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """What top-p and top-k leave of `logits` [R, V]."""
+    keep = {"top_p": _keep_top_p, "top_k": _keep_top_k}
+    names = ("top_k", "top_p") if group.scoring.draw == "filtered" else ("top_p", "top_k")
+    for name in names:
+        if name in group.filters:
+            logits = keep[name](logits, getattr(group.params, name))
+    return logits
+
+
+def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Remove what lies beyond the first entry whose cumulative probability exceeds `top_p`."""
+    ordered, columns = torch.sort(logits, descending=True, stable=True)
+    beyond = torch.softmax(ordered, dim=-1).cumsum(dim=-1) > top_p
+    beyond = torch.cat([torch.zeros_like(beyond[:, :1]), beyond[:, :-1]], dim=1)
+    removed = torch.zeros_like(beyond).scatter(1, columns, beyond)
+    return logits.masked_fill(removed, torch.finfo(logits.dtype).min)
+
+
+def _keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Remove what is below the k-th largest; ties with it stay."""
+    least = logits.topk(min(top_k, logits.shape[1]), dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < least, torch.finfo(logits.dtype).min)
