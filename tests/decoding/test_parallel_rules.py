@@ -36,16 +36,6 @@ def test_what_is_no_number_is_the_last() -> None:
 # ---- LocalLeap ---------------------------------------------------------------------------------
 
 
-def test_local_leap_relaxes_near_anchors() -> None:
-    positions = [1, 3, 4, 7, 8, 20]
-    scores = [0.76, 0.74, 0.8, 0.75, 0.9, 0.89]
-    # The anchor is 8: 4 to 12 are near by default.
-    assert committed(positions, scores, algorithm="local_leap") == [4, 7, 8]
-    assert committed(positions, scores, algorithm="local_leap", radius=7) == [1, 4, 7, 8]
-    assert committed(positions, scores, algorithm="local_leap", radius=0) == [8]
-    assert committed(positions, scores, threshold=0.91) == [8]
-
-
 def test_local_leap_stops_early_after_a_block() -> None:
     asked = decided(gen_length=6, block_length=2, algorithm="local_leap", early_stop=True)
     row = Row(asked, [EOS])  # that of the prompt does not count
@@ -64,22 +54,9 @@ def test_local_leap_stops_early_after_a_block() -> None:
 # ---- entropy -----------------------------------------------------------------------------------
 
 
-def test_an_entropy_equal_to_the_threshold_is_too_high() -> None:
-    assert committed([1, 2, 3], [-0.95, -0.94, -0.1], algorithm="entropy_threshold") == [2, 3]
-    assert committed([1, 2], [-3.0, -2.0], algorithm="entropy_threshold") == [2]
+def test_entropies_are_as_the_source_computes_them() -> None:
     scoring = make_rule(decided(algorithm="EntropyThreshold"), 1).scoring
     assert (scoring.score, scoring.epsilon) == ("negative_entropy", 1e-8)
-
-
-# ---- hierarchy ---------------------------------------------------------------------------------
-
-
-def test_hierarchy_takes_the_best_of_each_run() -> None:
-    positions = [1, 2, 3, 5, 6, 8, 10]
-    scores = [0.5, 0.6, 0.6, 0.91, 0.92, 0.4, 0.41]
-    # Runs 1-3 (two equal best), 5-6 (both above the threshold), 8 (at the low one), 10.
-    assert committed(positions, scores, algorithm="hierarchy") == [2, 3, 5, 6, 10]
-    assert committed([1, 2], [0.2, 0.2], algorithm="hierarchy") == [1]
 
 
 # ---- credit ------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 NARROW = {"threshold": 0.9, "relaxed_threshold": 0.75}
 LOW = {"threshold": 0.9, "low_threshold": 0.4}
+ANCHORED = [1, 3, 4, 7, 8, 20]  # the anchor is 8
 RUNS = [3, 4, 6, 8, 10]  # 3 4 | 6 | 8 | 10
 SELECTIONS: dict[str, list[Case]] = {
     "threshold": [
@@ -63,10 +64,15 @@ SELECTIONS: dict[str, list[Case]] = {
         Case([0.9, 0.75], {0, 1}, {"radius": 4}, [3, 4]),
         Case([0.2, 0.92, 0.76], {1, 2}, {"radius": 2}, [3, 20, 22]),
         Case([0.1, 0.1, 0.1], {0}, {"radius": 1}, [3, 4, 5]),
+        Case([0.76, 0.74, 0.8, 0.75, 0.9, 0.89], {2, 3, 4}, {"radius": 4}, ANCHORED),
+        Case([0.76, 0.74, 0.8, 0.75, 0.9, 0.89], {0, 2, 3, 4}, {"radius": 7}, ANCHORED),
     ],
     "entropy_threshold": [  # scores are negative entropies
         Case([-0.5, -0.3, -0.5, -0.6, -0.1], {1, 4}, {"threshold": 0.5}),  # equal is too high
         Case([-2.0, -1.0, -1.0], {1}, {"threshold": 0.0}),
+    ],
+    "full_attn_multi_block": [
+        Case([-0.5, -0.49, -0.7, -0.2], {1, 3}, {"threshold": 0.5}),
     ],
     "hierarchy": [
         Case([0.5, 0.6, 0.45, 0.3, 0.41], {1, 2, 4}, LOW, RUNS),  # each run's best above 0.4
@@ -91,7 +97,7 @@ def of_the_source(rule: str, case: Case) -> set[int]:
     elif rule == "hierarchy":
         limits = (asked["threshold"], asked["low_threshold"])
         found = select_hierarchy(case.positions, scores, *limits)
-    elif rule == "entropy_threshold":
+    elif rule in ("entropy_threshold", "full_attn_multi_block"):
         found = select_entropy_strict([-score for score in scores], asked["threshold"])
     elif rule == "factor":
         found = select_factor(scores, asked["factor"])

@@ -52,14 +52,6 @@ def test_blocks_start_and_become_full_by_progress() -> None:
     assert row.eligible() is None
 
 
-def test_an_entropy_at_the_threshold_is_not_below_it() -> None:
-    row = row_of("full_attn_multi_block", threshold=0.5)
-    positions = row.eligible()
-    assert positions == [1, 2, 3, 4]
-    row.see(positions, [-0.5, -0.49, -0.7, -0.2], None)
-    assert row.committed[-1] == [2, 4]
-
-
 def test_several_blocks_may_start_at_once() -> None:
     row = row_of("full_attn_multi_block", block_add_threshold=0.0)
     assert forward(row, [9]) == list(range(1, 13))

@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-Array = NDArray[np.float64]
 Reference = DreamReference | LLaDAMoEReference | LLaDAReference
 IDS = random_prompt(11) + [MASK_ID] * 6
 
@@ -201,18 +198,3 @@ def test_family_tokenizers(
     assert tokenizer(given, add_special_tokens=False).input_ids.count(EOT_ID) == rendered.count(
         end_of_turn
     )
-
-
-def test_released_dream_tokenizer_files(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, family="dream", released_tokenizer_files=True)
-    assert not (folder / "tokenizer.json").exists()
-    vocab = json.loads((folder / "vocab.json").read_text())
-    assert sorted(vocab.values()) == list(range(245))
-    merges = (folder / "merges.txt").read_text().splitlines()[1:]
-    assert len(merges) == 117
-    assert all("".join(merge.split(" ")) in vocab for merge in merges)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "DreamTokenizer"
-    added = {value["content"]: int(id) for id, value in config["added_tokens_decoder"].items()}
-    assert added == json.loads((folder / "added_tokens.json").read_text())
-    assert added["<|mask|>"] == MASK_ID

@@ -21,7 +21,6 @@ from tests.reference import (
     d3llm,
     decode,
     dinfer,
-    dispatch,
     fast_dllm,
     local_leap,
     sglang,
@@ -30,7 +29,7 @@ from tests.reference.decode import Decoded, SpecialIds
 from tests.reference.dream_model import DreamReference
 from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
-from tests.reference.philox import uniform_matrix
+from tests.reference.test_reference import TableModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,18 +80,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
         return REFERENCES[family].from_checkpoint(folders[key], dtype)
 
     return get
-
-
-class TableModel:
-    """Fixed logits, whatever the tokens: `rows` [N, V] for the last N positions, else 0."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def logits(self, ids: Tensor) -> Tensor:
-        logits = torch.zeros(*ids.shape, self.rows.shape[1], dtype=self.rows.dtype)
-        logits[:, -len(self.rows) :] = self.rows
-        return logits
 
 
 class Recorder:
@@ -175,27 +162,6 @@ def test_caches_are_approximations(family: str, models: Callable[..., Model]) ->
         assert reused.ids != plain.ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_windows_of_the_caches(family: str, models: Callable[..., Model]) -> None:
-    prompt = PROMPTS[family]
-    p, shift = len(prompt), 1 if family == "dream" else 0
-    for cache in ("prefix", "dual"):
-        model = Recorder(models(family))
-        decoded = fast_dllm.cached(model, prompt, cache=cache, threshold=0.6, **BLOCKS)
-        assert len(model.windows) == decoded.num_forwards
-        seen = []
-        for step, window, reused in zip(decoded.trace, model.windows, model.reused, strict=True):
-            start = p + 16 * step.block - shift
-            end = p + 32 if cache == "prefix" else p + 16 * step.block + 16
-            first = step.block not in seen
-            seen.append(step.block)
-            assert window == ((0, p + 32) if first else (start, end))
-            suffix = p + 32 - end
-            assert reused == (0 if first else start + suffix)
-        assert seen.count(0) > 1
-        assert seen.count(1) > 1
-
-
 def test_one_block_has_no_suffix(models: Callable[..., Model]) -> None:
     options: dict[str, Any] = {"gen_length": 16, "block_length": 16, "ids": IDS, "threshold": 0.6}
     for family in FAMILIES:
@@ -219,43 +185,6 @@ def test_a_finished_block_makes_no_further_forward(models: Callable[..., Model])
         assert same(runs[0], plain)
         assert same(runs[1], plain)
         assert model.windows == [(0, 52)] * 12
-
-
-def test_cached_quotas_count_every_forward(models: Callable[..., Model]) -> None:
-    for cache in ("prefix", "dual"):
-        for steps in (4, 8, 32, 64):
-            decoded = fast_dllm.cached(
-                models("llada"), PROMPTS["llada"], cache=cache, steps=steps, **SHORT_BLOCKS
-            )
-            assert decoded.num_forwards == min(steps, 32)
-            shares = decode.num_transfer_tokens(8, steps // 4)
-            assert [len(step.accepted) for step in decoded.trace] == [
-                share for share in shares if share
-            ] * 4
-
-
-def test_cached_runs_with_noise_follow_the_injected_numbers(
-    models: Callable[..., Model],
-) -> None:
-    def noise(seed: int) -> Any:
-        return lambda step, positions, columns: uniform_matrix(
-            seed, 0, step, positions, len(columns)
-        )
-
-    options: dict[str, Any] = {
-        "gen_length": 8,
-        "block_length": 4,
-        "ids": IDS,
-        "cache": "prefix",
-        "threshold": 0.5,
-        "temperature": 1.0,
-    }
-    runs = [
-        fast_dllm.cached(models("llada"), PROMPTS["llada"], uniform_logits=noise(seed), **options)
-        for seed in (1, 1, 2)
-    ]
-    assert same(runs[0], runs[1])
-    assert runs[0].ids != runs[2].ids
 
 
 # ---- LocalLeap ---------------------------------------------------------------------------------
@@ -450,59 +379,3 @@ def test_cached_loops_raise_too(models: Callable[..., Model]) -> None:
     for options in ({"threshold": 0.9}, {"steps": 4}):
         with pytest.raises(RuntimeError, match="predicts the mask"):
             fast_dllm.cached(model, PROMPTS["llada"], cache="dual", **options, **SHORT_BLOCKS)
-
-
-# ---- requests ----------------------------------------------------------------------------------
-
-REQUESTS: dict[str, dict[str, Any]] = {
-    "semi_ar": {"steps": 8},
-    "threshold": {"threshold": 0.6},
-    "factor": {},
-    "local_leap": {"radius": 2},
-    "entropy_threshold": {"threshold": 1.0},
-    "hierarchy": {"threshold": 0.8},
-    "credit": {"threshold": 0.8},
-    "full_attn_multi_block": {"threshold": 1.0},
-    "multi_block": {"threshold": 1.0},
-    "dream": {"steps": 8},
-    "adablock": {"threshold": 0.8, "delimiter_ids": range(0, 60, 2), "delimiter_threshold": 0.1},
-}
-
-
-@pytest.mark.parametrize("algorithm", list(dispatch.CACHES))
-def test_requests_of_every_algorithm_and_cache(
-    algorithm: str, models: Callable[..., Model]
-) -> None:
-    for family in FAMILIES:
-        for cache in (*fast_dllm.CACHES, "delayed"):
-            asked = {"gen_length": 16, **REQUESTS[algorithm], "cache": cache, "ids": IDS}
-            asked["guard_mask_token"] = True
-            if algorithm != "dream":
-                asked["block_length"] = 8
-            arguments = (models(family), PROMPTS[family])
-            if cache not in dispatch.CACHES[algorithm]:
-                with pytest.raises(ValueError, match="wants one of"):
-                    dispatch.run(*arguments, algorithm=algorithm, **asked)
-                continue
-            decoded = dispatch.run(*arguments, algorithm=algorithm, **asked)
-            assert MASK_ID not in decoded.ids
-            assert 1 < decoded.num_forwards <= 16
-
-
-@pytest.mark.parametrize("algorithm", list(dispatch.CACHES))
-def test_seeded_requests_depend_on_the_seed_alone(
-    algorithm: str, models: Callable[..., Model]
-) -> None:
-    asked = {"gen_length": 4, **REQUESTS[algorithm], "temperature": 1.0, "ids": IDS}
-    if algorithm == "dream":
-        asked |= {"steps": 2, "alg_temp": 0.5}
-    else:
-        asked |= {"block_length": 4}
-    if algorithm == "semi_ar":
-        asked |= {"steps": 2, "remasking": "random"}
-    runs = [
-        dispatch.run(models("dream"), PROMPTS["dream"], algorithm=algorithm, seed=seed, **asked)
-        for seed in (1, 1, 2)
-    ]
-    assert same(runs[0], runs[1])
-    assert runs[0].ids != runs[2].ids

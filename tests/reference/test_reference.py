@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from tests.checkpoints import (
@@ -23,7 +22,6 @@ from tests.checkpoints import (
 )
 from tests.reference.decode import (
     SpecialIds,
-    add_noise,
     near_ties,
     semi_ar,
     threshold,
@@ -31,7 +29,6 @@ from tests.reference.decode import (
 )
 from tests.reference.layers import rms_norm
 from tests.reference.llada_model import LLaDAReference
-from tests.reference.philox import uniform, uniform_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 20)]
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "ids": IDS}
-LONG_BLOCKS = {**BLOCKS, "block_length": 16}
 
 
 class TableModel:
@@ -50,10 +46,8 @@ class TableModel:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
-        self.batches: list[Tensor] = []
 
     def logits(self, ids: Tensor) -> Tensor:
-        self.batches.append(ids.clone())
         logits = torch.zeros(*ids.shape, self.rows.shape[1], dtype=self.rows.dtype)
         logits[:, -len(self.rows) :] = self.rows
         return logits
@@ -160,20 +154,6 @@ def test_unfitting_configs_and_weights_are_refused(tmp_path: Path) -> None:
 # ---- the checkpoints ---------------------------------------------------------------------------
 
 
-def test_checkpoint_has_two_shards_and_a_complete_index(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    found = {}
-    total_size = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, value in load_file(file).items():
-            found[name] = file.name
-            total_size += value.nbytes
-    assert len(set(found.values())) == 2
-    assert index["weight_map"] == found
-    assert index["metadata"]["total_size"] == total_size
-
-
 def test_tokenizer_loads_without_remote_code(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_checkpoint(tmp_path), trust_remote_code=False)
     text = "What is the capital of France?\n(2 + 3)"
@@ -213,20 +193,6 @@ def test_bfloat16_model_rotates_in_the_precision_of_the_config(tmp_path: Path) -
         assert (narrow.double() - exact).abs().mean() < 0.05 * exact.abs().mean()
         logits[full] = narrow
     assert not torch.equal(logits[True], logits[False])
-
-
-def test_thresholds_need_different_numbers_of_forwards(
-    checkpoint: Callable[[str], Path],
-) -> None:
-    for name in ("mha", "gqa"):
-        model = LLaDAReference.from_checkpoint(checkpoint(name))
-        num_forwards = [
-            threshold(model, PROMPTS[-1], threshold=value, **LONG_BLOCKS).num_forwards
-            for value in (0.3, 0.6, 0.9, 0.98)
-        ]
-        assert num_forwards == sorted(set(num_forwards))
-        assert num_forwards[0] <= 8
-        assert num_forwards[-1] >= 28
 
 
 def test_a_case_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
@@ -291,29 +257,6 @@ def test_masks_in_the_prompt_are_filled_first_and_take_quota() -> None:
 # ---- options -----------------------------------------------------------------------------------
 
 
-def test_cfg_formula_and_known_positions() -> None:
-    """n + (s + 1)(c - n); only what was known at the start is masked in the second row."""
-
-    class CountingModel(TableModel):
-        def logits(self, ids: Tensor) -> Tensor:
-            prompt_seen = (ids[:, :2] != SMALL.mask).all(dim=1)
-            return super().logits(ids) * torch.where(prompt_seen, 1.0, 0.25)[:, None, None]
-
-    rows = rows_of({1: 2.0}, {2: 4.0})
-    model = CountingModel(rows)
-    decoded = semi_ar(
-        model, [7, 8], gen_length=2, block_length=2, steps=2, cfg_scale=0.5, ids=SMALL
-    )
-    guided = 0.25 * 4.0 + 1.5 * (4.0 - 0.25 * 4.0)
-    assert decoded.trace[0].last_accepted == pytest.approx(
-        math.exp(guided) / (math.exp(guided) + 15), rel=1e-6
-    )
-    assert decoded.num_forwards == 2
-    mask = SMALL.mask
-    assert model.batches[0].tolist() == [[7, 8, mask, mask], [mask, mask, mask, mask]]
-    assert model.batches[1].tolist() == [[7, 8, mask, 2], [mask, mask, mask, 2]]
-
-
 def test_logits_eos_inf_forbids_eos() -> None:
     rows = rows_of({SMALL.eos: 9.0, 3: 2.0}, {4: 1.0})
     for loop in (semi_ar, threshold):
@@ -333,24 +276,6 @@ def test_logits_eos_inf_forbids_eos() -> None:
         assert without.trace[0].last_accepted == pytest.approx(
             math.exp(2) / (math.exp(2) + 14), rel=1e-6
         )
-
-
-def test_confidence_eos_eot_inf_commits_both_last_without_noise() -> None:
-    eos, eot = SMALL.eos, SMALL.eot
-    assert eot is not None
-    rows = rows_of({eos: 9.0}, {eot: 8.0}, {1: 1.0}, {2: 2.0, eos: 1.5})
-    options: dict[str, Any] = {"gen_length": 4, "block_length": 4, "steps": 4, "ids": SMALL}
-    plain = semi_ar(TableModel(rows), [7], **options)
-    demoted = semi_ar(TableModel(rows), [7], confidence_eos_eot_inf=True, **options)
-    assert plain.ids == demoted.ids == [eos, eot, 1, 2]
-    assert [step.accepted for step in plain.trace] == [[1], [2], [4], [3]]
-    # EOS and EoT have probability exactly 0 and keep their order of position.
-    assert [step.accepted for step in demoted.trace] == [[4], [3], [1], [2]]
-    assert demoted.trace[2].last_accepted == demoted.trace[2].first_rejected == 0.0
-    # The other probabilities are those of a softmax without the two columns.
-    assert demoted.trace[0].last_accepted == pytest.approx(
-        math.exp(2) / (math.exp(2) + 13), rel=1e-6
-    )
 
 
 def test_confidence_eos_eot_inf_demotes_only_eot_with_noise() -> None:
@@ -375,85 +300,6 @@ def test_confidence_eos_eot_inf_demotes_only_eot_with_noise() -> None:
     )
     assert decoded.ids == [eos, eot, 1]
     assert [step.accepted for step in decoded.trace] == [[1], [3], [2]]
-
-
-def test_confidence_dtype_decides_what_saturates() -> None:
-    """In float32 both confidences round to 1 and the lower position wins; in float64 not."""
-    rows = rows_of({1: 25.0}, {2: 30.0})
-    options: dict[str, Any] = {"gen_length": 2, "block_length": 2, "steps": 2, "ids": SMALL}
-    narrow = semi_ar(TableModel(rows), [7], confidence_dtype="float32", **options)
-    wide = semi_ar(TableModel(rows), [7], confidence_dtype="float64", **options)
-    assert narrow.trace[0].accepted == [1]
-    assert wide.trace[0].accepted == [2]
-    assert [tie.kind for tie in near_ties(narrow.trace)] == ["order"]
-    coarse = rows_of({1: 6.0}, {2: 6.01}).bfloat16()
-    assert coarse[0, 1] == coarse[1, 2]
-    logits_dtype = semi_ar(TableModel(coarse), [7], confidence_dtype="logits", **options)
-    assert logits_dtype.trace[0].last_accepted == float(torch.softmax(coarse, 1)[0, 1])
-
-
-def test_noise_is_gumbel_max() -> None:
-    """exp(L) / (-log U)^t has the argmax of L + t * Gumbel, and frequencies of softmax(L / t)."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
-    u = torch.rand(20000, 4, generator=generator, dtype=torch.float64)
-    temperature = 0.7
-    tokens = add_noise(logits.expand(20000, 4), temperature, u).argmax(dim=1)
-    additive = (logits.double() - temperature * (-u.log()).log()).argmax(dim=1)
-    assert torch.equal(tokens, additive)
-    wanted = torch.softmax(logits.double() / temperature, dim=0) * 20000
-    counts = torch.bincount(tokens, minlength=4)
-    chi_square = float(((counts - wanted) ** 2 / wanted).sum())
-    assert chi_square < 16.27  # 0.1 % point of three degrees of freedom
-    assert add_noise(logits, 0.0, None) is logits
-
-
-def test_temperature_uses_the_injected_numbers_only() -> None:
-    asked: list[tuple[int, list[int]]] = []
-
-    def philox(step: int, positions: Sequence[int], columns: Sequence[int]) -> Tensor:
-        asked.append((step, list(positions)))
-        return uniform_matrix(5, 0, step, positions, len(columns))
-
-    options: dict[str, Any] = {
-        "gen_length": 4,
-        "block_length": 2,
-        "steps": 4,
-        "temperature": 1.5,
-        "ids": SMALL,
-    }
-    first = semi_ar(small_model(), [1, 2], uniform_logits=philox, **options)
-    left_over = [({0, 1} if i == 0 else {2, 3}) - {first.trace[i].accepted[0] - 2} for i in (0, 2)]
-    assert asked == [(0, [0, 1]), (1, [*left_over[0]]), (2, [2, 3]), (3, [*left_over[1]])]
-    assert semi_ar(small_model(), [1, 2], uniform_logits=philox, **options).ids == first.ids
-    # The scores stay free of noise and of temperature.
-    step = first.trace[0]
-    row = small_model().logits(torch.tensor([step.row]))[0]
-    token = step.committed[step.accepted[0]]
-    confidence = torch.softmax(row[step.accepted[0]], 0)[token]
-    assert step.last_accepted == pytest.approx(float(confidence), rel=1e-6)
-    with pytest.raises(ValueError, match="uniform_logits"):
-        semi_ar(small_model(), [1, 2], **options)
-
-
-def test_random_remasking_follows_the_injected_numbers() -> None:
-    def scores(step: int, positions: Sequence[int]) -> Tensor:
-        return torch.tensor([uniform(11, 1, step, p, 0) for p in positions])
-
-    options: dict[str, Any] = {"gen_length": 6, "block_length": 3, "steps": 6, "ids": SMALL}
-    decoded = semi_ar(small_model(), [1, 2], remasking="random", uniform_scores=scores, **options)
-    left = [{0, 1, 2}, {3, 4, 5}]
-    for step in decoded.trace:
-        waiting = left[step.block]
-        best = max(waiting, key=lambda p: uniform(11, 1, step.index, p, 0))
-        assert step.accepted == [best + 2]
-        waiting.remove(best)
-    again = semi_ar(small_model(), [1, 2], remasking="random", uniform_scores=scores, **options)
-    assert again == decoded
-    with pytest.raises(ValueError, match="uniform_scores"):
-        semi_ar(small_model(), [1, 2], remasking="random", **options)
-    with pytest.raises(ValueError, match="remasking"):
-        semi_ar(small_model(), [1, 2], remasking="entropy", **options)
 
 
 # ---- the mask as a prediction ------------------------------------------------------------------
