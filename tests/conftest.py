@@ -19,7 +19,8 @@ import pytest
 from tqdm.std import tqdm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 # Set before anything imports vllm, which reads most of them once.
 for _name, _value in {
@@ -182,3 +183,18 @@ class GpuTestCounter:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.required and self.num_run == 0:
             terminalreporter.write_line("--require-gpu: no GPU test ran", red=True)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a case of `tests.checkpoints.CASES`, written at first use."""
+    from tests.checkpoints import make_case
+
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_case(tmp_path_factory.mktemp("checkpoints") / name, name)
+        return made[name]
+
+    return get

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkpoints import make_case
 from tests.engine.harness import Engine, load_reference, running
 
 if TYPE_CHECKING:
@@ -15,19 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.reference.llada_model import LLaDAReference
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a case of `tests.checkpoints.CASES`, written at first use."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_case(tmp_path_factory.mktemp("checkpoints") / name, name)
-        return made[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from tests.checkpoints import (
     EOS_ID,
     EOT_ID,
     MASK_ID,
-    make_case,
     make_checkpoint,
     random_prompt,
 )
@@ -31,18 +30,6 @@ if TYPE_CHECKING:
 
 Reference = DreamReference | LLaDAMoEReference | LLaDAReference
 IDS = random_prompt(11) + [MASK_ID] * 6
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_case(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return get
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from tests.reference import (
     d3llm,
     decode,
     dinfer,
+    dream,
     fast_dllm,
     local_leap,
     sglang,
@@ -29,7 +32,7 @@ from tests.reference.decode import Decoded, SpecialIds
 from tests.reference.dream_model import DreamReference
 from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
-from tests.reference.test_reference import TableModel
+from tests.reference.test_reference import TableModel, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -379,3 +382,69 @@ def test_cached_loops_raise_too(models: Callable[..., Model]) -> None:
     for options in ({"threshold": 0.9}, {"steps": 4}):
         with pytest.raises(RuntimeError, match="predicts the mask"):
             fast_dllm.cached(model, PROMPTS["llada"], cache="dual", **options, **SHORT_BLOCKS)
+
+
+# ---- Dream ---------------------------------------------------------------------------------------
+
+
+class ShiftedTable:
+    """Raw logits: row i of the canvas is given at the position before it."""
+
+    logit_shift = 1
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def logits(self, ids: Tensor) -> Tensor:
+        length, num_rows = ids.shape[1], len(self.rows)
+        raw = torch.zeros(*ids.shape, self.rows.shape[1], dtype=self.rows.dtype)
+        raw[:, length - num_rows - 1 : length - 1] = self.rows
+        raw[:, -1] = 7.0 * torch.eye(self.rows.shape[1])[15]  # of the token behind the row
+        return raw
+
+
+def dream_of(rows: Tensor, prompt: Sequence[int] = (1,), **options: Any) -> Decoded:
+    return dream.diffusion_generate(
+        ShiftedTable(rows), prompt, gen_length=len(rows), ids=SMALL, **options
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 32, 100, 512])
+def test_times_are_rounded_once(steps: int) -> None:
+    """Each is the fp32 number nearest to start + i x step or, in the upper half, end - ..."""
+    start, end = np.float32(1), np.float32(1e-3)
+    step = Fraction(float((end - start) / np.float32(steps)))
+    for i, value in enumerate(dream.times(steps, 1e-3).tolist()):
+        exact = 1 + step * i
+        if i >= (steps + 1) // 2:
+            exact = Fraction(float(end)) - step * (steps - i)
+        assert value == float(np.float32(float(exact)))
+
+
+def test_every_step_makes_a_forward_unless_idle_ones_are_left_out() -> None:
+    rows = rows_of(*[{i: 5.0 + i} for i in range(4)])
+    whole = dream_of(rows, steps=16)
+    assert whole.num_forwards == 16
+    short = dream_of(rows, steps=16, skip_idle_steps=True)
+    assert short.num_forwards == 3  # the last step commits two
+    assert short.ids == whole.ids == [0, 1, 2, 3]
+    assert accepted(short) == [step for step in accepted(whole) if step]
+
+
+def test_dream_decides_masks_of_the_prompt_too() -> None:
+    rows = rows_of({1: 3.0}, {2: 4.0}, {3: 5.0})
+    decoded = dream.diffusion_generate(
+        ShiftedTable(rows), [1, 15], gen_length=2, steps=1, ids=SMALL, alg="maskgit_plus"
+    )
+    assert accepted(decoded, prompt_len=2) == [{1, 0, -1}]
+    assert decoded.ids == [2, 3]
+
+
+def test_dream_leaves_predicted_masks_unless_guarded() -> None:
+    rows = rows_of(*[{15: 5.0, 4: 1.0 + i} for i in range(3)])
+    plain = dream_of(rows, steps=3, alg="maskgit_plus")
+    assert (plain.ids, plain.num_forwards) == ([15] * 3, 3)
+    guarded = dream_of(rows, steps=8, alg="maskgit_plus", guard_mask_token=True)
+    assert guarded.num_forwards == 8
+    assert guarded.ids.count(4) >= 1
+    assert any(step.guarded for step in guarded.trace)

@@ -16,7 +16,6 @@ from tests.checkpoints import (
     EOS_ID,
     EOT_ID,
     MASK_ID,
-    make_case,
     make_checkpoint,
     random_prompt,
 )
@@ -83,18 +82,6 @@ def rows_of(*tokens_and_logits: dict[int, float], num_columns: int = 16) -> Tens
         for token, value in entries.items():
             row[token] = value
     return rows
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_case(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return get
 
 
 # ---- the model ---------------------------------------------------------------------------------
