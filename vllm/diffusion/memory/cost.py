@@ -133,8 +133,8 @@ class Costs:
         feed_s = self._feed_forward(feed_forward)
         # Keys of all heads, and values; queries, and what comes back of them.
         for_keys, for_queries = shape.key_value_bytes // 2 // groups, shape.query_bytes // groups
-        keys_values_s += groups * self._exchange(keys_values, for_keys, shards=shards, count=2)
-        attend_s += groups * self._exchange(attend, for_queries, shards=shards, count=2)
+        keys_values_s += groups * self._exchange(keys_values, for_keys, shards=shards)
+        attend_s += groups * self._exchange(attend, for_queries, shards=shards)
         if layout.host_residual:
             # Each group reads the rows twice, and adds to the updated ones; copies both ways and
             # computing overlap.
@@ -204,13 +204,13 @@ class Costs:
         """Rows of the residual stream between host and device, one way."""
         return rows * self._shape.row_bytes / self._rates.host_bytes
 
-    def _exchange(self, work: Work, row_bytes: int, *, shards: int, count: int) -> float:
-        """So many exchanges of `row_bytes` of each row with other ranks."""
+    def _exchange(self, work: Work, row_bytes: int, *, shards: int) -> float:
+        """Two exchanges of `row_bytes` of each row with other ranks."""
         if shards == 1:
             return 0.0
         given = work.rows * row_bytes * (shards - 1) / shards
         waiting = work.num_chunks * self._rates.exchange_seconds
-        return count * (given / self._rates.link_bytes + waiting)
+        return 2 * (given / self._rates.link_bytes + waiting)
 
     def _product(
         self,

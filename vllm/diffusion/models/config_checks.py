@@ -32,8 +32,9 @@ def check_only(values: Mapping[str, Any], only: Mapping[str, bool | str]) -> Non
             refuse(values, key, f"only {_json(wanted)} is supported")
 
 
-def check_id(values: Mapping[str, Any], key: str, size_key: str) -> None:
-    """The value must be a row of the embedding, whose rows `size_key` counts."""
+def check_mask_id(values: Mapping[str, Any], size_key: str = "vocab_size") -> None:
+    """The mask token must be a row of the embedding, whose rows `size_key` counts."""
+    key = "mask_token_id"
     token, size = values[key], values[size_key]
     if not isinstance(token, int) or not 0 <= token < size:
         refuse(values, key, f"an id from 0 to {size_key} - 1 = {size - 1}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.config_checks import check_id
+from vllm.diffusion.models.config_checks import check_mask_id
 from vllm.diffusion.models.standard_config import QWEN_DEFAULTS, StandardConfig
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class DreamConfig(StandardConfig):
         mask_token_id: int
 
     def check_more(self, values: dict[str, Any]) -> None:
-        check_id(values, "mask_token_id", "vocab_size")
+        check_mask_id(values)
 
     @property
     def architecture(self) -> Architecture:

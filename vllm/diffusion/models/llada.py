@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import (
-    check_id,
+    check_mask_id,
     check_only,
     check_positive,
     head_width,
@@ -221,4 +221,4 @@ def _check_shapes(values: Mapping[str, Any]) -> None:
         refuse(values, "block_group_size", f"a divisor of n_layers {values['n_layers']}")
     if values["embedding_size"] < values["vocab_size"]:
         refuse(values, "embedding_size", f"at least vocab_size {values['vocab_size']}, or null")
-    check_id(values, "mask_token_id", "embedding_size")
+    check_mask_id(values, "embedding_size")

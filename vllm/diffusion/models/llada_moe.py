@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import (
-    check_id,
+    check_mask_id,
     check_only,
     check_positive,
     check_quantised_experts,
@@ -93,7 +93,7 @@ class LLaDAMoEConfig(DiffusionConfig):
         complete["head_dim"] = _checked_head_dim(complete)
         check_rotary_share(complete)
         _check_experts(complete)
-        check_id(complete, "mask_token_id", "vocab_size")
+        check_mask_id(complete)
         super().__init__(**complete)
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.models.config import DiffusionConfig
 from vllm.diffusion.models.config_checks import (
-    check_id,
+    check_mask_id,
     check_only,
     check_positive,
     head_width,
@@ -80,4 +80,4 @@ class StandardConfig(DiffusionConfig):
         if values.get(self.block_length_key) is not None:
             check_positive(values, self.block_length_key)
         if values.get("mask_token_id") is not None:  # else the tokenizer has it
-            check_id(values, "mask_token_id", "vocab_size")
+            check_mask_id(values)
