@@ -89,6 +89,7 @@ def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
 
 def print_terms(shape: ModelShape, plan: Plan) -> None:
     """Bytes of one row of every stage under a plan."""
+    from vllm.diffusion.buffers import row_bytes
     from vllm.diffusion.memory.footprint import Footprint, Layout
 
     footprint = Footprint(shape)
@@ -101,9 +102,9 @@ def print_terms(shape: ModelShape, plan: Plan) -> None:
         "logits": footprint.read(layout, is_packed=False),
     }
     for stage, phases in stages.items():
-        for terms in phases:
-            listed = ", ".join(f"{name} {num_bytes}" for name, num_bytes in terms.items())
-            print(f"  {stage}: {sum(terms.values())} bytes a row: {listed}")
+        for phase in phases:
+            listed = ", ".join(f"{buffer.name} {buffer.row_bytes}" for buffer in phase)
+            print(f"  {stage}: {row_bytes(phase)} bytes a row: {listed}")
 
 
 if __name__ == "__main__":

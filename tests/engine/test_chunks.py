@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running, shrink
+from vllm.diffusion.buffers import row_bytes
 from vllm.diffusion.memory import Plan
-from vllm.diffusion.memory.footprint import Footprint, Layout, total
+from vllm.diffusion.memory.footprint import Footprint, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -241,7 +242,7 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
     with running(checkpoint("mha"), max_model_len=2048) as engine:
         footprint = Footprint(engine.runner.planner.shape)
         layout = Layout(False, head_groups, host_residual)
-        planned = 2048 * total(footprint.resident(layout))
+        planned = 2048 * row_bytes(footprint.resident(layout))
         plan = Plan(False, 32, 32, 32, 5, head_groups, host_residual)
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         with LiveBytes(engine.runner.model.parameters()) as live:

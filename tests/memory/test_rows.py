@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.diffusion.buffers import Buffer
 from vllm.diffusion.memory import ActivationPool, DeviceRows, HostRows, Rows, chunks
 from vllm.diffusion.memory.activation_pool import TorchBacking
 
@@ -23,7 +24,8 @@ def rows_of(place: str, device: str, name: str = "x") -> tuple[Rows, torch.Tenso
     on_host = wanted.clone()
     if device == "cuda":
         on_host = on_host.pin_memory()
-    return HostRows(on_host, pool, name, torch.device(device)), wanted, pool
+    store = Buffer(name, (WIDTH,), wanted.dtype)
+    return HostRows(on_host, pool, store, torch.device(device)), wanted, pool
 
 
 def content(rows: Rows, device: str) -> torch.Tensor:

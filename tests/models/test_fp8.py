@@ -16,6 +16,7 @@ from torch.nn import functional
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import Recorder, engine_config, logits, some_ids, staged_logits
 from vllm.diffusion import ops
+from vllm.diffusion.buffers import Buffer, row_bytes
 from vllm.diffusion.errors import CheckpointError, ModelConfigError, ServerConfigError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
@@ -85,7 +86,9 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     rows: Any = x
     if is_ready:  # as the norm before writes them
         gain = torch.ones(32)
-        rows = ops.rms_norm(x, gain, 0.0, made.rows("normed", (5, 32), x.dtype, Recorder()))
+        rows = ops.rms_norm(
+            x, gain, 0.0, made.rows(Buffer("normed", (32,), x.dtype), 5, Recorder())
+        )
         normed = rounded(ops.rms_norm(x, gain, 0.0), fixed)
         product = functional.linear(normed, stored)
         product = product if bias is None else product + bias.double()
@@ -103,7 +106,7 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     torch.testing.assert_close(given.double(), wanted, rtol=1e-4, atol=1e-4)
     said = ops.Fp8Projection.workspace(use, ops.Matrix(16, 32, torch.float32, has_bias, x.device))
     taken = sum(scratch.taken.values())
-    assert taken <= 5 * sum(said.row_bytes.values())
+    assert taken <= 5 * row_bytes(said.buffers)
     assert said.most_rows is None
 
 
@@ -190,7 +193,7 @@ def test_a_gpu_computes_every_use(num_rows: int, has_bias: bool) -> None:
     gated = torch.empty(num_rows, 2048, device="cuda").bfloat16()
     made.gated(x, gated, scratch)
     assert_near(gated, functional.silu(gate) * up)
-    rows: Any = made.rows("activated", (num_rows, 2048), torch.bfloat16, scratch)
+    rows: Any = made.rows(Buffer("activated", (2048,), torch.bfloat16), num_rows, scratch)
     made.gated(x, rows, scratch)
     wanted = functional.silu(gate) * up
     found = rows.values.double() * rows.scales.double()[:, None]

@@ -172,7 +172,7 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     torch.testing.assert_close(given, wanted)
     matrix = ops.Matrix(16, 32, torch.float32, has_bias, x.device)
     said = ops.PackedProjection.workspace(use, matrix)
-    assert scratch.taken == {name: 5 * size for name, size in said.row_bytes.items()}
+    assert scratch.taken == {buffer.name: 5 * buffer.row_bytes for buffer in said.buffers}
 
 
 def test_features_are_added_part_by_part_though_groups_are_wider() -> None:

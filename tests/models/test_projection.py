@@ -14,10 +14,14 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 
 from tests.models.support import Recorder
 from vllm.diffusion import ops
+from vllm.diffusion.buffers import row_bytes
 from vllm.diffusion.ops import dispatch
+from vllm.diffusion.stages import GATE_UP, PROJECTED
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vllm.diffusion.buffers import Buffer
 
 ROWS, DEPTH, COLUMNS = 5, 12, 8
 CPU = torch.device("cpu")
@@ -74,7 +78,7 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     torch.testing.assert_close(given, wanted)
     matrix = ops.Matrix(COLUMNS, DEPTH, torch.float32, has_bias, CPU)
     said = ops.kind_of(layer).workspace(use, matrix)
-    assert scratch.taken == {name: ROWS * size for name, size in said.row_bytes.items()}
+    assert scratch.taken == {buffer.name: ROWS * buffer.row_bytes for buffer in said.buffers}
     assert said.most_rows is None
 
 
@@ -110,7 +114,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> None:
     gated = ops.PlainProjection.workspace(ops.Use.GATED, BF16)
-    assert gated == ops.Workspace({"gate and up": 2 * 24576}, most_rows=1544)
+    assert gated == ops.Workspace((GATE_UP.of(torch.bfloat16, 24576),), most_rows=1544)
     for other in (
         BF16._replace(device=torch.device("cuda")),  # nothing may be asked of the card
         BF16._replace(device=CPU),
@@ -122,13 +126,12 @@ def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> Non
 
 
 def test_products_are_added_in_place_on_a_gpu_of_its_own() -> None:
-    def added(**changes: Any) -> dict[str, int]:
-        return ops.PlainProjection.workspace(ops.Use.ADD_TO, BF16._replace(**changes)).row_bytes
+    def added(**changes: Any) -> tuple[Buffer, ...]:
+        return ops.PlainProjection.workspace(ops.Use.ADD_TO, BF16._replace(**changes)).buffers
 
-    row_bytes = 2 * 24576
-    assert added() == {}
-    assert added(has_bias=True) == {"projected": row_bytes}
-    assert added(is_summed=True) == {"projected": row_bytes}
+    projected = PROJECTED.of(torch.bfloat16, 24576)
+    assert added() == ()
+    assert added(has_bias=True) == added(is_summed=True) == (projected,)
 
 
 @pytest.mark.gpu
@@ -145,7 +148,7 @@ def test_a_gpu_takes_no_more_than_is_said(rows: int) -> None:
     said = ops.PlainProjection.workspace(ops.Use.GATED, BF16)
     if said.most_rows is not None and rows > said.most_rows:
         assert not scratch.taken
-    assert scratch.taken.get("gate and up", 0) <= rows * said.row_bytes["gate and up"]
+    assert scratch.taken.get("gate and up", 0) <= rows * row_bytes(said.buffers)
 
 
 class DeviceRecorder(Recorder):

@@ -39,9 +39,9 @@ def test_sizes_from_the_configuration_are_those_of_the_model(
     assert (shape.num_layers, shape.hidden_size) == (len(model.layers), model.hidden_size)
     assert (shape.num_heads, shape.num_kv_heads) == (model.num_heads, model.num_kv_heads)
     assert (shape.head_dim, shape.num_columns) == (model.head_dim, model.num_columns)
-    assert shape.element_bytes == model.dtype.itemsize
+    assert shape.dtype == model.dtype
     tables = model.rotary(torch.arange(3))
-    assert 3 * shape.rotary_bytes == tables.cos.nbytes + tables.sin.nbytes
+    assert tables.cos.shape == (3, shape.rotary_dim) and tables.cos.dtype == shape.rotary_dtype
     assert shape.can_group_heads == model.layers[0].attention.can_group_heads
     assert_same_widths(shape, [layer.mlp_stage for layer in model.layers])
 
@@ -83,9 +83,9 @@ def test_stages_take_what_is_planned(
         (attended, footprint.attend(layout, is_packed=False)),
         (fed, footprint.feed_forward(layout)),
     ):
-        planned = {name: rows * size for phase in phases for name, size in phase.items()}
-        planned.pop("rotary tables", None)  # which are there
-        assert scratch.taken == planned
+        planned = {buffer.name: rows * buffer.row_bytes for phase in phases for buffer in phase}
+        there = {"cos", "sin"}
+        assert scratch.taken == {name: planned[name] for name in planned.keys() - there}
 
 
 @pytest.mark.parametrize("case", ["moe", "sdar_moe", "llada2", "llada2_dense_first"])
@@ -97,9 +97,9 @@ def test_experts_take_what_is_planned(
     model.layers[-1].feed_forward(torch.ones(rows, model.hidden_size), scratch)
     footprint = Footprint(model_shape(engine_config(case_path(case))))
     planned = {
-        name: rows * num_bytes
+        buffer.name: rows * buffer.row_bytes
         for phase in footprint.feed_forward(Layout(keep_queries=True))
-        for name, num_bytes in phase.items()
+        for buffer in phase
     }
     for name, num_bytes in scratch.taken.items():
         if name == "gate and up":

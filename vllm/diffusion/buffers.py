@@ -5,14 +5,55 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+
+
+class Buffer(NamedTuple):
+    """Scratch memory that a stage takes for each of its rows.
+
+    Attributes:
+        name: within a step.
+        shape: of the numbers of a row.
+        dtype: of the numbers.
+        is_temporary: PyTorch allocates it, and the pool hears of it; else it is the pool's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_temporary: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def quantised(self) -> tuple[Buffer, Buffer]:
+        """What the same rows take as fp8: the numbers, and a scale for each row."""
+        scales = Buffer(f"scales of {self.name}", (), torch.float32, self.is_temporary)
+        return self._replace(dtype=torch.float8_e4m3fn), scales
+
+    def take(self, buffers: Buffers, num_rows: int) -> Tensor:
+        """An uninitialised tensor [num_rows, *shape]."""
+        return buffers.take(self.name, (num_rows, *self.shape), self.dtype)
+
+    def expect(self, buffers: Buffers, num_rows: int) -> None:
+        """Say that PyTorch itself will allocate so many rows."""
+        buffers.expect(self.name, num_rows * self.row_bytes)
+
+
+def row_bytes(buffers: Iterable[Buffer], *, is_temporary: bool | None = None) -> int:
+    """The sum over the buffers; of PyTorch's, or the pool's, alone where that is said."""
+    return sum(b.row_bytes for b in buffers if is_temporary in (None, b.is_temporary))
 
 
 class Buffers(Protocol):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.stages import GIVEN, RECEIVED
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,11 +45,13 @@ class HeadExchange:
         """
         (rows, heads, width), size = x.shape, self._peers.size
         part = heads // size
-        out = buffers.take("received", (sum(self.counts), part, width), x.dtype)
+        out = RECEIVED.of(x.dtype, part, width).take(buffers, sum(self.counts))
         with buffers.scope("exchange"):
-            given = buffers.take("given", (size, rows, part, width), x.dtype)
-            given.copy_(x.view(rows, size, part, width).transpose(0, 1))
-            self._peers.exchange(out, given.flatten(0, 1), self.counts, self._own)
+            given = GIVEN.of(x.dtype, part, width).take(buffers, size * rows)
+            given.view(size, rows, part, width).copy_(
+                x.view(rows, size, part, width).transpose(0, 1)
+            )
+            self._peers.exchange(out, given, self.counts, self._own)
         return out
 
     def to_rows(self, x: Tensor, out: Tensor, buffers: Buffers) -> Tensor:
@@ -60,7 +64,8 @@ class HeadExchange:
         """
         size, (_, part, width), rows = self._peers.size, x.shape, out.shape[0]
         with buffers.scope("exchange"):
-            received = buffers.take("given", (size, rows, part, width), x.dtype)
-            self._peers.exchange(received.flatten(0, 1), x, self._own, self.counts)
-            out.view(rows, size, part, width).copy_(received.transpose(0, 1))
+            returned = GIVEN.of(x.dtype, part, width).take(buffers, size * rows)
+            self._peers.exchange(returned, x, self._own, self.counts)
+            by_rank = returned.view(size, rows, part, width)
+            out.view(rows, size, part, width).copy_(by_rank.transpose(0, 1))
         return out

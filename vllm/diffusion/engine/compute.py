@@ -19,9 +19,9 @@ from vllm.diffusion.engine.forward import (
 )
 from vllm.diffusion.engine.siblings import FirstForwards
 from vllm.diffusion.engine.streamed import StreamedForward
-from vllm.diffusion.memory.footprint import INPUT_BYTES, READ_INPUT_BYTES, RESULT_BYTES
 from vllm.diffusion.ranks import Ranks
 from vllm.diffusion.sampling import joined, sample
+from vllm.diffusion.stages import GIVEN_ROWS, INPUTS, LOGITS, NORMED, RESULTS, SAMPLED
 
 if TYPE_CHECKING:
     import torch
@@ -97,8 +97,8 @@ class Compute:
         pool, model, caches = self._pool, self._model, self._caches
         parts = list(batch.sample_parts(plan.logits_rows))  # while the graph runs
         with pool.scope("step"):
-            pool.expect("inputs", batch.num_rows * INPUT_BYTES)
-            pool.expect("results", batch.shape.sample_rows * (READ_INPUT_BYTES + RESULT_BYTES))
+            INPUTS.expect(pool, batch.num_rows)
+            RESULTS.expect(pool, batch.shape.sample_rows)
             if body is not None:
                 samples = upload_samples(parts, caches)
             else:
@@ -132,9 +132,8 @@ class Compute:
             parts = to_first(parts, peers.size)
         rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
         with pool.scope("step"):
-            pool.expect("inputs", division.longest * INPUT_BYTES)
-            results = READ_INPUT_BYTES + RESULT_BYTES
-            pool.expect("results", peers.size * even * results)
+            INPUTS.expect(pool, division.longest)
+            RESULTS.expect(pool, peers.size * even)
             inputs, samples = upload_share(batch, cuts, division.own, rounds, caches)
             caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
             streamed = StreamedForward(
@@ -165,10 +164,10 @@ class Compute:
     ) -> torch.Tensor:
         """Hidden states [r, D] of this rank's part of a round, after all layers."""
         if peers.size == 1:
-            return streamed.select("sample rows", given, taken.given)
-        sent = streamed.select("given rows", given, taken.given)
-        shape = (sum(taken.received), self._model.hidden_size)
-        hidden = self._pool.take("sample rows", shape, self._model.dtype)
+            return streamed.select(SAMPLED, given, taken.given)
+        sent = streamed.select(GIVEN_ROWS, given, taken.given)
+        listed = SAMPLED.of(self._model.dtype, self._model.hidden_size)
+        hidden = listed.take(self._pool, sum(taken.received))
         peers.exchange(hidden, sent, taken.received, taken.sent)
         return hidden
 
@@ -230,10 +229,11 @@ class PooledHead:
 
     def final_norm(self, x: torch.Tensor) -> torch.Tensor:
         """The last norm of x [R, D]."""
-        return self._model.final_norm(x, out=self._buffers.take("normed", tuple(x.shape), x.dtype))
+        normed = NORMED.of(x.dtype, x.shape[1])
+        return self._model.final_norm(x, out=normed.take(self._buffers, len(x)))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [R, columns of this rank] of normed hidden states [R, D]."""
-        shape = (hidden_states.shape[0], self._model.num_columns)
-        logits = self._buffers.take("logits", shape, hidden_states.dtype)
+        listed = LOGITS.of(hidden_states.dtype, self._model.num_columns)
+        logits = listed.take(self._buffers, len(hidden_states))
         return self._model.compute_logits(hidden_states, out=logits, scratch=self._buffers)

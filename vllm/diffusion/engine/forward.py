@@ -21,6 +21,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.engine.step_inputs import layout_of, pack, pack_samples
 from vllm.diffusion.memory import chunks
 from vllm.diffusion.spans import AttentionLayout, KeySource, KeyTarget
+from vllm.diffusion.stages import QKV, SAMPLED, X
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -160,11 +161,15 @@ def run_body(
     What stays from stage to stage is taken from `residents`, what a stage needs from `scratch`.
     """
     num_rows, dtype = inputs.token_ids.numel(), model.dtype
-    x = model.embed(inputs.token_ids, residents.take("x", (num_rows, model.hidden_size), dtype))
+    listed = X.of(dtype, model.hidden_size)
+    x = model.embed(inputs.token_ids, listed.take(residents, num_rows))
     rotary = model.rotary(inputs.positions, residents) if plan.keep_queries else None
-    kv_width = 2 * model.num_kv_heads * model.head_dim
-    q_width = model.num_heads * model.head_dim if plan.keep_queries else 0
-    product = residents.take("qkv", (num_rows, q_width + kv_width), dtype)
+
+    def projections(num_heads: int) -> Tensor:
+        width = (num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return QKV.of(dtype, width).take(residents, num_rows)
+
+    product = projections(model.num_heads if plan.keep_queries else 0)
     # What a chunk is does not depend on the layer, so it is worked out once.
     writing = list(chunks(num_rows, plan.keys_values_rows))
     attending = list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True))
@@ -199,7 +204,7 @@ def run_body(
         for rows in feeding:
             yield seconds.feed_forward
             layer.feed_forward(x[rows], scratch)
-    product = residents.take("qkv", (num_rows, kv_width), dtype)
+    product = projections(0)
     yield from keys_values(len(before_last), product)
     _, k, v = last.attention.split(product)
     return BodyOutputs(x, inputs.positions, rotary, k, v)
@@ -220,7 +225,8 @@ def run_last_layer(
     layer = model.layers[index]
     for _, rows, _, attending in samples:
         with scratch.scope("sample rows"):
-            x = scratch.take("sample rows", (rows.numel(), model.hidden_size), model.dtype)
+            listed = SAMPLED.of(model.dtype, model.hidden_size)
+            x = listed.take(scratch, rows.numel())
             torch.index_select(body.x, 0, rows, out=x)
             if body.rotary is None:
                 rotary = model.rotary(body.positions.index_select(0, rows), scratch)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
 
-FP32_BYTES = 4
-
 
 def make_planner(
     vllm_config: VllmConfig, budget_bytes: int, rates: Rates, device: torch.device | None = None
@@ -128,7 +126,6 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     kinds = ops.kinds_of(vllm_config.quant_config)
     head = ops.kind_of_head(vllm_config.quant_config)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
-    table_bytes = FP32_BYTES if architecture.rotates_in_fp32 else model.dtype.itemsize
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=width,
@@ -137,14 +134,15 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         head_dim=config.head_dim,
         mlp_width=mlp_width,
         num_columns=-(-architecture.num_embeddings // num_ranks),
-        element_bytes=model.dtype.itemsize,
-        rotary_bytes=2 * architecture.rotary_dim * table_bytes,
+        dtype=model.dtype,
+        rotary_dim=architecture.rotary_dim,
+        rotary_dtype=torch.float32 if architecture.rotates_in_fp32 else model.dtype,
         products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
         experts=_experts(config, num_ranks, is_quantised=vllm_config.quant_config is not None),
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
-        head=head.workspace(ops.Use.PROJECT, qkv).row_bytes,
+        head=head.workspace(ops.Use.PROJECT, qkv).buffers,
     )
 
 
@@ -153,9 +151,9 @@ def _products(
 ) -> Products:
     gated = kind.workspace(ops.Use.GATED, gate_up)
     return Products(
-        project=kind.workspace(ops.Use.PROJECT, qkv).row_bytes,
-        gated=gated.row_bytes,
-        add_to=kind.workspace(ops.Use.ADD_TO, out).row_bytes,
+        project=kind.workspace(ops.Use.PROJECT, qkv).buffers,
+        gated=gated.buffers,
+        add_to=kind.workspace(ops.Use.ADD_TO, out).buffers,
         most_gated_rows=gated.most_rows,
         quantises=kind.quantises,
         weight_bytes=kind.weight_bytes,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.engine.forward import keep, sources_of
 from vllm.diffusion.memory import DeviceRows, HostRows
 from vllm.diffusion.spans import HeadGroup
+from vllm.diffusion.stages import KEYS, OWN_KEYS, OWN_VALUES, UPDATED_X, VALUES, X
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
+    from vllm.diffusion.stages import Kind
 
 
 class StreamedForward:
@@ -58,22 +60,21 @@ class StreamedForward:
     ) -> None:
         self._model, self._inputs, self._pool, self._caches = model, inputs, pool, caches
         self._groups = [HeadGroup(i, plan.head_groups) for i in range(plan.head_groups)]
-        names = ["x", "updated x"][: min(plan.head_groups, 2)]
         # Of full length, so that all ranks have taken as much of their pools.
         shape = (division.longest, model.hidden_size)
         stores: list[Rows] = []
-        for name in names:
+        for kind in (X, UPDATED_X)[: plan.head_groups]:
+            store = kind.of(model.dtype, model.hidden_size)
             if plan.host_residual:
-                rows = host.take(name, shape, model.dtype)
-                stores.append(HostRows(rows, pool, name, inputs.token_ids.device))
+                rows = host.take(store.name, shape, model.dtype)
+                stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
             else:
-                stores.append(DeviceRows(pool.take(name, shape, model.dtype)))
+                stores.append(DeviceRows(store.take(pool, division.longest)))
         self._x, self._updated = stores[0], stores[-1]
         self._group_heads = model.num_kv_heads // plan.head_groups
-        num_heads = self._group_heads // division.peers.size
-        heads = (division.num_rows, num_heads, model.head_dim)
-        self._k = pool.take("keys", heads, model.dtype)
-        self._v = pool.take("values", heads, model.dtype)
+        heads = self._group_heads // division.peers.size, model.head_dim
+        self._k = KEYS.of(model.dtype, *heads).take(pool, division.num_rows)
+        self._v = VALUES.of(model.dtype, *heads).take(pool, division.num_rows)
         self._seconds = plan.chunk_seconds
         self._cuts, count = cuts, len(cuts.attend)
         self._attending = inputs.attending[:count]
@@ -96,9 +97,10 @@ class StreamedForward:
             self._x, self._updated = self._updated, self._x
             yield from self._feed_forward(index, feed_forward)
 
-    def select(self, name: str, rows: Tensor, host_rows: Array) -> Tensor:
+    def select(self, kind: Kind, rows: Tensor, host_rows: Array) -> Tensor:
         """After `run`, rows [r] of this rank's share, as device and host know them: [r, D]."""
-        x = self._pool.take(name, (len(host_rows), self._model.hidden_size), self._model.dtype)
+        listed = kind.of(self._model.dtype, self._model.hidden_size)
+        x = listed.take(self._pool, len(host_rows))
         self._x.select(rows, host_rows, x)
         return x
 
@@ -119,19 +121,20 @@ class StreamedForward:
                 yield self._seconds.keys_values
                 with pool.scope("keys-values"):
                     rotary = self._model.rotary(positions[chunk.own], pool)
-                    k, v = self._own(self._k, "k", chunk), self._own(self._v, "v", chunk)
+                    k = self._own(self._k, OWN_KEYS, chunk)
+                    v = self._own(self._v, OWN_VALUES, chunk)
                     layer.attention.keys_values_of(group, x, rotary, k, v, pool)
                     self._give(k, self._k, chunk)
                     self._give(v, self._v, chunk)
         heads = group.part(self._model.num_kv_heads)
         keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
-    def _own(self, target: Tensor, name: str, chunk: Chunk) -> Tensor:
+    def _own(self, target: Tensor, kind: Kind, chunk: Chunk) -> Tensor:
         """Where the heads of this rank's rows go: their place, or what is exchanged."""
         if chunk.exchange is None:
             return target[chunk.own]
-        shape = (chunk.own.stop - chunk.own.start, self._group_heads, self._model.head_dim)
-        return self._pool.take(name, shape, self._model.dtype)
+        listed = kind.of(self._model.dtype, self._group_heads, self._model.head_dim)
+        return listed.take(self._pool, chunk.own.stop - chunk.own.start)
 
     def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
         """Exchange heads of this rank's rows for all rows of its heads, in their places."""

@@ -17,13 +17,22 @@ from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.spans import HeadGroup
+from vllm.diffusion.stages import (
+    ATTENDED,
+    COLLECTED,
+    COLLECTED_KEYS,
+    NORMED,
+    QUERIES,
+    STATISTICS,
+    normed_for_queries,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.buffers import Buffer, Buffers
     from vllm.diffusion.exchange import HeadExchange
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
@@ -82,7 +91,8 @@ class SelfAttention:
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
-            self._project(self._normed(x, buffers), slice(-out.shape[1], None), out, buffers)
+            normed = self._normed(x, NORMED.of(x.dtype, x.shape[1]), buffers)
+            self._project(normed, slice(-out.shape[1], None), out, buffers)
             q, k, v = self.split(out)
             self._rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
 
@@ -137,7 +147,7 @@ class SelfAttention:
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
-            normed = self._normed(x, buffers)
+            normed = self._normed(x, NORMED.of(x.dtype, x.shape[1]), buffers)
             first, width = self._query_width, self._key_width
             for number, heads in enumerate((k, v)):
                 columns = group.part(width)
@@ -180,12 +190,13 @@ class SelfAttention:
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
         columns = group.part(self._query_width)
-        shape = (x.shape[0], columns.stop - columns.start)
-        out = buffers.take("queries", shape, x.dtype)
-        q = out.view(x.shape[0], shape[1] // self.head_dim, self.head_dim)
+        num_heads, quantises = self.num_heads // group.count, self.qkv_proj.quantises
+        q = QUERIES.of(x.dtype, num_heads, self.head_dim).take(buffers, len(x))
         if x.shape[0]:  # of a divided chunk other ranks may have all rows
+            width = num_heads * self.head_dim
+            listed = normed_for_queries(x.shape[1], width, x.dtype, quantises=quantises)
             with buffers.scope("attend"):
-                self._project(self._normed_for(out, x, buffers), columns, out, buffers)
+                self._project(self._normed(x, listed, buffers), columns, q.flatten(1), buffers)
             self._rotate(q, None, rotary)
         return q
 
@@ -215,19 +226,10 @@ class SelfAttention:
             features = slice(None) if group.count == 1 else group.part(self._query_width)
             self.out_proj.add_to(x, heads.flatten(1), buffers, features)
 
-    def _normed_for(self, q: Tensor, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
-        """The normed rows that queries [R, columns] are computed from.
-
-        Where they take no less than what attention returns, that can have their memory.
-        """
-        if self.qkv_proj.quantises or q.shape[1] > x.shape[1]:
-            return self._normed(x, buffers)
-        return self._normed(x, FreshBuffers(x.device, buffers), "normed rows")
-
-    def _normed(
-        self, x: Tensor, buffers: Buffers, name: str = "normed"
-    ) -> Tensor | ops.QuantisedRows:
-        out = self.qkv_proj.rows(name, (x.shape[0], x.shape[1]), x.dtype, buffers)
+    def _normed(self, x: Tensor, listed: Buffer, buffers: Buffers) -> Tensor | ops.QuantisedRows:
+        if listed.is_temporary:
+            buffers = FreshBuffers(x.device, buffers)
+        out = self.qkv_proj.rows(listed, len(x), buffers)
         normed: Tensor | ops.QuantisedRows = self.norm(x, out=out)
         return normed
 
@@ -252,19 +254,18 @@ class SelfAttention:
 
 def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Tensor:
     """Attention [R, H, hd] of the rows of every source to its keys."""
-    num_bytes = q.numel() * q.element_size()
-    buffers.expect("attention", num_bytes)
-    buffers.expect("statistics", q.shape[0] * q.shape[1] * torch.float32.itemsize)
+    ATTENDED.of(q.dtype, *q.shape[1:]).expect(buffers, len(q))
+    STATISTICS.of(torch.float32, q.shape[1]).expect(buffers, len(q))
+    collected = COLLECTED.of(q.dtype, *q.shape[1:])
     for _, k, _, layout in sources:
         if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):
-            key_bytes = k.shape[1:].numel() * k.element_size()
-            buffers.expect("collected keys", 2 * layout.max_keys * key_bytes)
+            COLLECTED_KEYS.of(k.dtype, 2, *k.shape[1:]).expect(buffers, layout.max_keys)
     if len(sources) == 1:
         layout = sources[0].layout
         if layout.spans is not None and len(layout.spans) > 1:
-            buffers.expect("collected attention", num_bytes)
+            collected.expect(buffers, len(q))
         return attend(q, sources[0].k, sources[0].v, layout)
-    heads = buffers.take("collected attention", tuple(q.shape), q.dtype)
+    heads = collected.take(buffers, len(q))
     for rows, k, v, layout in sources:
         attend(q[rows], k, v, layout, out=heads[rows])
     return heads

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.stages import ACTIVATED, NORMED_ASIDE
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from vllm.diffusion import ops
@@ -36,25 +36,23 @@ class GatedMLP:
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
-            activated = self._activated(len(x), x.dtype, buffers)
+            activated = self._activated(x, buffers)
             with buffers.scope("feed-forward"):
-                shape, beside = (x.shape[0], x.shape[1]), FreshBuffers(x.device, buffers)
-                out = self.gate_up_proj.rows("normed rows", shape, x.dtype, beside)
+                normed = NORMED_ASIDE.of(x.dtype, x.shape[1])
+                out = self.gate_up_proj.rows(normed, len(x), FreshBuffers(x.device, buffers))
                 self.gate_up_proj.gated(self.norm(x, out), activated, buffers)
             self.down_proj.add_to(x, activated, buffers)
 
     def project(self, normed: Tensor, out: Tensor, buffers: Buffers) -> None:
         """Write this rank's part of Wdown (silu(Wgate h) * Wup h) of h = normed [R, D] to out."""
         with buffers.scope("feed-forward"):
-            activated = self._activated(len(normed), normed.dtype, buffers)
+            activated = self._activated(normed, buffers)
             self.gate_up_proj.gated(normed, activated, buffers)
             self.down_proj.project(activated, out, buffers)
 
-    def _activated(
-        self, num_rows: int, dtype: torch.dtype, buffers: Buffers
-    ) -> Tensor | ops.QuantisedRows:
+    def _activated(self, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
         """Where silu(gate) * up goes: as the second product takes it, if the first can write it."""
-        shape = (num_rows, self.width)
+        activated = ACTIVATED.of(x.dtype, self.width)
         if self.gate_up_proj.quantises:
-            return self.down_proj.rows("activated", shape, dtype, buffers)
-        return buffers.take("activated", shape, dtype)
+            return self.down_proj.rows(activated, len(x), buffers)
+        return activated.take(buffers, len(x))

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
+from vllm.diffusion.stages import NORMED, SHARED, of_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.buffers import Buffer, Buffers
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.norm import RMSNorm
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,18 @@ class ExpertsMLP:
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
-            normed = self.norm(x, out=buffers.take("normed", x.shape, x.dtype))
+            listed = NORMED.of(x.dtype, x.shape[1])
+            normed = self.norm(x, out=listed.take(buffers, len(x)))
             addend = None
             if self.shared is not None:
-                addend = buffers.take("shared expert", x.shape, x.dtype)
+                addend = SHARED.of(x.dtype, x.shape[1]).take(buffers, len(x))
                 self.shared.project(normed, addend, buffers)
+            for buffer in self._temporaries(x):
+                buffer.expect(buffers, len(x))
             ops.add_experts(
                 x,
                 normed,
-                self._route(normed, buffers),
+                self._route(normed),
                 self.w1,
                 self.w2,
                 buffers,
@@ -71,13 +73,18 @@ class ExpertsMLP:
                 has_shared=self._has_joined,
             )
 
-    def _route(self, normed: Tensor, buffers: Buffers) -> ops.Routing:
+    def _temporaries(self, x: Tensor) -> tuple[Buffer, ...]:
+        return of_experts(
+            x.shape[1],
+            self.w1.num_experts,
+            self.num_chosen + self._has_joined,
+            self.w2.depth,
+            x.dtype,
+            in_fp32=self.scoring.in_fp32,
+        )
+
+    def _route(self, normed: Tensor) -> ops.Routing:
         """The experts of every row."""
-        element_bytes = FP32_BYTES if self.scoring.in_fp32 else normed.element_size()
-        scores_bytes = self.w1.num_experts * element_bytes
-        num_places = self.num_chosen + self._has_joined
-        chosen_bytes = num_places * (element_bytes + 6)  # weights, int32 slots, int16 choices
-        buffers.expect("routing", len(normed) * (scores_bytes + chosen_bytes))
         return ops.route_rows(
             normed, self.gate, self.num_chosen, self.bias, self.scoring, has_shared=self._has_joined
         )

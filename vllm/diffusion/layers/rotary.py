@@ -9,11 +9,13 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.stages import COS, READ_COS, READ_SIN, SIN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.stages import Kind
 
 
 class Rotary(NamedTuple):
@@ -33,11 +35,11 @@ class Rotary(NamedTuple):
     def select(self, rows: Tensor, buffers: Buffers) -> Rotary:
         """Copies of single rows [R] int64, in `buffers`."""
 
-        def copied(name: str, table: Tensor) -> Tensor:
-            out = buffers.take(name, (rows.numel(), table.shape[1]), table.dtype)
+        def copied(kind: Kind, table: Tensor) -> Tensor:
+            out = kind.of(table.dtype, table.shape[1]).take(buffers, rows.numel())
             return torch.index_select(table, 0, rows, out=out)
 
-        return Rotary(copied("read cos", self.cos), copied("read sin", self.sin))
+        return Rotary(copied(READ_COS, self.cos), copied(READ_SIN, self.sin))
 
 
 def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
@@ -74,7 +76,7 @@ def rotary_rows(
         tables of shape [R, rd].
     """
     buffers = FreshBuffers(positions.device) if buffers is None else buffers
-    shape = (positions.numel(), 2 * frequencies.numel())
-    rotary = Rotary(buffers.take("cos", shape, dtype), buffers.take("sin", shape, dtype))
+    listed = (kind.of(dtype, 2 * frequencies.numel()) for kind in (COS, SIN))
+    rotary = Rotary(*(table.take(buffers, positions.numel()) for table in listed))
     ops.rotary_tables(positions, frequencies, *rotary)
     return rotary

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.memory.footprint import ROUNDING_BYTES, buffered, temporary, total
+from vllm.diffusion.buffers import row_bytes
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,8 +56,11 @@ class StageBytes(NamedTuple):
     @classmethod
     def of(cls, phases: Phases, is_split: bool) -> StageBytes:
         if not is_split:
-            return cls(max(map(total, phases)), 0)
-        return cls(max(map(buffered, phases)), max(map(temporary, phases)))
+            return cls(max(map(row_bytes, phases)), 0)
+        return cls(
+            max(row_bytes(phase, is_temporary=False) for phase in phases),
+            max(row_bytes(phase, is_temporary=True) for phase in phases),
+        )
 
     @classmethod
     def of_feed_forward(cls, footprint: Footprint, layout: Layout, is_split: bool) -> StageBytes:
@@ -101,8 +105,8 @@ class RowBytes(NamedTuple):
         cls, footprint: Footprint, layout: Layout, is_packed: bool, *, is_split: bool
     ) -> RowBytes:
         return cls(
-            total(footprint.resident(layout)),
-            total(footprint.read_results(layout)),
+            row_bytes(footprint.resident(layout)),
+            row_bytes(footprint.read_results(layout)),
             footprint.collected_keys(layout),
             StageBytes.of(footprint.keys_values(layout), is_split),
             StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),

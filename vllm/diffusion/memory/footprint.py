@@ -14,19 +14,17 @@ this rank, e bytes of an element of the model dtype, G head groups.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-FP32_BYTES = 4
-STATISTICS_BYTES = 4  # log-sum-exp that attention kernels store for each query and head, fp32
-INPUT_BYTES = 3 * 8  # token, position and slot of a row, int64
-READ_INPUT_BYTES = 2 * 8  # row and position of a row that is read, int64
-RESULT_BYTES = 3 * 8  # what sampling finds for a row, float64
-ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
-NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
+import torch
 
-Terms = dict[str, int]  # bytes, by what they are for
-Phases = tuple[Terms, ...]  # of a stage, one after the other: what has ended is given back
+from vllm.diffusion import stages
+from vllm.diffusion.buffers import Buffer
+
+ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
+
+Phases = tuple[tuple[Buffer, ...], ...]  # of a stage, one after the other: what ended is given back
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Products(NamedTuple):
     """What the products of a layer take besides their results, where weights are of one kind.
 
     Attributes:
-        project: bytes a row of the fused product of queries, keys and values, by name.
+        project: of the fused product of queries, keys and values.
         gated: of gate and up, and silu(gate) * up, in the widest MLP.
         add_to: of the products that are added to the residual stream.
         most_gated_rows: chunks of more rows take nothing of `gated`; None for no end.
@@ -59,9 +57,9 @@ class Products(NamedTuple):
         speed: of large products, over those of 16-bit weights.
     """
 
-    project: Terms
-    gated: Terms
-    add_to: Terms
+    project: tuple[Buffer, ...]
+    gated: tuple[Buffer, ...]
+    add_to: tuple[Buffer, ...]
     most_gated_rows: int | None = None
     quantises: bool = False
     weight_bytes: float | None = None
@@ -79,13 +77,13 @@ class ModelShape:
         mlp_width: M of the widest dense MLP; 0 where every layer has experts.
         experts: of the layers that have them, if any do.
         num_columns: C.
-        element_bytes: e.
-        rotary_bytes: of the cosines and sines of one position.
+        dtype: of the model, with elements of e bytes.
+        rotary_dim, rotary_dtype: of the cosines and sines of one position.
         products: of every kind of weight that a layer may have.
         can_group_heads: they can be sliced, and no norm spans all heads.
         collects_keys: kept keys and values of a sequence are copied out of their pages to be read.
         num_ranks: tensor-parallel ranks, whose products are summed.
-        head: bytes a row of the logits' product, by name, besides the logits.
+        head: of the logits' product, besides the logits.
     """
 
     num_layers: int
@@ -95,14 +93,20 @@ class ModelShape:
     head_dim: int
     mlp_width: int
     num_columns: int
-    element_bytes: int
-    rotary_bytes: int
+    dtype: torch.dtype
+    rotary_dim: int
+    rotary_dtype: torch.dtype
     products: tuple[Products, ...]
     experts: Experts | None = None
     can_group_heads: bool = True
     collects_keys: bool = False
     num_ranks: int = 1
-    head: Terms = field(default_factory=dict)
+    head: tuple[Buffer, ...] = ()
+
+    @property
+    def element_bytes(self) -> int:
+        """e."""
+        return self.dtype.itemsize
 
     @property
     def most_gated_rows(self) -> int | None:
@@ -147,15 +151,6 @@ class ModelShape:
             return (1,)
         powers = (1 << exponent for exponent in range(self.num_kv_heads.bit_length()))
         return tuple(power for power in powers if self.num_kv_heads % power == 0)
-
-
-# What PyTorch allocates itself, while the other terms are buffers of the pool.
-TEMPORARIES = frozenset(
-    {
-        *("normed rows", "attention", "statistics", "collected attention"),
-        *("quantised product", "routing", "activated of experts", "terms of experts"),
-    }
-)
 
 
 class StepShape(NamedTuple):
@@ -214,44 +209,47 @@ class Layout(NamedTuple):
 class Footprint:
     """Bytes of the stages of one model.
 
-    Every stage method gives the bytes that one row of its chunk takes, phase by phase.
+    Every stage method gives what a row of its chunk takes, phase by phase.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
+        self._tables = tuple(
+            kind.of(shape.rotary_dtype, shape.rotary_dim) for kind in (stages.COS, stages.SIN)
+        )
 
-    def resident(self, layout: Layout) -> Terms:
-        """Bytes a row of the step takes on the device from its first to its last stage."""
+    def resident(self, layout: Layout) -> tuple[Buffer, ...]:
+        """What a row of the step takes on the device from its first to its last stage."""
         shape = self.shape
-        terms = {
-            "inputs": INPUT_BYTES,
-            "keys and values": shape.key_value_bytes // layout.head_groups,
-        }
-        if not layout.host_residual:
-            terms["residual"] = shape.row_bytes
-            if layout.head_groups > 1:
-                terms["updated residual"] = shape.row_bytes
-        if layout.keep_queries:
-            terms["queries"] = shape.query_bytes
-            terms["rotary tables"] = shape.rotary_bytes
-        return terms
+        rows = () if layout.host_residual else self._stores(layout)
+        if is_streamed(layout):
+            keys = self._heads(layout, shape.num_kv_heads, stages.KEYS, stages.VALUES)
+            return stages.INPUTS, *rows, *keys
+        num_heads = 2 * shape.num_kv_heads + layout.keep_queries * shape.num_heads
+        fused = stages.QKV.of(shape.dtype, num_heads * shape.head_dim)
+        return stages.INPUTS, *rows, fused, *(self._tables if layout.keep_queries else ())
 
     def collected_keys(self, layout: Layout) -> int:
         """Bytes that a key of `StepShape.kept_keys` takes, in the stages that attend."""
         shape = self.shape
-        return shape.key_value_bytes // layout.head_groups if shape.collects_keys else 0
+        if not shape.collects_keys:
+            return 0
+        num_heads = shape.num_kv_heads // layout.head_groups
+        return stages.COLLECTED_KEYS.of(shape.dtype, 2, num_heads, shape.head_dim).row_bytes
 
     def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""
-        terms = self._visiting(layout) | self._rotary(layout)
-        normed = {"normed": self.shape.row_bytes}
-        phases = tuple(terms | normed | products.project for products in self.shape.products)
+        visiting = (*self._visiting(layout, 1), *self._rotary(layout))
+        phases = tuple(
+            (*visiting, self._row(stages.NORMED), *products.project)
+            for products in self.shape.products
+        )
         if layout.shards == 1:
             return phases
-        key_bytes = self.shape.key_value_bytes // 2 // layout.head_groups
-        own = {"k": key_bytes, "v": key_bytes}
-        exchanging = {"given": key_bytes, "received": key_bytes}
-        return *(own | phase for phase in phases), terms | own | exchanging
+        num_heads = self.shape.num_kv_heads
+        own = self._heads(layout, num_heads, stages.OWN_KEYS, stages.OWN_VALUES)
+        exchanged = self._heads(layout, num_heads, stages.GIVEN, stages.RECEIVED)
+        return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
 
     def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
         """Queries, then attention and its projection.
@@ -260,35 +258,30 @@ class Footprint:
             layout: of the step.
             is_packed: a chunk may hold rows of several sequences, whose results are collected.
         """
-        terms = self._visiting(layout, num_streams=2 if layout.head_groups > 1 else 1)
-        terms |= self._rotary(layout)
+        visiting = (*self._visiting(layout, 2), *self._rotary(layout))
         phases = self._attending(layout, is_packed, has_queries=layout.keep_queries)
-        return tuple(terms | phase for phase in phases)
+        return tuple((*visiting, *phase) for phase in phases)
 
     def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Phases:
-        shape, groups = self.shape, layout.head_groups
-        attending = {
-            "attention": shape.query_bytes // groups,
-            "statistics": STATISTICS_BYTES * shape.num_heads // groups,
-        }
+        shape = self.shape
+        attended, collected, queries, given, received = self._heads(
+            layout,
+            shape.num_heads,
+            *(stages.ATTENDED, stages.COLLECTED, stages.QUERIES, stages.GIVEN, stages.RECEIVED),
+        )
+        num_heads = shape.num_heads // layout.head_groups
+        attending: tuple[Buffer, ...] = attended, stages.STATISTICS.of(torch.float32, num_heads)
         if is_packed:
-            attending["collected attention"] = shape.query_bytes // groups
-        phases = tuple(attending | products.add_to for products in shape.products)
+            attending = *attending, collected
+        phases = tuple((*attending, *products.add_to) for products in shape.products)
         if has_queries:
             return phases
-        queries = {"queries": shape.query_bytes // groups}
-        if layout.shards > 1:
-            queries |= dict.fromkeys(("given", "received"), shape.query_bytes // groups)
+        before = (queries, given, received) if layout.shards > 1 else (queries,)
+        columns = num_heads * shape.head_dim
         projecting = tuple(
-            {self._normed_for_queries(products, groups): shape.row_bytes} | products.project
-            for products in shape.products
+            (self._normed_for(columns, products), *products.project) for products in shape.products
         )
-        return tuple(queries | phase for phase in (*projecting, *phases))
-
-    def _normed_for_queries(self, products: Products, groups: int) -> str:
-        """What the rows are called: where attention can have their memory, PyTorch's."""
-        is_replaced = self.shape.query_bytes // groups <= self.shape.row_bytes
-        return "normed rows" if is_replaced and not products.quantises else "normed"
+        return tuple((*before, *phase) for phase in (*projecting, *phases))
 
     def feed_forward(self, layout: Layout, *, is_long: bool = False) -> Phases:
         """Each kind of MLP of the model.
@@ -297,74 +290,90 @@ class Footprint:
             layout: of the step.
             is_long: in chunks of more than `ModelShape.most_gated_rows` rows.
         """
-        visiting = self._visiting(layout)
+        visiting = self._visiting(layout, 1)
         dense = (self._mlp(products, is_long) for products in self.shape.products)
-        return tuple(visiting | phase for phases in (*dense, self._experts()) for phase in phases)
+        return tuple(
+            (*visiting, *phase) for phases in (*dense, self._experts()) for phase in phases
+        )
 
     def read(self, layout: Layout, *, is_packed: bool) -> Phases:
         """Rows that are read after the last layer: the rest of that layer, then their logits.
 
         With head groups or a host residual the last layer is over by then.
         """
-        shape = self.shape
-        logits = {"normed": shape.row_bytes, "logits": shape.num_columns * shape.element_bytes}
-        logits |= shape.head
+        shape, sampled = self.shape, self._row(stages.SAMPLED)
+        logits = stages.LOGITS.of(shape.dtype, shape.num_columns)
+        logits_phase = self._row(stages.NORMED), logits, *shape.head
         if is_streamed(layout):
-            given = {"given rows": layout.shards * shape.row_bytes} if layout.shards > 1 else {}
-            return (given | {"read rows": shape.row_bytes} | logits,)
+            given = (self._row(stages.GIVEN_ROWS),) * layout.shards if layout.shards > 1 else ()
+            return ((*given, sampled, *logits_phase),)
         phases = (
             *self._attending(layout, is_packed, has_queries=False),
             *self.feed_forward(layout),
-            logits,
+            logits_phase,
         )
-        rows = {"read rows": shape.row_bytes + shape.rotary_bytes}
-        return tuple(rows | phase for phase in phases)
+        return tuple((sampled, *self._tables, *phase) for phase in phases)
 
-    def read_results(self, layout: Layout) -> Terms:
-        """Bytes that a row that is read takes for the rest of the step; of other ranks', too."""
-        shards = layout.shards
-        return {"read inputs": shards * READ_INPUT_BYTES, "results": shards * RESULT_BYTES}
+    def read_results(self, layout: Layout) -> tuple[Buffer, ...]:
+        """What a row that is read takes for the rest of the step; of other ranks', too."""
+        return (stages.RESULTS,) * layout.shards
 
-    def _rotary(self, layout: Layout) -> Terms:
-        if layout.keep_queries:
-            return {}
-        return {"rotary tables": self.shape.rotary_bytes}
+    def _row(self, kind: stages.Kind) -> Buffer:
+        return kind.of(self.shape.dtype, self.shape.hidden_size)
 
-    def _visiting(self, layout: Layout, num_streams: int = 1) -> Terms:
-        """Rows that come from the host, the next ones on their way while these are worked on."""
+    def _heads(self, layout: Layout, num_heads: int, *kinds: stages.Kind) -> list[Buffer]:
+        """Of one group of so many heads."""
+        shape, num_heads = self.shape, num_heads // layout.head_groups
+        return [kind.of(shape.dtype, num_heads, shape.head_dim) for kind in kinds]
+
+    def _normed_for(self, num_columns: int, products: Products) -> Buffer:
+        shape, quantises = self.shape, products.quantises
+        return stages.normed_for_queries(
+            shape.hidden_size, num_columns, shape.dtype, quantises=quantises
+        )
+
+    def _rotary(self, layout: Layout) -> tuple[Buffer, ...]:
+        return () if layout.keep_queries else self._tables
+
+    def _stores(self, layout: Layout) -> tuple[Buffer, ...]:
+        """The residual stream: as it was before a layer, and as it is with the groups so far."""
+        return tuple(map(self._row, (stages.X, stages.UPDATED_X)[: layout.head_groups]))
+
+    def _visiting(self, layout: Layout, most: int) -> tuple[Buffer, ...]:
+        """Chunks of so many of these at most, where they come from the host."""
         if not layout.host_residual:
-            return {}
-        return {"visiting rows": num_streams * NUM_STREAM_BUFFERS * self.shape.row_bytes}
+            return ()
+        stores = self._stores(layout)[:most]
+        return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: Products, is_long: bool) -> Phases:
         shape = self.shape
         if not shape.mlp_width:
             return ()
-        activated = {"activated": shape.mlp_width * shape.element_bytes}
-        gating = {"normed rows": shape.row_bytes} | ({} if is_long else products.gated)
-        return activated | gating, activated | products.add_to
+        activated = stages.ACTIVATED.of(shape.dtype, shape.mlp_width)
+        gating = () if is_long else products.gated
+        return (activated, self._row(stages.NORMED_ASIDE), *gating), (activated, *products.add_to)
 
     def _experts(self) -> Phases:
-        experts, element = self.shape.experts, self.shape.element_bytes
+        experts, shape = self.shape.experts, self.shape
         if experts is None:
             return ()
-        rows, row_bytes = experts.chosen, self.shape.row_bytes
-        scores = FP32_BYTES if experts.in_fp32 else element
-        resident = {"normed": row_bytes}
-        if experts.shared_width:
-            resident["shared expert"] = row_bytes
-        terms = resident | {
-            # scores; weights, slots int32, choices int16
-            "routing": experts.count * scores + rows * (scores + 6),
-            "activated of experts": rows * experts.width * element,
-            "terms of experts": rows * row_bytes,
-        }
-        if self.shape.num_ranks > 1:
-            terms["projected"] = row_bytes
+        terms = stages.of_experts(
+            shape.hidden_size,
+            experts.count,
+            experts.chosen,
+            experts.width,
+            shape.dtype,
+            in_fp32=experts.in_fp32,
+        )
+        if shape.num_ranks > 1:
+            terms += (self._row(stages.PROJECTED),)
+        normed = self._row(stages.NORMED)
         if not experts.shared_width:
-            return (terms,)
-        activated = resident | {"activated": experts.shared_width * element}
-        return *(activated | products.gated for products in self.shape.products), terms
+            return ((normed, *terms),)
+        activated = stages.ACTIVATED.of(shape.dtype, experts.shared_width)
+        phases = ((activated, *products.gated) for products in shape.products)
+        return tuple((normed, self._row(stages.SHARED), *phase) for phase in (*phases, terms))
 
 
 def device_layers(num_layers: int, host_layers: int) -> int:
@@ -372,24 +381,9 @@ def device_layers(num_layers: int, host_layers: int) -> int:
 
     Layers in host memory visit it in turn, so many at a time.
     """
-    return num_layers - host_layers + (NUM_STREAM_BUFFERS if host_layers else 0)
+    return num_layers - host_layers + (stages.NUM_STREAM_BUFFERS if host_layers else 0)
 
 
 def is_streamed(layout: Layout) -> bool:
     """Whether layers run group by group, share by share or from the host, see `Layout`."""
     return layout.head_groups > 1 or layout.host_residual or layout.shards > 1
-
-
-def total(terms: Terms) -> int:
-    """The sum of the terms."""
-    return sum(terms.values())
-
-
-def temporary(terms: Terms) -> int:
-    """The sum of those terms that PyTorch allocates itself."""
-    return sum(num_bytes for name, num_bytes in terms.items() if name in TEMPORARIES)
-
-
-def buffered(terms: Terms) -> int:
-    """The sum of those terms that are buffers of the pool."""
-    return total(terms) - temporary(terms)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vllm.diffusion.memory.footprint import NUM_STREAM_BUFFERS
+from vllm.diffusion.stages import NUM_STREAM_BUFFERS, visiting
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from vllm.diffusion.buffers import Buffer
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
 
@@ -64,14 +65,14 @@ class HostRows:
     Args:
         x: [T, D] on the host; pinned where there is a GPU.
         pool: of the device, for the chunks.
-        name: of the chunks in the pool.
+        store: what the chunks are of.
         device: where the pool is.
     """
 
     def __init__(
-        self, x: torch.Tensor, pool: ActivationPool, name: str, device: torch.device
+        self, x: torch.Tensor, pool: ActivationPool, store: Buffer, device: torch.device
     ) -> None:
-        self._x, self._pool, self._name = x, pool, name
+        self._x, self._pool, self._chunks = x, pool, visiting(store)
         self._copies = CopyStreams(device)
 
     def visit(
@@ -80,12 +81,7 @@ class HostRows:
         if not chunks:
             return
         longest = max(rows.stop - rows.start for rows in chunks)
-        shape = (longest, self._x.shape[1])
-        number = min(NUM_STREAM_BUFFERS, len(chunks))
-        buffers = [
-            self._pool.take(f"{self._name} {index}", shape, self._x.dtype)
-            for index in range(number)
-        ]
+        buffers = [chunk.take(self._pool, longest) for chunk in self._chunks[: len(chunks)]]
         copies = self._copies
         copies.begin()
         try:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from vllm.diffusion.ops import dispatch
+from vllm.diffusion.stages import PROJECTED
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
@@ -54,7 +55,7 @@ class Collectives:
             write: (rows, out) writes this rank's part of these rows of x, like them.
             scratch: memory for the part.
         """
-        part = scratch.take("projected", tuple(x.shape), x.dtype)
+        part = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
         write(slice(0, len(x)), part)
         x.add_(self.sum(part))
 

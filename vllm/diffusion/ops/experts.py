@@ -81,6 +81,11 @@ class Matrices(NamedTuple):
         """E."""
         return len(self.values)
 
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.values.shape[2]
+
 
 class PackedMatrices(NamedTuple):
     """The same of 4 bits.
@@ -92,6 +97,11 @@ class PackedMatrices(NamedTuple):
 
     packed: Packed
     num_experts: int
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.packed.shape[1]
 
 
 ExpertWeights: TypeAlias = Matrices | PackedMatrices
@@ -174,16 +184,13 @@ def add_experts(
         routing: the rows' experts, from `route_rows`.
         w1: [E, 2I, D], the gate's rows first.
         w2: [E, D, I].
-        scratch: hears what PyTorch allocates for the while.
+        scratch: memory for this rank's part of a sum over several.
         addend: [R, D], model dtype, contiguous: this rank's part of what is added to that sum.
         in_fp32: the terms are weighted, by fp32 weights, and added in fp32, and rounded once.
         has_shared: what is added to that sum is the term of an expert of all rows.
     """
     weights = routing.weights
-    num_terms, row_bytes = weights.numel(), x.shape[1] * x.element_size()
     inner = gated_products(normed, _matrices(w1, x), routing)
-    scratch.expect("activated of experts", inner.nbytes)
-    scratch.expect("terms of experts", num_terms * row_bytes)
     is_at_rest = isinstance(w2, Matrices)
     second = _matrices(w2, x)
     terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_at_rest)

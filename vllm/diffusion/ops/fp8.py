@@ -21,6 +21,7 @@ from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.diffusion.quantisation import Fp8Scheme
+from vllm.diffusion.stages import GATE_UP, PROJECTED, Kind
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
@@ -38,9 +39,10 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.buffers import Buffer, Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
+_ROWS = Kind("quantised rows")
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
 
@@ -148,18 +150,15 @@ class Fp8Projection(Projection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        row_bytes = {"quantised rows": matrix.depth, "scales of rows": torch.float32.itemsize}
+        buffers = _ROWS.of(matrix.dtype, matrix.depth).quantised
         if use is Use.GATED:
-            row_bytes["gate and up"] = matrix.row_bytes
-        elif use is Use.ADD_TO:
-            row_bytes["projected"] = matrix.row_bytes
-        return Workspace(row_bytes)
+            return Workspace((*buffers, GATE_UP.of(matrix.dtype, matrix.columns)))
+        if use is Use.ADD_TO:
+            return Workspace((*buffers, PROJECTED.of(matrix.dtype, matrix.columns)))
+        return Workspace(buffers)
 
-    def rows(
-        self, name: str, shape: tuple[int, int], dtype: torch.dtype, scratch: Buffers
-    ) -> QuantisedRows:
-        values = scratch.take(name, shape, FP8)
-        scales = scratch.take(f"scales of {name}", shape[:1], torch.float32)
+    def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> QuantisedRows:
+        values, scales = (part.take(scratch, num_rows) for part in buffer.quantised)
         return QuantisedRows(values, scales, self._fixed_scale)
 
     def project(
@@ -202,12 +201,12 @@ class Fp8Projection(Projection):
         if tiling is not None:
             plain = out
             if isinstance(plain, QuantisedRows):
-                plain = scratch.take("gate and up", (num_rows, num_columns // 2), self._dtype)
+                plain = GATE_UP.of(self._dtype, num_columns // 2).take(scratch, num_rows)
             self._fused(x, plain, tiling, Epilogue.SILU_MUL)
             if isinstance(out, QuantisedRows):
                 quantise_rows(plain, out)
             return
-        gate_up = scratch.take("gate and up", (num_rows, num_columns), self._dtype)
+        gate_up = GATE_UP.of(self._dtype, num_columns).take(scratch, num_rows)
         scales: tuple[Tensor, ...] = ()
         if self._uses_cublas and self._bias is None and dispatch.scales_gated_apart(num_rows):
             self._multiply(x, self._weight, gate_up)
@@ -249,7 +248,7 @@ class Fp8Projection(Projection):
         elif bias is None and self._is_added(h, weight, x):
             add_linear_fp8(h, weight, self._scales, x)
         elif self._uses_cublas:
-            out = scratch.take("projected", tuple(x.shape), x.dtype)
+            out = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
             self._multiply(h, weight, out)
             rescale(out, h.scales, self._scales, x, bias=bias, adds=True)
         else:
@@ -267,7 +266,7 @@ class Fp8Projection(Projection):
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
         if isinstance(x, QuantisedRows):
             return x
-        out = self.rows("quantised rows", (len(x), x.shape[1]), x.dtype, scratch)
+        out = self.rows(_ROWS.of(x.dtype, x.shape[1]), len(x), scratch)
         quantise_rows(x, out)
         return out
 

@@ -19,6 +19,7 @@ from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.diffusion.quantisation import PackedScheme
+from vllm.diffusion.stages import GATE_UP, PROJECTED
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -201,10 +202,10 @@ class PackedProjection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            return Workspace({"gate and up": matrix.row_bytes})
+            return Workspace((GATE_UP.of(matrix.dtype, matrix.columns),))
         if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
-            return Workspace({})
-        return Workspace({"projected": matrix.row_bytes})
+            return Workspace()
+        return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         if self._multiply_packed(x, out, columns, Epilogue.STORE):
@@ -217,7 +218,7 @@ class PackedProjection(Projection):
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         if self._bias is None and self._multiply_packed(x, out, ALL, Epilogue.SILU_MUL):
             return
-        gate_up = scratch.take("gate and up", (len(x), self._packed.shape[0]), x.dtype)
+        gate_up = GATE_UP.of(x.dtype, self._packed.shape[0]).take(scratch, len(x))
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 

@@ -26,6 +26,7 @@ from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParam
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
 from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
 from vllm.diffusion.quantisation import PackedScheme
+from vllm.diffusion.stages import Kind
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import pack
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
+_ORDERED = Kind("ordered rows")
 _IN_WORD = 8
 _ONES = 0x11111111  # a word of eight ones
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns
@@ -223,8 +225,8 @@ class OrderedProjection(PackedProjection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        row_bytes = {"ordered rows": matrix.depth * matrix.dtype.itemsize}
-        return Workspace(row_bytes | super().workspace(use, matrix).row_bytes)
+        ordered = _ORDERED.of(matrix.dtype, matrix.depth)
+        return Workspace((ordered, *super().workspace(use, matrix).buffers))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         super().project(self._ordered(x, scratch), out, scratch, columns)
@@ -237,7 +239,7 @@ class OrderedProjection(PackedProjection):
         super().add_to(x, self._ordered(h, scratch) if in_place else h, scratch, features)
 
     def _ordered(self, x: Tensor, scratch: Buffers) -> Tensor:
-        out = scratch.take("ordered rows", (x.shape[0], x.shape[1]), x.dtype)
+        out = _ORDERED.of(x.dtype, x.shape[1]).take(scratch, len(x))
         return torch.index_select(x, 1, self._order, out=out)
 
 

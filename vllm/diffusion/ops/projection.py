@@ -18,6 +18,7 @@ import torch
 from gather_gemm import gather_gemm
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.fused import silu_mul
+from vllm.diffusion.stages import GATE_UP, PROJECTED, Kind
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.buffers import Buffer, Buffers
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 ALL = slice(None)
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SCANNED_ROWS = 16_384
+_RETURNED = Kind("quantised product", is_temporary=True)  # by a method of upstream's
 
 
 class Use(Enum):
@@ -69,21 +71,16 @@ class Matrix(NamedTuple):
     device: torch.device
     is_summed: bool = False
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of the product."""
-        return self.columns * self.dtype.itemsize
-
 
 class Workspace(NamedTuple):
     """Scratch memory of one use of a projection.
 
     Attributes:
-        row_bytes: by name of the buffer, or of what PyTorch allocates.
+        buffers: that it takes.
         most_rows: where more rows are multiplied at a time none of it is taken; None for no end.
     """
 
-    row_bytes: dict[str, int]
+    buffers: tuple[Buffer, ...] = ()
     most_rows: int | None = None
 
 
@@ -137,18 +134,15 @@ class Projection(ABC):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         """What a use takes besides its arguments on one rank, from shapes alone."""
 
-    def rows(
-        self, name: str, shape: tuple[int, int], dtype: torch.dtype, scratch: Buffers
-    ) -> Tensor | QuantisedRows:
+    def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Tensor | QuantisedRows:
         """Where rows that are to be multiplied are best written, uninitialised.
 
         Args:
-            name: of the buffer.
-            shape: [R, depth].
-            dtype: the model's.
+            buffer: of rows [depth], model dtype.
+            num_rows: R.
             scratch: memory for them.
         """
-        return scratch.take(name, shape, dtype)
+        return buffer.take(scratch, num_rows)
 
     @abstractmethod
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
@@ -192,7 +186,7 @@ class Projection(ABC):
             h, scratch, features: as for `multiply`.
         """
         if not self._is_summed:
-            product = scratch.take("projected", tuple(x.shape), x.dtype)
+            product = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
             self.multiply(h, product, scratch, features)
             x.add_(product)
             return
@@ -223,11 +217,12 @@ class PlainProjection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            return Workspace({"gate and up": matrix.row_bytes}, _most_stored_rows(matrix))
+            gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
+            return Workspace((gate_up,), _most_stored_rows(matrix))
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
-            return Workspace({})
-        return Workspace({"projected": matrix.row_bytes})
+            return Workspace()
+        return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         weight, bias = self._weight[columns], self._bias
@@ -250,7 +245,7 @@ class PlainProjection(Projection):
             epilogue = Epilogue.SILU_MUL
             fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=_AT_REST)
             return
-        gate_up = scratch.take("gate and up", (len(x), len(weight)), x.dtype)
+        gate_up = GATE_UP.of(x.dtype, len(weight)).take(scratch, len(x))
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
@@ -285,9 +280,10 @@ class QuantisedProjection(Projection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        is_summed = use is Use.ADD_TO and matrix.is_summed
-        part = {"projected": matrix.row_bytes} if is_summed else {}
-        return Workspace({"quantised product": matrix.row_bytes} | part)
+        product = _RETURNED.of(matrix.dtype, matrix.columns)
+        if use is Use.ADD_TO and matrix.is_summed:
+            return Workspace((product, PROJECTED.of(matrix.dtype, matrix.columns)))
+        return Workspace((product,))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         out.copy_(self._product(x, scratch)[:, columns])
@@ -305,8 +301,8 @@ class QuantisedProjection(Projection):
             x.add_(self._product(h, scratch))
 
     def _product(self, h: Tensor, scratch: Buffers) -> Tensor:
-        row_bytes = self._layer.output_size_per_partition * h.element_size()
-        scratch.expect("quantised product", len(h) * row_bytes)
+        num_columns = self._layer.output_size_per_partition
+        _RETURNED.of(h.dtype, num_columns).expect(scratch, len(h))
         product: Tensor = self._layer.quant_method.apply(self._layer, h, self._bias)
         return product
 
