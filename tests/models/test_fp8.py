@@ -20,6 +20,7 @@ from vllm.diffusion.buffers import Buffer, row_bytes
 from vllm.diffusion.errors import CheckpointError, ModelConfigError, ServerConfigError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
+from vllm.diffusion.ops import dispatch
 from vllm.diffusion.quantisation import Fp8Scheme, scheme_of
 
 if TYPE_CHECKING:
@@ -108,6 +109,21 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     taken = sum(scratch.taken.values())
     assert taken <= 5 * row_bytes(said.buffers)
     assert said.most_rows is None
+
+
+def test_long_chunks_store_what_becomes_fp8_and_no_gate_and_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One kernel serves them; the other, which makes rows fp8, reads what that has stored."""
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    matrix = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
+    said = ops.Fp8Projection.workspace(ops.Use.GATED, matrix)
+    assert said.most_rows == 1544
+    quantised = row_bytes(buffer for buffer in said.buffers if buffer.name != "gate and up")
+    assert row_bytes(said.buffers) == quantised + 2 * 24576
+    assert row_bytes(said.beyond) == quantised + 24576
+    biased = ops.Fp8Projection.workspace(ops.Use.GATED, matrix._replace(has_bias=True))
+    assert biased.most_rows is None
 
 
 def test_features_are_added_part_by_part() -> None:

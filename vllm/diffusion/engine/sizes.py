@@ -155,6 +155,7 @@ def _products(
         gated=gated.buffers,
         add_to=kind.workspace(ops.Use.ADD_TO, out).buffers,
         most_gated_rows=gated.most_rows,
+        gated_beyond=gated.beyond,
         quantises=kind.quantises,
         weight_bytes=kind.weight_bytes,
         speed=kind.speed,

@@ -51,7 +51,7 @@ class Products(NamedTuple):
         project: of the fused product of queries, keys and values.
         gated: of gate and up, and silu(gate) * up, in the widest MLP.
         add_to: of the products that are added to the residual stream.
-        most_gated_rows: chunks of more rows take nothing of `gated`; None for no end.
+        most_gated_rows: chunks of more rows take `gated_beyond` instead; None for no end.
         quantises: they take rows that are quantised already.
         weight_bytes: of a stored number of a weight; None: e, as of one of a row.
         speed: of large products, over those of 16-bit weights.
@@ -61,6 +61,7 @@ class Products(NamedTuple):
     gated: tuple[Buffer, ...]
     add_to: tuple[Buffer, ...]
     most_gated_rows: int | None = None
+    gated_beyond: tuple[Buffer, ...] = ()
     quantises: bool = False
     weight_bytes: float | None = None
     speed: float = 1.0
@@ -110,7 +111,7 @@ class ModelShape:
 
     @property
     def most_gated_rows(self) -> int | None:
-        """Chunks of more rows store no gate and up; None where any may."""
+        """Chunks of more rows store no gate and up together; None where any may."""
         most = [products.most_gated_rows for products in self.products]
         return None if None in most else max(filter(None, most), default=0)
 
@@ -351,7 +352,7 @@ class Footprint:
         if not shape.mlp_width:
             return ()
         activated = stages.ACTIVATED.of(shape.dtype, shape.mlp_width)
-        gating = () if is_long else products.gated
+        gating = products.gated_beyond if is_long else products.gated
         return (activated, self._row(stages.NORMED_ASIDE), *gating), (activated, *products.add_to)
 
     def _experts(self) -> Phases:

@@ -19,7 +19,7 @@ from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
 from vllm.diffusion.quantisation import Fp8Scheme
 from vllm.diffusion.stages import GATE_UP, PROJECTED, Kind
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
@@ -152,7 +152,10 @@ class Fp8Projection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         buffers = _ROWS.of(matrix.dtype, matrix.depth).quantised
         if use is Use.GATED:
-            return Workspace((*buffers, GATE_UP.of(matrix.dtype, matrix.columns)))
+            most_rows = most_stored_rows(matrix, dispatch.fp8_tiling)
+            gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
+            product = GATE_UP.of(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
+            return Workspace((*buffers, gate_up), most_rows, (*buffers, product))
         if use is Use.ADD_TO:
             return Workspace((*buffers, PROJECTED.of(matrix.dtype, matrix.columns)))
         return Workspace(buffers)

@@ -29,6 +29,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import TypeAlias
 
     from torch import Tensor
@@ -77,11 +78,14 @@ class Workspace(NamedTuple):
 
     Attributes:
         buffers: that it takes.
-        most_rows: where more rows are multiplied at a time none of it is taken; None for no end.
+        most_rows: where more rows are multiplied at a time it takes those of `beyond` instead; None
+            for no end.
+        beyond: the buffers there.
     """
 
     buffers: tuple[Buffer, ...] = ()
     most_rows: int | None = None
+    beyond: tuple[Buffer, ...] = ()
 
 
 class Projection(ABC):
@@ -218,7 +222,7 @@ class PlainProjection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
             gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
-            return Workspace((gate_up,), _most_stored_rows(matrix))
+            return Workspace((gate_up,), most_stored_rows(matrix, dispatch.linear_tiling))
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace()
@@ -324,11 +328,15 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     )
 
 
-def _most_stored_rows(matrix: Matrix) -> int | None:
+def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) -> int | None:
     """Rows beyond which one kernel always serves `gated`; None where that is not known.
 
     It serves where its tiles fill the card, as those of many rows do. Whether they do is looked up
     row by row as far as partly filled ones may still matter.
+
+    Args:
+        matrix: gate and up.
+        tiling_of: that kernel's, as `dispatch.linear_tiling`.
     """
     is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
     if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:
@@ -336,6 +344,6 @@ def _most_stored_rows(matrix: Matrix) -> int | None:
     multiprocessors = dispatch.multiprocessors(matrix.device)
     for rows in range(_SCANNED_ROWS, 0, -1):
         shape = (rows, matrix.columns, matrix.depth)
-        if dispatch.linear_tiling(*shape, gated=True, multiprocessors=multiprocessors) is None:
+        if tiling_of(*shape, gated=True, multiprocessors=multiprocessors) is None:
             return rows if rows <= _SCANNED_ROWS // 2 else None
     return 0
