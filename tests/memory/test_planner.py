@@ -747,3 +747,22 @@ def test_four_ranks_hold_a_million_tokens() -> None:
     assert plan.predicted_peak_bytes <= 24 * GIB
     assert not plan.host_residual
     assert 200 < plan.predicted_seconds < 300
+
+
+def test_steps_that_read_a_little_less_have_one_plan() -> None:
+    """Where it is whole; else the plan is that of the step itself, as it is where memory is short."""
+    step = StepShape(rows=160, sample_rows=32, longest=160)
+    planner = Planner(LLADA_8B, GIB, row_budget=8_192)
+    plans = {id(planner.plan_alike(step._replace(sample_rows=n))) for n in range(1, 33)}
+    assert len(plans) == planner.num_found == 1
+    exact = planner.plan(step)
+    assert planner.plan_alike(step) == exact
+
+    tight = Planner(LLADA_8B, exact.predicted_peak_bytes, row_budget=8_192)
+    fewer = step._replace(sample_rows=20)
+    assert tight.plan_alike(fewer) == tight.plan(step)  # what is read of 32 rows still fits
+    tighter = Planner(LLADA_8B, exact.predicted_peak_bytes - 1, row_budget=8_192)
+    assert tighter.plan_alike(fewer) == tighter.plan(fewer)
+
+    long = StepShape(rows=100_000, sample_rows=33, longest=100_000)
+    assert planner.plan_alike(long) == planner.plan(long)

@@ -245,7 +245,7 @@ class DiffusionModelRunner:
 
     def _found_plan(self, shape: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
         is_sliced = longest_chunk_s < math.inf
-        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
+        find = self.planner.plan_beside_others if is_sliced else self.planner.plan_alike
         return find(shape, kept_bytes, longest_chunk_s)
 
     def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:

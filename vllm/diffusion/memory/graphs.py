@@ -61,9 +61,8 @@ class GraphMemory:
         """Capture what the block launches into `graph`, and count the memory it took."""
         # Asked anew each time: after trimming, the pool's memory for graphs is another one.
         pool: Any = self._activation_pool.graph_pool() or self._own_pool
-        torch.cuda.synchronize(self._device)
-        free_before = torch.cuda.mem_get_info(self._device)[0]
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            # Of this process: what the device has left, others may take of meanwhile.
+            held_before = torch.cuda.memory_reserved(self._device)
             yield
-        torch.cuda.synchronize(self._device)
-        self._measured_bytes += max(free_before - torch.cuda.mem_get_info(self._device)[0], 0)
+            self._measured_bytes += torch.cuda.memory_reserved(self._device) - held_before

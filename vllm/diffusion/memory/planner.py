@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests may run together, and what they keep between steps: admission by plans.
 
-Nothing here imports torch or upstream.
+Nothing here computes with torch, or imports upstream.
 """
 
 from __future__ import annotations

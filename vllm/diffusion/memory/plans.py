@@ -4,7 +4,7 @@
 A plan is found when a step of its shape first comes: nothing is measured or stored beforehand. A
 step that fits as a whole runs as a whole. Else every way to keep its rows (`Layout`) is tried; each
 stage takes the longest chunks that fit beside what is resident, and of the plans that fit the one
-with the least predicted time is taken. Nothing here imports torch or upstream.
+with the least predicted time is taken. Nothing here computes with torch, or imports upstream.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 MAX_KNOWN_PLANS = 4_096
+# Steps that read as many rows but for fewer than one part in so many of theirs, or than so many:
+READ_UNITS, LEAST_READ_UNIT = 16, 32  # they may have one plan
 WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 
@@ -111,6 +113,22 @@ class Plans:
             plan = self._known[key] = self._find(*key)
             self.num_found += 1
         return plan
+
+    def plan_alike(
+        self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf
+    ) -> Plan:
+        """The same, or, where that is whole, the plan of a step that reads some rows more.
+
+        As tokens are committed, every step reads fewer rows than the one before, and to find a plan
+        takes the host as long as to look up a hundred. Arguments and errors as of `plan`.
+        """
+        unit = max(step.rows // READ_UNITS, LEAST_READ_UNIT)
+        sample_rows = min(-(-step.sample_rows // unit) * unit, step.rows)
+        try:
+            plan = self.plan(step._replace(sample_rows=sample_rows), kept_bytes, longest_chunk_s)
+        except ActivationBudgetError:
+            return self.plan(step, kept_bytes, longest_chunk_s)
+        return plan if plan.is_whole(step.rows) else self.plan(step, kept_bytes, longest_chunk_s)
 
     def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
         """Whether a step of so many rows, whatever is read of them, needs no chunks."""
