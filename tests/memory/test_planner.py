@@ -750,7 +750,7 @@ def test_four_ranks_hold_a_million_tokens() -> None:
 
 
 def test_steps_that_read_a_little_less_have_one_plan() -> None:
-    """Where it is whole; else the plan is that of the step itself, as it is where memory is short."""
+    """Where it is whole; else, and where memory is short, it is that of the step itself."""
     step = StepShape(rows=160, sample_rows=32, longest=160)
     planner = Planner(LLADA_8B, GIB, row_budget=8_192)
     plans = {id(planner.plan_alike(step._replace(sample_rows=n))) for n in range(1, 33)}
