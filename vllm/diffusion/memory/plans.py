@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 MAX_KNOWN_PLANS = 4_096
-# Steps that read as many rows but for fewer than one part in so many of theirs, or than so many:
-READ_UNITS, LEAST_READ_UNIT = 16, 32  # they may have one plan
+# Steps may have one plan that differ in the rows that are read by less than one part in so many of
+READ_UNITS = 16  # their rows,
+LEAST_READ_UNIT = 32  # or by less than so many.
 WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 
