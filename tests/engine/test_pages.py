@@ -111,7 +111,7 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
     """The store is trimmed between the packing of a step and its launch."""
     asked = {**BLOCKS, "cache": cache}
     prompt, wanted = clear_case(model, 90, **asked)
-    store, plan, attempts = engine.runner.caches, engine.runner.planner.plan, 0
+    store, plan, attempts = engine.runner.caches, engine.runner.planner.plan_alike, 0
     store.allocate("another", 3 * PAGE_SIZE)
 
     def refuse_once(*arguments: Any) -> Any:
@@ -123,7 +123,7 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
             raise ActivationBudgetError(1, 1, 1, 1)
         return plan(*arguments)
 
-    monkeypatch.setattr(engine.runner.planner, "plan", refuse_once)
+    monkeypatch.setattr(engine.runner.planner, "plan_alike", refuse_once)
     (answer,) = engine.ask(as_request(prompt, **asked))
     store.release("shorter")
     assert attempts > 4

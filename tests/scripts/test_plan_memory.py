@@ -44,6 +44,6 @@ def test_plans_terms_and_refusals(
     assert long.startswith("T = 10000: ") and " KiB a token" in long
     for stage in ("resident", "keys-values", "attend", "feed-forward", "logits"):
         assert text.count(f"\n  {stage}: ") >= 2
-    assert ", keys and values " in text
+    assert ", qkv " in text
     assert script.main([str(folder), "--tokens", "10000000", *pool]) == 1
     assert "prompt + gen_length: given 10000000; " in capsys.readouterr().out
