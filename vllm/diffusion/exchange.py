@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.stages import GIVEN, RECEIVED
+from vllm.diffusion.stages import exchanged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,9 +45,10 @@ class HeadExchange:
         """
         (rows, heads, width), size = x.shape, self._peers.size
         part = heads // size
-        out = RECEIVED.of(x.dtype, part, width).take(buffers, sum(self.counts))
+        given_rows, all_rows = exchanged(x.dtype, part, width)
+        out = all_rows.take(buffers, sum(self.counts))
         with buffers.scope("exchange"):
-            given = GIVEN.of(x.dtype, part, width).take(buffers, size * rows)
+            given = given_rows.take(buffers, size * rows)
             given.view(size, rows, part, width).copy_(
                 x.view(rows, size, part, width).transpose(0, 1)
             )
@@ -64,7 +65,8 @@ class HeadExchange:
         """
         size, (_, part, width), rows = self._peers.size, x.shape, out.shape[0]
         with buffers.scope("exchange"):
-            returned = GIVEN.of(x.dtype, part, width).take(buffers, size * rows)
+            given_rows, _ = exchanged(x.dtype, part, width)
+            returned = given_rows.take(buffers, size * rows)
             self._peers.exchange(returned, x, self._own, self.counts)
             by_rank = returned.view(size, rows, part, width)
             out.view(rows, size, part, width).copy_(by_rank.transpose(0, 1))

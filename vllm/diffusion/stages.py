@@ -6,11 +6,14 @@ What projections take besides, each kind of its own, they list themselves (`ops.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from vllm.diffusion.buffers import Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Kind(NamedTuple):
@@ -28,47 +31,105 @@ class Kind(NamedTuple):
 INPUTS = Kind("inputs", is_temporary=True).of(torch.int64, 3)  # token, position and slot
 # Of a sample row: row and position, and what sampling finds.
 RESULTS = Kind("results", is_temporary=True).of(torch.float64, 2 + 3)
-X = Kind("x")  # the residual stream
-UPDATED_X = Kind("updated x")  # where other groups of heads still need it as it was
-QKV = Kind("qkv")  # queries, of no head or of all, keys and values, side by side
-KEYS, VALUES = Kind("keys"), Kind("values")  # of one group of heads
-COS, SIN = Kind("cos"), Kind("sin")
-READ_COS, READ_SIN = Kind("read cos"), Kind("read sin")  # of sample rows
-SAMPLED = Kind("sample rows")  # hidden states
-GIVEN_ROWS = Kind("given rows")  # of these, to other ranks
-LOGITS = Kind("logits")
 NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
 
-# Of a chunk
-NORMED = Kind("normed")
-NORMED_ASIDE = Kind("normed rows", is_temporary=True)
-OWN_KEYS, OWN_VALUES = Kind("k"), Kind("v")  # before ranks exchange them
-GIVEN, RECEIVED = Kind("given"), Kind("received")  # of heads that ranks exchange
-QUERIES = Kind("queries")
-ATTENDED = Kind("attention", is_temporary=True)
-STATISTICS = Kind("statistics", is_temporary=True)  # log-sum-exp of each query and head
-COLLECTED = Kind("collected attention", is_temporary=True)  # of several sequences, or sources
-COLLECTED_KEYS = Kind("collected keys", is_temporary=True)  # and values, out of their pages
-ACTIVATED = Kind("activated")  # silu(gate) * up
+# Of products; projections list theirs.
 GATE_UP = Kind("gate and up")  # side by side
 PROJECTED = Kind("projected")  # before it is added to the residual stream
-SHARED = Kind("shared expert")  # what an expert of all rows that is apart adds
+
+_NORMED = Kind("normed")
+_NORMED_ASIDE = Kind("normed rows", is_temporary=True)
+
+# Of a stage, in the order in which it takes them: all that its layer, or the engine, may take.
+Listed: TypeAlias = tuple[Buffer, ...]
 
 
-def visiting(rows: Buffer) -> tuple[Buffer, ...]:
+def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
+    return tuple(Kind(name).of(dtype, *shape) for name in names)
+
+
+def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
+    """The residual stream as it was before a layer, and, apart, with the groups of heads so far."""
+    return _each(("x", "updated x")[:head_groups], dtype, hidden_size)
+
+
+def visiting(rows: Buffer) -> Listed:
     """Chunks of rows that come from the host, the next on its way while one is worked on."""
     return tuple(rows._replace(name=f"{rows.name} {i}") for i in range(NUM_STREAM_BUFFERS))
 
 
-def normed_for_queries(
-    hidden_size: int, num_columns: int, dtype: torch.dtype, *, quantises: bool
-) -> Buffer:
-    """What so many columns of queries are computed from.
+def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Listed:
+    """Cosines and sines, of a step's or a chunk's rows, or of those that are read."""
+    return _each(("read cos", "read sin") if is_read else ("cos", "sin"), dtype, rotary_dim)
 
-    Where it takes no less than what attention returns, that can have its memory.
+
+def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:
+    """Queries, of no head or of all, keys and values, side by side."""
+    return Kind("qkv").of(dtype, (num_heads + 2 * num_kv_heads) * head_dim)
+
+
+def keys_values(
+    dtype: torch.dtype, num_heads: int, head_dim: int, *, is_own: bool = False
+) -> Listed:
+    """Of one group of heads; `is_own`: of a chunk, before ranks exchange them."""
+    return _each(("k", "v") if is_own else ("keys", "values"), dtype, num_heads, head_dim)
+
+
+def exchanged(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
+    """What ranks that exchange heads give and receive."""
+    return _each(("given", "received"), dtype, num_heads, head_dim)
+
+
+def normed(dtype: torch.dtype, hidden_size: int) -> Buffer:
+    """What keys and values are computed from."""
+    return _NORMED.of(dtype, hidden_size)
+
+
+def querying(
+    dtype: torch.dtype, hidden_size: int, num_heads: int, head_dim: int, *, quantises: bool
+) -> Listed:
+    """Queries, and what they are computed from, which is given back before attention.
+
+    Where the second takes no less than what attention returns, that can have its memory.
     """
-    is_apart = quantises or num_columns > hidden_size
-    return (NORMED if is_apart else NORMED_ASIDE).of(dtype, hidden_size)
+    is_apart = quantises or num_heads * head_dim > hidden_size
+    rows = (_NORMED if is_apart else _NORMED_ASIDE).of(dtype, hidden_size)
+    return Kind("queries").of(dtype, num_heads, head_dim), rows
+
+
+def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
+    """What attention returns, the log-sum-exp of each query and head, and what it returns of
+    several sequences, or sources, together."""
+    return (
+        Kind("attention", is_temporary=True).of(dtype, num_heads, head_dim),
+        Kind("statistics", is_temporary=True).of(torch.float32, num_heads),
+        Kind("collected attention", is_temporary=True).of(dtype, num_heads, head_dim),
+    )
+
+
+def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
+    """Keys and values, out of their pages."""
+    return Kind("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)
+
+
+def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
+    """silu(gate) * up, and the normed rows, which are given back before the second product."""
+    return Kind("activated").of(dtype, width), _NORMED_ASIDE.of(dtype, hidden_size)
+
+
+def beside_experts(dtype: torch.dtype, hidden_size: int, *, has_shared: bool) -> Listed:
+    """Normed rows, and what an expert of all rows that is apart adds."""
+    return _each(("normed", "shared expert")[: 1 + has_shared], dtype, hidden_size)
+
+
+def read_rows(dtype: torch.dtype, hidden_size: int) -> Listed:
+    """Hidden states of sample rows, and of those that another rank reads."""
+    return _each(("sample rows", "given rows"), dtype, hidden_size)
+
+
+def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
+    """Rows after the last norm, and their logits."""
+    return _NORMED.of(dtype, hidden_size), Kind("logits").of(dtype, num_columns)
 
 
 def of_experts(

@@ -21,7 +21,7 @@ from vllm.diffusion.engine.siblings import FirstForwards
 from vllm.diffusion.engine.streamed import StreamedForward
 from vllm.diffusion.ranks import Ranks
 from vllm.diffusion.sampling import joined, sample
-from vllm.diffusion.stages import GIVEN_ROWS, INPUTS, LOGITS, NORMED, RESULTS, SAMPLED
+from vllm.diffusion.stages import INPUTS, RESULTS, head, read_rows
 
 if TYPE_CHECKING:
     import torch
@@ -163,11 +163,11 @@ class Compute:
         self, streamed: StreamedForward, taken: Round, given: torch.Tensor, peers: Peers
     ) -> torch.Tensor:
         """Hidden states [r, D] of this rank's part of a round, after all layers."""
+        own, others = read_rows(self._model.dtype, self._model.hidden_size)
         if peers.size == 1:
-            return streamed.select(SAMPLED, given, taken.given)
-        sent = streamed.select(GIVEN_ROWS, given, taken.given)
-        listed = SAMPLED.of(self._model.dtype, self._model.hidden_size)
-        hidden = listed.take(self._pool, sum(taken.received))
+            return streamed.select(own, given, taken.given)
+        sent = streamed.select(others, given, taken.given)
+        hidden = own.take(self._pool, sum(taken.received))
         peers.exchange(hidden, sent, taken.received, taken.sent)
         return hidden
 
@@ -221,6 +221,7 @@ class PooledHead:
         self.vocab_size = model.vocab_size
         self._model = model
         self._buffers = buffers
+        self._normed, self._logits = head(model.dtype, model.hidden_size, model.num_columns)
 
     @property
     def head_matrix(self) -> torch.Tensor | None:
@@ -229,11 +230,9 @@ class PooledHead:
 
     def final_norm(self, x: torch.Tensor) -> torch.Tensor:
         """The last norm of x [R, D]."""
-        normed = NORMED.of(x.dtype, x.shape[1])
-        return self._model.final_norm(x, out=normed.take(self._buffers, len(x)))
+        return self._model.final_norm(x, out=self._normed.take(self._buffers, len(x)))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [R, columns of this rank] of normed hidden states [R, D]."""
-        listed = LOGITS.of(hidden_states.dtype, self._model.num_columns)
-        logits = listed.take(self._buffers, len(hidden_states))
+        logits = self._logits.take(self._buffers, len(hidden_states))
         return self._model.compute_logits(hidden_states, out=logits, scratch=self._buffers)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from vllm.diffusion import ops
+from vllm.diffusion import ops, stages
 from vllm.diffusion.engine.step_inputs import layout_of, pack, pack_samples
 from vllm.diffusion.memory import chunks
 from vllm.diffusion.spans import AttentionLayout, KeySource, KeyTarget
-from vllm.diffusion.stages import QKV, SAMPLED, X
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -161,13 +160,13 @@ def run_body(
     What stays from stage to stage is taken from `residents`, what a stage needs from `scratch`.
     """
     num_rows, dtype = inputs.token_ids.numel(), model.dtype
-    listed = X.of(dtype, model.hidden_size)
+    (listed,) = stages.residual(dtype, model.hidden_size)
     x = model.embed(inputs.token_ids, listed.take(residents, num_rows))
     rotary = model.rotary(inputs.positions, residents) if plan.keep_queries else None
 
     def projections(num_heads: int) -> Tensor:
-        width = (num_heads + 2 * model.num_kv_heads) * model.head_dim
-        return QKV.of(dtype, width).take(residents, num_rows)
+        listed = stages.fused_heads(dtype, num_heads, model.num_kv_heads, model.head_dim)
+        return listed.take(residents, num_rows)
 
     product = projections(model.num_heads if plan.keep_queries else 0)
     # What a chunk is does not depend on the layer, so it is worked out once.
@@ -225,7 +224,7 @@ def run_last_layer(
     layer = model.layers[index]
     for _, rows, _, attending in samples:
         with scratch.scope("sample rows"):
-            listed = SAMPLED.of(model.dtype, model.hidden_size)
+            listed, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = listed.take(scratch, rows.numel())
             torch.index_select(body.x, 0, rows, out=x)
             if body.rotary is None:

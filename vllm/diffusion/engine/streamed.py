@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.engine.forward import keep, sources_of
 from vllm.diffusion.memory import DeviceRows, HostRows
 from vllm.diffusion.spans import HeadGroup
-from vllm.diffusion.stages import KEYS, OWN_KEYS, OWN_VALUES, UPDATED_X, VALUES, X
+from vllm.diffusion.stages import keys_values, residual
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from torch import Tensor
 
+    from vllm.diffusion.buffers import Buffer
     from vllm.diffusion.engine.division import Chunk, Cuts, Division
     from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan, Rows
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
-    from vllm.diffusion.stages import Kind
 
 
 class StreamedForward:
@@ -63,8 +63,7 @@ class StreamedForward:
         # Of full length, so that all ranks have taken as much of their pools.
         shape = (division.longest, model.hidden_size)
         stores: list[Rows] = []
-        for kind in (X, UPDATED_X)[: plan.head_groups]:
-            store = kind.of(model.dtype, model.hidden_size)
+        for store in residual(model.dtype, model.hidden_size, plan.head_groups):
             if plan.host_residual:
                 rows = host.take(store.name, shape, model.dtype)
                 stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
@@ -73,8 +72,8 @@ class StreamedForward:
         self._x, self._updated = stores[0], stores[-1]
         self._group_heads = model.num_kv_heads // plan.head_groups
         heads = self._group_heads // division.peers.size, model.head_dim
-        self._k = KEYS.of(model.dtype, *heads).take(pool, division.num_rows)
-        self._v = VALUES.of(model.dtype, *heads).take(pool, division.num_rows)
+        listed = keys_values(model.dtype, *heads)
+        self._k, self._v = (buffer.take(pool, division.num_rows) for buffer in listed)
         self._seconds = plan.chunk_seconds
         self._cuts, count = cuts, len(cuts.attend)
         self._attending = inputs.attending[:count]
@@ -97,9 +96,8 @@ class StreamedForward:
             self._x, self._updated = self._updated, self._x
             yield from self._feed_forward(index, feed_forward)
 
-    def select(self, kind: Kind, rows: Tensor, host_rows: Array) -> Tensor:
+    def select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
         """After `run`, rows [r] of this rank's share, as device and host know them: [r, D]."""
-        listed = kind.of(self._model.dtype, self._model.hidden_size)
         x = listed.take(self._pool, len(host_rows))
         self._x.select(rows, host_rows, x)
         return x
@@ -121,20 +119,20 @@ class StreamedForward:
                 yield self._seconds.keys_values
                 with pool.scope("keys-values"):
                     rotary = self._model.rotary(positions[chunk.own], pool)
-                    k = self._own(self._k, OWN_KEYS, chunk)
-                    v = self._own(self._v, OWN_VALUES, chunk)
+                    k, v = self._own(chunk)
                     layer.attention.keys_values_of(group, x, rotary, k, v, pool)
                     self._give(k, self._k, chunk)
                     self._give(v, self._v, chunk)
         heads = group.part(self._model.num_kv_heads)
         keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
-    def _own(self, target: Tensor, kind: Kind, chunk: Chunk) -> Tensor:
-        """Where the heads of this rank's rows go: their place, or what is exchanged."""
+    def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Where keys and values of this rank's rows go: their place, or what is exchanged."""
         if chunk.exchange is None:
-            return target[chunk.own]
-        listed = kind.of(self._model.dtype, self._group_heads, self._model.head_dim)
-        return listed.take(self._pool, chunk.own.stop - chunk.own.start)
+            return self._k[chunk.own], self._v[chunk.own]
+        model, num_rows = self._model, chunk.own.stop - chunk.own.start
+        k, v = keys_values(model.dtype, self._group_heads, model.head_dim, is_own=True)
+        return k.take(self._pool, num_rows), v.take(self._pool, num_rows)
 
     def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
         """Exchange heads of this rank's rows for all rows of its heads, in their places."""

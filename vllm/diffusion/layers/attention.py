@@ -10,22 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from vllm.diffusion import ops
+from vllm.diffusion import ops, stages
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.spans import HeadGroup
-from vllm.diffusion.stages import (
-    ATTENDED,
-    COLLECTED,
-    COLLECTED_KEYS,
-    NORMED,
-    QUERIES,
-    STATISTICS,
-    normed_for_queries,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +80,7 @@ class SelfAttention:
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
-            normed = self._normed(x, NORMED.of(x.dtype, x.shape[1]), buffers)
+            normed = self._normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
             self._project(normed, slice(-out.shape[1], None), out, buffers)
             q, k, v = self.split(out)
             self._rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
@@ -147,7 +136,7 @@ class SelfAttention:
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
-            normed = self._normed(x, NORMED.of(x.dtype, x.shape[1]), buffers)
+            normed = self._normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
             first, width = self._query_width, self._key_width
             for number, heads in enumerate((k, v)):
                 columns = group.part(width)
@@ -190,13 +179,13 @@ class SelfAttention:
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
         columns = group.part(self._query_width)
-        num_heads, quantises = self.num_heads // group.count, self.qkv_proj.quantises
-        q = QUERIES.of(x.dtype, num_heads, self.head_dim).take(buffers, len(x))
+        heads, quantises = (self.num_heads // group.count, self.head_dim), self.qkv_proj.quantises
+        queries, rows = stages.querying(x.dtype, x.shape[1], *heads, quantises=quantises)
+        q = queries.take(buffers, len(x))
         if x.shape[0]:  # of a divided chunk other ranks may have all rows
-            width = num_heads * self.head_dim
-            listed = normed_for_queries(x.shape[1], width, x.dtype, quantises=quantises)
             with buffers.scope("attend"):
-                self._project(self._normed(x, listed, buffers), columns, q.flatten(1), buffers)
+                normed = self._normed(x, rows, buffers)
+                self._project(normed, columns, q.flatten(1), buffers)
             self._rotate(q, None, rotary)
         return q
 
@@ -254,12 +243,13 @@ class SelfAttention:
 
 def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Tensor:
     """Attention [R, H, hd] of the rows of every source to its keys."""
-    ATTENDED.of(q.dtype, *q.shape[1:]).expect(buffers, len(q))
-    STATISTICS.of(torch.float32, q.shape[1]).expect(buffers, len(q))
-    collected = COLLECTED.of(q.dtype, *q.shape[1:])
+    attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
+    attended.expect(buffers, len(q))
+    statistics.expect(buffers, len(q))
     for _, k, _, layout in sources:
         if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):
-            COLLECTED_KEYS.of(k.dtype, 2, *k.shape[1:]).expect(buffers, layout.max_keys)
+            keys = stages.collected_keys(k.dtype, *k.shape[1:])
+            keys.expect(buffers, layout.max_keys)
     if len(sources) == 1:
         layout = sources[0].layout
         if layout.spans is not None and len(layout.spans) > 1:

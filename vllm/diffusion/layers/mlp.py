@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.buffers import FreshBuffers
-from vllm.diffusion.stages import ACTIVATED, NORMED_ASIDE
+from vllm.diffusion.stages import gating
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion import ops
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.buffers import Buffer, Buffers
     from vllm.diffusion.layers.norm import RMSNorm
 
 
@@ -36,23 +36,26 @@ class GatedMLP:
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
-            activated = self._activated(x, buffers)
+            wide, rows = gating(x.dtype, x.shape[1], self.width)
+            activated = self._activated(wide, len(x), buffers)
             with buffers.scope("feed-forward"):
-                normed = NORMED_ASIDE.of(x.dtype, x.shape[1])
-                out = self.gate_up_proj.rows(normed, len(x), FreshBuffers(x.device, buffers))
+                aside = FreshBuffers(x.device, buffers)
+                out = self.gate_up_proj.rows(rows, len(x), aside)
                 self.gate_up_proj.gated(self.norm(x, out), activated, buffers)
             self.down_proj.add_to(x, activated, buffers)
 
     def project(self, normed: Tensor, out: Tensor, buffers: Buffers) -> None:
         """Write this rank's part of Wdown (silu(Wgate h) * Wup h) of h = normed [R, D] to out."""
         with buffers.scope("feed-forward"):
-            activated = self._activated(normed, buffers)
+            wide, _ = gating(normed.dtype, normed.shape[1], self.width)
+            activated = self._activated(wide, len(normed), buffers)
             self.gate_up_proj.gated(normed, activated, buffers)
             self.down_proj.project(activated, out, buffers)
 
-    def _activated(self, x: Tensor, buffers: Buffers) -> Tensor | ops.QuantisedRows:
+    def _activated(
+        self, listed: Buffer, num_rows: int, buffers: Buffers
+    ) -> Tensor | ops.QuantisedRows:
         """Where silu(gate) * up goes: as the second product takes it, if the first can write it."""
-        activated = ACTIVATED.of(x.dtype, self.width)
         if self.gate_up_proj.quantises:
-            return self.down_proj.rows(activated, len(x), buffers)
-        return activated.take(buffers, len(x))
+            return self.down_proj.rows(listed, num_rows, buffers)
+        return listed.take(buffers, num_rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
-from vllm.diffusion.stages import NORMED, SHARED, of_experts
+from vllm.diffusion.stages import beside_experts, of_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +53,11 @@ class ExpertsMLP:
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
-            listed = NORMED.of(x.dtype, x.shape[1])
-            normed = self.norm(x, out=listed.take(buffers, len(x)))
-            addend = None
+            listed = beside_experts(x.dtype, x.shape[1], has_shared=self.shared is not None)
+            out, *rest = (buffer.take(buffers, len(x)) for buffer in listed)
+            normed, addend = self.norm(x, out=out), None
             if self.shared is not None:
-                addend = SHARED.of(x.dtype, x.shape[1]).take(buffers, len(x))
+                (addend,) = rest
                 self.shared.project(normed, addend, buffers)
             for buffer in self._temporaries(x):
                 buffer.expect(buffers, len(x))

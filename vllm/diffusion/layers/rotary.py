@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm.diffusion import ops
+from vllm.diffusion import ops, stages
 from vllm.diffusion.buffers import FreshBuffers
-from vllm.diffusion.stages import COS, READ_COS, READ_SIN, SIN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
-    from vllm.diffusion.stages import Kind
 
 
 class Rotary(NamedTuple):
@@ -34,12 +32,11 @@ class Rotary(NamedTuple):
 
     def select(self, rows: Tensor, buffers: Buffers) -> Rotary:
         """Copies of single rows [R] int64, in `buffers`."""
-
-        def copied(kind: Kind, table: Tensor) -> Tensor:
-            out = kind.of(table.dtype, table.shape[1]).take(buffers, rows.numel())
-            return torch.index_select(table, 0, rows, out=out)
-
-        return Rotary(copied(READ_COS, self.cos), copied(READ_SIN, self.sin))
+        listed = stages.rotary(self.cos.dtype, self.cos.shape[1], is_read=True)
+        copies = Rotary(*(table.take(buffers, rows.numel()) for table in listed))
+        for table, out in zip(self, copies, strict=True):
+            torch.index_select(table, 0, rows, out=out)
+        return copies
 
 
 def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
@@ -76,7 +73,7 @@ def rotary_rows(
         tables of shape [R, rd].
     """
     buffers = FreshBuffers(positions.device) if buffers is None else buffers
-    listed = (kind.of(dtype, 2 * frequencies.numel()) for kind in (COS, SIN))
+    listed = stages.rotary(dtype, 2 * frequencies.numel())
     rotary = Rotary(*(table.take(buffers, positions.numel()) for table in listed))
     ops.rotary_tables(positions, frequencies, *rotary)
     return rotary

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import stages
-from vllm.diffusion.buffers import Buffer
+from vllm.diffusion.stages import Listed
+
+if TYPE_CHECKING:
+    import torch
 
 ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
 
-Phases = tuple[tuple[Buffer, ...], ...]  # of a stage, one after the other: what ended is given back
+Phases = tuple[Listed, ...]  # of a stage, one after the other: what ended is given back
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Products(NamedTuple):
         speed: of large products, over those of 16-bit weights.
     """
 
-    project: tuple[Buffer, ...]
-    gated: tuple[Buffer, ...]
-    add_to: tuple[Buffer, ...]
+    project: Listed
+    gated: Listed
+    add_to: Listed
     most_gated_rows: int | None = None
-    gated_beyond: tuple[Buffer, ...] = ()
+    gated_beyond: Listed = ()
     quantises: bool = False
     weight_bytes: float | None = None
     speed: float = 1.0
@@ -102,7 +103,7 @@ class ModelShape:
     can_group_heads: bool = True
     collects_keys: bool = False
     num_ranks: int = 1
-    head: tuple[Buffer, ...] = ()
+    head: Listed = ()
 
     @property
     def element_bytes(self) -> int:
@@ -215,19 +216,17 @@ class Footprint:
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
-        self._tables = tuple(
-            kind.of(shape.rotary_dtype, shape.rotary_dim) for kind in (stages.COS, stages.SIN)
-        )
+        self._tables = stages.rotary(shape.rotary_dtype, shape.rotary_dim)
 
-    def resident(self, layout: Layout) -> tuple[Buffer, ...]:
+    def resident(self, layout: Layout) -> Listed:
         """What a row of the step takes on the device from its first to its last stage."""
         shape = self.shape
         rows = () if layout.host_residual else self._stores(layout)
         if is_streamed(layout):
-            keys = self._heads(layout, shape.num_kv_heads, stages.KEYS, stages.VALUES)
-            return stages.INPUTS, *rows, *keys
-        num_heads = 2 * shape.num_kv_heads + layout.keep_queries * shape.num_heads
-        fused = stages.QKV.of(shape.dtype, num_heads * shape.head_dim)
+            num_heads = shape.num_kv_heads // layout.head_groups
+            return stages.INPUTS, *rows, *stages.keys_values(*self._heads(num_heads))
+        num_heads = shape.num_heads if layout.keep_queries else 0
+        fused = stages.fused_heads(shape.dtype, num_heads, shape.num_kv_heads, shape.head_dim)
         return stages.INPUTS, *rows, fused, *(self._tables if layout.keep_queries else ())
 
     def collected_keys(self, layout: Layout) -> int:
@@ -235,21 +234,20 @@ class Footprint:
         shape = self.shape
         if not shape.collects_keys:
             return 0
-        num_heads = shape.num_kv_heads // layout.head_groups
-        return stages.COLLECTED_KEYS.of(shape.dtype, 2, num_heads, shape.head_dim).row_bytes
+        heads = self._heads(shape.num_kv_heads // layout.head_groups)
+        return stages.collected_keys(*heads).row_bytes
 
     def keys_values(self, layout: Layout) -> Phases:
         """The norm of the rows; their projections are resident."""
+        shape = self.shape
         visiting = (*self._visiting(layout, 1), *self._rotary(layout))
-        phases = tuple(
-            (*visiting, self._row(stages.NORMED), *products.project)
-            for products in self.shape.products
-        )
+        normed = stages.normed(shape.dtype, shape.hidden_size)
+        phases = tuple((*visiting, normed, *products.project) for products in shape.products)
         if layout.shards == 1:
             return phases
-        num_heads = self.shape.num_kv_heads
-        own = self._heads(layout, num_heads, stages.OWN_KEYS, stages.OWN_VALUES)
-        exchanged = self._heads(layout, num_heads, stages.GIVEN, stages.RECEIVED)
+        heads = self._heads(shape.num_kv_heads // layout.head_groups)
+        own = stages.keys_values(*heads, is_own=True)
+        exchanged = stages.exchanged(*heads)
         return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
 
     def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
@@ -265,24 +263,18 @@ class Footprint:
 
     def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Phases:
         shape = self.shape
-        attended, collected, queries, given, received = self._heads(
-            layout,
-            shape.num_heads,
-            *(stages.ATTENDED, stages.COLLECTED, stages.QUERIES, stages.GIVEN, stages.RECEIVED),
-        )
-        num_heads = shape.num_heads // layout.head_groups
-        attending: tuple[Buffer, ...] = attended, stages.STATISTICS.of(torch.float32, num_heads)
+        heads = self._heads(shape.num_heads // layout.head_groups)
+        *attending, collected = stages.attending(*heads)
         if is_packed:
-            attending = *attending, collected
+            attending.append(collected)
         phases = tuple((*attending, *products.add_to) for products in shape.products)
         if has_queries:
             return phases
-        before = (queries, given, received) if layout.shards > 1 else (queries,)
-        columns = num_heads * shape.head_dim
-        projecting = tuple(
-            (self._normed_for(columns, products), *products.project) for products in shape.products
-        )
-        return tuple((*before, *phase) for phase in (*projecting, *phases))
+        exchanged = stages.exchanged(*heads) if layout.shards > 1 else ()
+        projecting = [(*self._querying(heads, p), *p.project) for p in shape.products]
+        queries = projecting[0][0]
+        phases = *projecting, *((queries, *phase) for phase in phases)
+        return tuple((*exchanged, *phase) for phase in phases)
 
     def feed_forward(self, layout: Layout, *, is_long: bool = False) -> Phases:
         """Each kind of MLP of the model.
@@ -302,46 +294,41 @@ class Footprint:
 
         With head groups or a host residual the last layer is over by then.
         """
-        shape, sampled = self.shape, self._row(stages.SAMPLED)
-        logits = stages.LOGITS.of(shape.dtype, shape.num_columns)
-        logits_phase = self._row(stages.NORMED), logits, *shape.head
+        shape = self.shape
+        sampled, given = stages.read_rows(shape.dtype, shape.hidden_size)
+        head = stages.head(shape.dtype, shape.hidden_size, shape.num_columns)
+        logits = *head, *shape.head
         if is_streamed(layout):
-            given = (self._row(stages.GIVEN_ROWS),) * layout.shards if layout.shards > 1 else ()
-            return ((*given, sampled, *logits_phase),)
+            of_others = (given,) * layout.shards if layout.shards > 1 else ()
+            return ((*of_others, sampled, *logits),)
         phases = (
             *self._attending(layout, is_packed, has_queries=False),
             *self.feed_forward(layout),
-            logits_phase,
+            logits,
         )
         return tuple((sampled, *self._tables, *phase) for phase in phases)
 
-    def read_results(self, layout: Layout) -> tuple[Buffer, ...]:
+    def read_results(self, layout: Layout) -> Listed:
         """What a row that is read takes for the rest of the step; of other ranks', too."""
         return (stages.RESULTS,) * layout.shards
 
-    def _row(self, kind: stages.Kind) -> Buffer:
-        return kind.of(self.shape.dtype, self.shape.hidden_size)
+    def _heads(self, count: int) -> tuple[torch.dtype, int, int]:
+        """Of so many heads, as stages want to know them."""
+        return self.shape.dtype, count, self.shape.head_dim
 
-    def _heads(self, layout: Layout, num_heads: int, *kinds: stages.Kind) -> list[Buffer]:
-        """Of one group of so many heads."""
-        shape, num_heads = self.shape, num_heads // layout.head_groups
-        return [kind.of(shape.dtype, num_heads, shape.head_dim) for kind in kinds]
+    def _querying(self, heads: tuple[torch.dtype, int, int], products: Products) -> Listed:
+        dtype, *sizes = heads
+        quantises = products.quantises
+        return stages.querying(dtype, self.shape.hidden_size, *sizes, quantises=quantises)
 
-    def _normed_for(self, num_columns: int, products: Products) -> Buffer:
-        shape, quantises = self.shape, products.quantises
-        return stages.normed_for_queries(
-            shape.hidden_size, num_columns, shape.dtype, quantises=quantises
-        )
-
-    def _rotary(self, layout: Layout) -> tuple[Buffer, ...]:
+    def _rotary(self, layout: Layout) -> Listed:
         return () if layout.keep_queries else self._tables
 
-    def _stores(self, layout: Layout) -> tuple[Buffer, ...]:
-        """The residual stream: as it was before a layer, and as it is with the groups so far."""
-        return tuple(map(self._row, (stages.X, stages.UPDATED_X)[: layout.head_groups]))
+    def _stores(self, layout: Layout) -> Listed:
+        return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
-    def _visiting(self, layout: Layout, most: int) -> tuple[Buffer, ...]:
-        """Chunks of so many of these at most, where they come from the host."""
+    def _visiting(self, layout: Layout, most: int) -> Listed:
+        """Chunks of so many stores at most, where they come from the host."""
         if not layout.host_residual:
             return ()
         stores = self._stores(layout)[:most]
@@ -351,30 +338,26 @@ class Footprint:
         shape = self.shape
         if not shape.mlp_width:
             return ()
-        activated = stages.ACTIVATED.of(shape.dtype, shape.mlp_width)
+        activated, normed = stages.gating(shape.dtype, shape.hidden_size, shape.mlp_width)
         gating = products.gated_beyond if is_long else products.gated
-        return (activated, self._row(stages.NORMED_ASIDE), *gating), (activated, *products.add_to)
+        return (activated, normed, *gating), (activated, *products.add_to)
 
     def _experts(self) -> Phases:
         experts, shape = self.shape.experts, self.shape
         if experts is None:
             return ()
+        dtype, width = shape.dtype, shape.hidden_size
         terms = stages.of_experts(
-            shape.hidden_size,
-            experts.count,
-            experts.chosen,
-            experts.width,
-            shape.dtype,
-            in_fp32=experts.in_fp32,
+            width, experts.count, experts.chosen, experts.width, dtype, in_fp32=experts.in_fp32
         )
         if shape.num_ranks > 1:
-            terms += (self._row(stages.PROJECTED),)
-        normed = self._row(stages.NORMED)
-        if not experts.shared_width:
-            return ((normed, *terms),)
-        activated = stages.ACTIVATED.of(shape.dtype, experts.shared_width)
-        phases = ((activated, *products.gated) for products in shape.products)
-        return tuple((normed, self._row(stages.SHARED), *phase) for phase in (*phases, terms))
+            terms += (stages.PROJECTED.of(dtype, width),)
+        phases: list[Listed] = [terms]
+        if experts.shared_width:
+            activated, _ = stages.gating(dtype, width, experts.shared_width)
+            phases += [(activated, *products.gated) for products in shape.products]
+        beside = stages.beside_experts(dtype, width, has_shared=experts.shared_width > 0)
+        return tuple((*beside, *phase) for phase in phases)
 
 
 def device_layers(num_layers: int, host_layers: int) -> int:
