@@ -63,13 +63,20 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
     assert shape.experts.in_fp32 == mixtures[0].scoring.in_fp32
 
 
-@pytest.mark.parametrize("case", ["mha", "gqa", "bias", "qk_norm", "dream", "sdar"])
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize(
+    "case", ["bias", "qk_norm", "dream", "moe", "llada2", "llada2_dense_first"]
+)
 def test_stages_take_what_is_planned(
-    case: str, case_model: Callable[[str], DiffusionModel], case_path: Callable[[str], Path]
+    case: str,
+    quantization: str | None,
+    load_model: Callable[..., DiffusionModel],
+    case_path: Callable[[str], Path],
 ) -> None:
     """By name and to the byte, so that no layer takes what the footprint does not know."""
-    model, rows, layout = case_model(case), 7, Layout(keep_queries=False)
-    layer, x = model.layers[0], torch.ones(rows, model.hidden_size)
+    path, rows, layout = case_path(case), 7, Layout(keep_queries=False)
+    model = load_model(path, quantization=quantization)
+    layer, x = model.layers[-1], torch.ones(rows, model.hidden_size)
     rotary = model.rotary(torch.arange(rows))
     product = torch.zeros(rows, 2 * model.num_kv_heads * model.head_dim)
     layer.keys_values(x, rotary, product, wrote := Recorder())
@@ -77,36 +84,24 @@ def test_stages_take_what_is_planned(
     keys = AttentionLayout.of([Span(0, rows, 0, rows)], "cpu")
     layer.attend(x, rotary, [KeySource(slice(rows), k, v, keys)], None, attended := Recorder())
     layer.feed_forward(x, fed := Recorder())
-    footprint = Footprint(model_shape(engine_config(case_path(case))))
+    footprint = Footprint(model_shape(engine_config(path, quantization=quantization)))
     for scratch, phases in (
         (wrote, footprint.keys_values(layout)),
         (attended, footprint.attend(layout, is_packed=False)),
         (fed, footprint.feed_forward(layout)),
     ):
-        planned = {buffer.name: rows * buffer.row_bytes for phase in phases for buffer in phase}
-        there = {"cos", "sin"}
-        assert scratch.taken == {name: planned[name] for name in planned.keys() - there}
-
-
-@pytest.mark.parametrize("case", ["moe", "sdar_moe", "llada2", "llada2_dense_first"])
-def test_experts_take_what_is_planned(
-    case: str, case_model: Callable[[str], DiffusionModel], case_path: Callable[[str], Path]
-) -> None:
-    """The expert of all rows counts gate and up of the widest MLP, which is a dense one."""
-    model, rows, scratch = case_model(case), 7, Recorder()
-    model.layers[-1].feed_forward(torch.ones(rows, model.hidden_size), scratch)
-    footprint = Footprint(model_shape(engine_config(case_path(case))))
-    planned = {
-        buffer.name: rows * buffer.row_bytes
-        for phase in footprint.feed_forward(Layout(keep_queries=True))
-        for buffer in phase
-    }
-    for name, num_bytes in scratch.taken.items():
-        if name == "gate and up":
-            assert num_bytes <= planned[name]
-        else:
-            assert num_bytes == planned[name], name
-    assert "terms of experts" in scratch.taken
+        planned: dict[str, int] = {}
+        for buffer in (buffer for phase in phases for buffer in phase):
+            planned[buffer.name] = max(planned.get(buffer.name, 0), rows * buffer.row_bytes)
+        taken = scratch.taken
+        widest = {"gate and up", "activated", "scales of activated"}  # of a dense layer, maybe
+        assert {name: planned[name] for name in taken.keys() - widest} == {
+            name: num_bytes for name, num_bytes in taken.items() if name not in widest
+        }
+        assert all(taken[name] <= planned[name] for name in taken)
+        # What the forward takes; what fp8 takes on a GPU; of a layer of another kind.
+        not_here = {"cos", "sin", "projected"} | (planned.keys() if scratch is fed else set())
+        assert planned.keys() - taken.keys() <= not_here
 
 
 def test_ranks_share_heads_widths_and_columns(case_path: Callable[[str], Path]) -> None:
