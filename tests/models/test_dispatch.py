@@ -120,6 +120,20 @@ def test_more_rows_times_4_bit_weights_have_the_fastest_tiling(
     assert packed(256, columns + 64, depth) is None
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "most", "wanted"),
+    [
+        *((4096, 8192, 8192), (4096, 3072, 3072), (2048, 3072, 2048), (1300, 4096, 3072)),
+        *((100, 8192, 8192), (4096, 256, 256), (4096, 100, 256)),
+    ],
+)
+def test_slices_are_whole_turns_of_the_card(num_rows: int, most: int, wanted: int) -> None:
+    options = (num_rows, 12288, 4096, most, dispatch.UNPACKED)
+    assert dispatch.slice_columns(*options, multiprocessors=MULTIPROCESSORS) == wanted
+    largest = max(most // 256, 1) * 256
+    assert dispatch.slice_columns(*options, multiprocessors=0) == largest
+
+
 def test_the_scales_of_a_tile_find_room() -> None:
     assert packed(1024, 4096, 12288, group=64) == Tiling(128, 2, rows=256)
     assert packed(256, 4096, 65536, group=64) is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from itertools import product as pairs_of
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -22,9 +22,18 @@ from tests.models.support import (
     staged_logits,
 )
 from vllm.diffusion import ops
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.models.weights import quantised_sizes
-from vllm.diffusion.ops.packed import NF4, NF4_ORDER, group_of, quantise_packed
+from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.packed import (
+    NF4,
+    NF4_ORDER,
+    group_of,
+    quantise_packed,
+    reserve_unpacked,
+)
+from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm_add_llada.cuda_kernels.fused_ops import Packed, look_up_table, pack, unpack
 
 if TYPE_CHECKING:
@@ -136,7 +145,11 @@ def layer_of(kind: str, bias: Tensor | None) -> tuple[Any, Tensor]:
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(3))
     packed = empty(16, 32, 16, kind)
     quantise_packed(weight, packed)
-    layer = SimpleNamespace(
+    return layer_with(packed, bias), meant(packed)
+
+
+def layer_with(packed: Packed, bias: Tensor | None = None) -> Any:
+    return SimpleNamespace(
         weight=packed.values,
         weight_scale=packed.scales,
         weight_zero=packed.zeros,
@@ -144,7 +157,6 @@ def layer_of(kind: str, bias: Tensor | None) -> tuple[Any, Tensor]:
         bias=bias,
         quant_method=None,
     )
-    return layer, meant(packed)
 
 
 @pytest.mark.parametrize("kind", ["int4", "nf4"])
@@ -173,6 +185,15 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     matrix = ops.Matrix(16, 32, torch.float32, has_bias, x.device)
     said = ops.PackedProjection.workspace(use, matrix)
     assert scratch.taken == {buffer.name: 5 * buffer.row_bytes for buffer in said.buffers}
+
+
+def test_long_chunks_store_no_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel serves them; shorter ones take what it does not."""
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    matrix = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
+    said = ops.PackedProjection.workspace(ops.Use.GATED, matrix)
+    assert said.most_rows == 1544 and said.beyond == ()
+    assert [buffer.name for buffer in said.buffers] == ["gate and up"]
 
 
 def test_features_are_added_part_by_part_though_groups_are_wider() -> None:
@@ -309,24 +330,18 @@ def test_a_gpu_widens_fp8_in_groups() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 32, 300])
+@pytest.mark.parametrize("num_rows", [1, 32, 300, 2500])
 def test_a_gpu_computes_every_use(num_rows: int) -> None:
-    """Of a matrix that is unpacked in several parts."""
+    """Of a matrix that is unpacked in several slices."""
     generator = torch.Generator().manual_seed(8)
     packed = empty(12288, 4096, 128, "int4", "cuda")
     quantise_packed(torch.randn(12288, 4096, generator=generator) / 64, packed)
-    layer = SimpleNamespace(
-        weight=packed.values,
-        weight_scale=packed.scales,
-        weight_zero=packed.zeros,
-        table=None,
-        bias=None,
-        quant_method=None,
-    )
+    layer = layer_with(packed)
     weight = torch.empty(12288, 4096, device="cuda", dtype=torch.bfloat16)
     unpack(packed, weight)
     x = torch.randn(num_rows, 4096, generator=generator).to("cuda", torch.bfloat16)
     product = x.double() @ weight.double().t()
+    reserve_unpacked(x.device, 12288, 4096, x.dtype)
     made = ops.PackedProjection(layer)
 
     def assert_near(given: Tensor, wanted: Tensor) -> None:
@@ -342,3 +357,55 @@ def test_a_gpu_computes_every_use(num_rows: int) -> None:
     after = before.clone()
     made.add_to(after, x[:, :256].contiguous(), Recorder(), slice(0, 256))
     assert_near(after, before.double() + x[:, :256].double() @ weight[:, :256].double().t())
+    gate, up = product.chunk(2, dim=1)
+    out = torch.empty(num_rows, 6144, device="cuda", dtype=torch.bfloat16)
+    scratch = Recorder()
+    made.gated(x, out, scratch)
+    assert_near(out, functional.silu(gate) * up)
+    matrix = ops.Matrix(12288, 4096, x.dtype, has_bias=False, device=x.device)
+    said = ops.PackedProjection.workspace(ops.Use.GATED, matrix)
+    buffers = said.buffers if num_rows <= cast("int", said.most_rows) else said.beyond
+    assert set(scratch.taken) <= {buffer.name for buffer in buffers}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1500, 4096])
+def test_slices_change_nothing_of_gated_products(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = empty(6144, 2048, 128, "int4", "cuda")
+    quantise_packed(torch.randn(6144, 2048) / 64, packed)
+    layer = layer_with(packed)
+    x = torch.randn(num_rows, 2048).to("cuda", torch.bfloat16)
+    found = []
+    for most in (6144, 1000):
+        monkeypatch.setattr("vllm.diffusion.ops.packed._UNPACKED", most * 2048)
+        reserve_unpacked(x.device, 6144, 2048, x.dtype)
+        out = torch.empty(num_rows, 3072, device="cuda", dtype=torch.bfloat16)
+        ops.PackedProjection(layer).gated(x, out, Recorder())
+        found.append(out)
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [32, 300, 2500])
+def test_a_gpu_puts_rows_into_the_order_of_groups(num_rows: int) -> None:
+    packed = empty(12288, 4096, 128, "int4", "cuda")
+    quantise_packed(torch.randn(12288, 4096) / 64, packed)
+    layer = layer_with(packed)
+    layer.order = torch.randperm(4096).cuda()
+    reserve_unpacked(packed.values.device, 12288, 4096, torch.bfloat16)
+    made = OrderedProjection(layer)
+    weight = torch.empty(12288, 4096, device="cuda", dtype=torch.bfloat16)
+    unpack(packed, weight)
+    x = torch.randn(num_rows, 4096).to("cuda", torch.bfloat16)
+    product = x.double()[:, layer.order] @ weight.double().t()
+    gate, up = product.chunk(2, dim=1)
+    wanted = functional.silu(gate) * up
+    scratch = FreshBuffers(x.device)
+    out = torch.empty(num_rows, 6144, device="cuda", dtype=torch.bfloat16)
+    made.gated(x, out, scratch)
+    assert ((out.double() - wanted).norm() <= 0.01 * wanted.norm()).item()
+    after = torch.zeros(num_rows, 12288, device="cuda", dtype=torch.bfloat16)
+    made.add_to(after, x, scratch)
+    assert ((after.double() - product).norm() <= 0.01 * product.norm()).item()

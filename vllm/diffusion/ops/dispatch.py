@@ -48,8 +48,10 @@ _PACKED_START_US = 8  # and to start and to end, as cuBLAS's products take
 _PACKED_SPLITS = (1, 2)  # more blocks of a cluster do not find room on all multiprocessors
 _PACKED_DEPTH = 256  # of a stage
 _PACKED_SCALES = 16_384  # of a tile
-_UNPACKED_PER_US = 0.95e6  # 4-bit numbers
+_UNPACKED_PER_US = 1.3e6  # 4-bit numbers
 _MULTIPLIED_PER_US = 375e6  # pairs of numbers, by cuBLAS
+_SLICE_START_US = 4  # and to start and to end a product of a slice of columns
+UNPACKED = Tiling(256, rows=128)  # as cuBLAS mostly has them
 _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
 _ADDED_ROWS = 1024  # of fp8 products, from which cuBLAS's own sum is faster than a pass for it
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
@@ -119,14 +121,14 @@ def _tiling(
     """Of few rows, or of a gated product of any number; the depth as for bf16."""
     tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, multiprocessors)
     if tiling is None and gated:
-        return _gated_tiling(num_rows, num_columns, depth, multiprocessors)
+        return gated_tiling(num_rows, num_columns, depth, multiprocessors=multiprocessors)
     return tiling
 
 
-def _gated_tiling(
-    num_rows: int, num_columns: int, depth: int, multiprocessors: int
+def gated_tiling(
+    num_rows: int, num_columns: int, depth: int, *, multiprocessors: int
 ) -> Tiling | None:
-    """The first tiling of any number of rows whose tiles fill the card."""
+    """The first tiling of a gated product of any number of rows whose tiles fill the card."""
     if num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
         return None
     for tiling in _GATED:
@@ -186,6 +188,35 @@ def packed_tiling(
     fastest = min(tilings, key=microseconds)
     plain = num_columns * depth * (1 / _UNPACKED_PER_US + num_rows / _MULTIPLIED_PER_US)
     return fastest if microseconds(fastest) < plain + _PACKED_START_US else None
+
+
+@functools.lru_cache(maxsize=1024)
+def slice_columns(
+    num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, multiprocessors: int
+) -> int:
+    """Of how many columns slices of a product of many rows are to be, multiplied one by one.
+
+    The more the fewer starts; and such that a slice's tiles are whole turns of the multiprocessors.
+
+    Args:
+        num_rows, num_columns, depth: of the product.
+        most: columns that a slice may have.
+        tiling: of the kernel that multiplies.
+        multiprocessors: of the card, as of the function of that name.
+    """
+    tiles, row_tiles = ceil(num_columns / tiling.columns), ceil(num_rows / tiling.rows)
+    tile_us = tiling.columns * tiling.rows * depth * multiprocessors / _MULTIPLIED_PER_US
+
+    def microseconds(num_tiles: int) -> float:
+        whole, rest = divmod(tiles, num_tiles)
+        turns = sum(
+            count * ceil(row_tiles * some / max(multiprocessors, 1))
+            for count, some in ((whole, num_tiles), (1, rest))
+        )
+        return turns * tile_us + (whole + (rest > 0)) * _SLICE_START_US
+
+    counts = range(max(most // tiling.columns, 1), 0, -1)
+    return min(counts, key=microseconds) * tiling.columns
 
 
 def scales_gated_apart(num_rows: int) -> bool:

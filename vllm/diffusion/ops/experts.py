@@ -111,7 +111,7 @@ def _matrices(weights: ExpertWeights, like: Tensor) -> Matrices:
     """As grouped products take them; of 4 bits in memory that the next such call writes to."""
     if isinstance(weights, Matrices):
         return weights
-    return Matrices(unpacked(weights.packed, like.dtype).unflatten(0, (weights.num_experts, -1)))
+    return Matrices(unpacked((weights.packed,), like.dtype).unflatten(0, (weights.num_experts, -1)))
 
 
 def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:

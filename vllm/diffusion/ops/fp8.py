@@ -11,6 +11,7 @@ Off the GPU the same numbers are multiplied in fp32.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +153,7 @@ class Fp8Projection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         buffers = _ROWS.of(matrix.dtype, matrix.depth).quantised
         if use is Use.GATED:
-            most_rows = most_stored_rows(matrix, dispatch.fp8_tiling)
+            most_rows = most_stored_rows(matrix, partial(dispatch.fp8_tiling, gated=True))
             gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
             product = GATE_UP.of(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
             return Workspace((*buffers, gate_up), most_rows, (*buffers, product))

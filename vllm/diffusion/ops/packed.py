@@ -2,13 +2,15 @@
 """4-bit weights in groups along the depth, times rows as they are.
 
 Up to some thousand rows are multiplied by our own kernel, which reads the numbers as they are
-stored. For more, a matrix is unpacked part by part into scratch memory that all layers share, which
-is made with the weights and so counts beside them, and then multiplied by cuBLAS.
+stored. For more, a matrix is unpacked slice by slice of its columns into scratch memory that all
+layers share, which is made with the weights and so counts beside them. A slice is then multiplied
+as a plain matrix is: gate and up, where their tiles fill the card, by the kernel that also computes
+silu(gate) * up, of some columns of both; all others by cuBLAS.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +19,17 @@ from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
 from vllm.diffusion.quantisation import PackedScheme
 from vllm.diffusion.stages import GATE_UP, PROJECTED
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
     Packed,
+    Tiling,
+    fused_linear,
     fused_linear_packed,
+    has_fused_linear,
     has_packed_linear,
     look_up_table,
     pack,
@@ -32,15 +37,15 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_UNPACKED = 1 << 26  # numbers unpacked at a time on a GPU
-_COLUMN_STEP = 128
+_UNPACKED = 36 << 20  # numbers unpacked at a time on a GPU, but for matrices of great depth
+_LEAST_COLUMNS = 256
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SMALLEST_GROUP = 8
 
@@ -202,7 +207,8 @@ class PackedProjection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            return Workspace((GATE_UP.of(matrix.dtype, matrix.columns),))
+            gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
+            return Workspace((gate_up,), most_stored_rows(matrix, dispatch.gated_tiling))
         if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace()
         return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
@@ -210,7 +216,7 @@ class PackedProjection(Projection):
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         if self._multiply_packed(x, out, columns, Epilogue.STORE):
             return
-        for part, weight in self._parts(columns, x.dtype):
+        for part, weight in self._slices(x, columns):
             torch.mm(x, weight.t(), out=out[:, part])
         if self._bias is not None:
             out.add_(self._bias[columns])
@@ -218,14 +224,19 @@ class PackedProjection(Projection):
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         if self._bias is None and self._multiply_packed(x, out, ALL, Epilogue.SILU_MUL):
             return
+        tiling = self._gated_tiling(x, out)
+        if tiling is not None:
+            for part, weight in self._gated_slices(x, tiling):
+                fused_linear(x, weight, out[:, part], tiling=tiling, epilogue=Epilogue.SILU_MUL)
+            return
         gate_up = GATE_UP.of(x.dtype, self._packed.shape[0]).take(scratch, len(x))
-        self.project(x, gate_up, scratch)
+        PackedProjection.project(self, x, gate_up, scratch)  # of x as it is, in a subclass too
         silu_mul(gate_up, out=out)
 
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if features == ALL and self._multiply_packed(h, out, ALL, Epilogue.STORE):
             return
-        for part, weight in self._parts(ALL, h.dtype):
+        for part, weight in self._slices(h, ALL):
             torch.mm(h, weight[:, features].t(), out=out[:, part])
         if self._bias is not None and not features.start:
             out.add_(self._bias)
@@ -236,7 +247,7 @@ class PackedProjection(Projection):
             return
         if features == ALL and self._multiply_packed(h, x, ALL, Epilogue.RESIDUAL):
             return
-        for part, weight in self._parts(ALL, h.dtype):
+        for part, weight in self._slices(h, ALL):
             x[:, part].addmm_(h, weight[:, features].t())
         if self._bias is not None and not features.start:
             x.add_(self._bias)
@@ -264,20 +275,47 @@ class PackedProjection(Projection):
         )
         return True
 
-    def _parts(self, columns: slice, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Parts of some columns, counted from the first of these, and their matrices unpacked."""
+    def _slices(self, x: Tensor, columns: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Some of some columns, counted from the first of these, and their matrices unpacked."""
         packed = self._packed.rows(columns)
-        num_columns, depth = packed.shape
-        num_parts = ceil(num_columns * depth / _UNPACKED)
-        step = ceil(num_columns / num_parts / _COLUMN_STEP) * _COLUMN_STEP
-        for start in range(0, num_columns, step):
-            part = slice(start, min(start + step, num_columns))
-            yield part, unpacked(packed.rows(part), dtype)
+        for part in _slices_of(x, packed.shape[0], self._packed, dispatch.UNPACKED):
+            yield part, unpacked((packed.rows(part),), x.dtype)
+
+    def _gated_slices(self, x: Tensor, tiling: Tiling) -> Iterator[tuple[slice, Tensor]]:
+        """Some columns of silu(gate) * up, and their gates and ups unpacked."""
+        num_columns = self._packed.shape[0]
+        for both in _slices_of(x, num_columns, self._packed, tiling):
+            gate = slice(both.start // 2, both.stop // 2)
+            up = slice(gate.start + num_columns // 2, gate.stop + num_columns // 2)
+            yield gate, unpacked((self._packed.rows(gate), self._packed.rows(up)), x.dtype)
+
+    def _gated_tiling(self, x: Tensor, out: Tensor) -> Tiling | None:
+        """How one kernel multiplies by slices of gate and up; None where it does not."""
+        if self._bias is not None or not has_fused_linear(x, out):
+            return None
+        multiprocessors = dispatch.multiprocessors(x.device)
+        return dispatch.gated_tiling(len(x), *self._packed.shape, multiprocessors=multiprocessors)
+
+
+def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> Iterator[slice]:
+    """So many columns slice by slice, each of a matrix that there is room for to unpack."""
+    depth = packed.shape[1]
+    step = dispatch.slice_columns(
+        *(len(x), num_columns, depth, _most_columns(depth), tiling),
+        multiprocessors=dispatch.multiprocessors(x.device),
+    )
+    for start in range(0, num_columns, step):
+        yield slice(start, min(start + step, num_columns))
+
+
+def _most_columns(depth: int) -> int:
+    """Columns that are unpacked at a time."""
+    return max(_UNPACKED // depth, _LEAST_COLUMNS)
 
 
 def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:
-    """See to it that parts of a matrix can be unpacked on a GPU without asking for memory."""
-    reserve(device, min(num_rows, _UNPACKED // depth + _COLUMN_STEP) * depth, dtype)
+    """See to it that slices of a matrix can be unpacked on a GPU without asking for memory."""
+    reserve(device, min(num_rows, _most_columns(depth)) * depth, dtype)
 
 
 def reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
@@ -289,15 +327,18 @@ def reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
         _scratch[device] = torch.empty(count, dtype=dtype, device=device)
 
 
-def unpacked(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """A matrix made plain, on a GPU in memory that all layers share: the next one takes its place.
+def unpacked(parts: Sequence[Packed], dtype: torch.dtype) -> Tensor:
+    """Matrices of one depth made plain, one below the other, on a GPU in memory that all layers
+    share: the next ones take their place.
 
     So much must have been reserved.
     """
-    (num_rows, depth), device = packed.shape, packed.values.device
+    depth, device = parts[0].shape[1], parts[0].values.device
+    rows = [0, *accumulate(part.shape[0] for part in parts)]
     there = _scratch.get(device)
     if there is None:
-        there = torch.empty(num_rows * depth, dtype=dtype, device=device)
-    weight = there[: num_rows * depth].view(num_rows, depth)
-    unpack(packed, weight)
+        there = torch.empty(rows[-1] * depth, dtype=dtype, device=device)
+    weight = there[: rows[-1] * depth].view(rows[-1], depth)
+    for part, (start, stop) in zip(parts, pairwise(rows), strict=True):
+        unpack(part, weight[start:stop])
     return weight

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -222,7 +223,9 @@ class PlainProjection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
             gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
-            return Workspace((gate_up,), most_stored_rows(matrix, dispatch.linear_tiling))
+            return Workspace(
+                (gate_up,), most_stored_rows(matrix, partial(dispatch.linear_tiling, gated=True))
+            )
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace()
@@ -336,7 +339,7 @@ def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) ->
 
     Args:
         matrix: gate and up.
-        tiling_of: that kernel's, as `dispatch.linear_tiling`.
+        tiling_of: that kernel's, as `dispatch.gated_tiling`.
     """
     is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
     if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:
@@ -344,6 +347,6 @@ def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) ->
     multiprocessors = dispatch.multiprocessors(matrix.device)
     for rows in range(_SCANNED_ROWS, 0, -1):
         shape = (rows, matrix.columns, matrix.depth)
-        if tiling_of(*shape, gated=True, multiprocessors=multiprocessors) is None:
+        if tiling_of(*shape, multiprocessors=multiprocessors) is None:
             return rows if rows <= _SCANNED_ROWS // 2 else None
     return 0

@@ -19,6 +19,22 @@ __device__ inline __nv_bfloat162 as_pair(uint32_t bits) {
   return *reinterpret_cast<const __nv_bfloat162*>(&bits);
 }
 
+// Of four neighbouring lanes i gets what the others have at i: lane j's at j.
+__device__ inline void transpose(uint32_t (&v)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = (lane & bit) != 0;
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i | bit], bit);
+      v[i] = upper ? other : v[i];
+      v[i | bit] = upper ? v[i | bit] : other;
+    }
+  }
+}
+
 __device__ inline float rounded(float value) {
   return __bfloat162float(__float2bfloat16_rn(value));
 }

@@ -128,22 +128,6 @@ __device__ void multiply_tile(const Ring<Sizes<kTall>>& ring, Position& at, int 
   if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
 }
 
-// Four lanes hold two columns each of four times eight; afterwards each has eight of its own.
-__device__ void transpose(uint32_t (&v)[4]) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const bool upper = (lane & bit) != 0;
-      const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i | bit], bit);
-      v[i] = upper ? other : v[i];
-      v[i | bit] = upper ? v[i | bit] : other;
-    }
-  }
-}
-
 // The scales of a tile are on their way to this multiprocessor while its sums are computed.
 template <int kTall>
 __device__ void prefetch_scales(const KernelParams& params, Tile tile) {
@@ -204,7 +188,7 @@ __device__ void store(const KernelParams& params, Tile tile, int group,
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      transpose(packed[i]);
+      transpose(packed[i]);  // four times two columns of a lane become eight of one
       const int row = row_of(i), column = tile.column + (quarter * 4 + lane % 4) * 8;
       if (row < params.num_rows && column < params.width) {
         *reinterpret_cast<uint4*>(params.out + row * params.out_stride + column) =

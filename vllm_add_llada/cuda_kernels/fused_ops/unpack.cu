@@ -5,6 +5,7 @@
 #include <cuda_fp8.h>
 
 #include <climits>
+#include <type_traits>
 
 #include "epilogue.cuh"
 #include "linear.h"
@@ -15,56 +16,90 @@ namespace {
 
 constexpr int kStrip = 128;
 constexpr int kParts = 4;  // of a strip, a thread each
+constexpr int kRows = 4;   // of which a thread has some numbers each
 constexpr int kThreads = 256;
 
-// Four numbers of a part, q - zero or of the table, as they follow each other in memory.
-struct Meaning {
-  float scale, zero;
-  const float* table;
+// A float that is 2^23 and a small whole number more: its lowest bits are that number's.
+constexpr uint32_t kWhole = 0x4b000000;
 
-  __device__ uint32_t operator()(uint32_t numbers) const {
-    const int first = numbers & 15, second = numbers >> 16 & 15;
-    const float2 plain = table != nullptr ? make_float2(table[first], table[second])
-                                          : make_float2(first - zero, second - zero);
-    return as_bits(__floats2bfloat162_rn(plain.x * scale, plain.y * scale));
+// Scale and zero point of a group, whose number q is (q - zero) * scale, or table[q] * scale.
+template <bool kHasTable>
+struct Group {
+  float scale, zero;
+
+  __device__ float plain(uint32_t number, const float* table) const {
+    if constexpr (kHasTable) return table[number & 15];
+    return __uint_as_float((number & 15) | kWhole) - (__uint_as_float(kWhole) + zero);
+  }
+  __device__ uint32_t two(uint32_t numbers, const float* table) const {
+    const float first = plain(numbers, table), second = plain(numbers >> 16, table);
+    return as_bits(__floats2bfloat162_rn(first * scale, second * scale));
   }
 };
 
-// A thread has the numbers 32 c + 8 part and on of a strip, for c from 0 to 3: of the words c of
-// all four threads of a tensor core, by `STRIP` in Python, those that are `part` from the first.
+// The numbers i and i + 4 of four words, for i from 0 to 3: of the words in their order, four
+// bits each, first those of i and then those of i + 4.
+__device__ void regroup(const uint4& words, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kLow = 0x0f0f0f0f, kEven = 0x6240, kOdd = 0x7351;
+  const uint32_t bytes[2][2] = {
+      {__byte_perm(words.x, words.z, kEven), __byte_perm(words.y, words.w, kEven)},
+      {__byte_perm(words.x, words.z, kOdd), __byte_perm(words.y, words.w, kOdd)}};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t even = bytes[half][0], odd = bytes[half][1];
+    pairs[2 * half] = (even & kLow) | (odd << 4 & ~kLow);
+    pairs[2 * half + 1] = (even >> 4 & kLow) | (odd & ~kLow);
+  }
+}
+
+// Four neighbours have a strip of each of `kRows` rows. A thread loads the 16 bytes that one of a
+// tensor core has (`STRIP` in Python), and from the other three it gets what makes it the owner of
+// the numbers 32 c + 8 part and on, c from 0 to 3: so loads and stores of a warp are whole lines.
+template <int kGroups, bool kHasTable>  // groups that a strip may have, at least
 __global__ void __launch_bounds__(kThreads)
     unpack_strips(const __grid_constant__ UnpackParams params) {
   __shared__ float table[16];
   launch_dependents();
   wait_for_prerequisites();
-  if (params.table != nullptr && threadIdx.x < 16) table[threadIdx.x] = params.table[threadIdx.x];
-  __syncthreads();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int num_strips = params.depth / kStrip;
-  const int part = index % kParts, strip = index / kParts % num_strips;
-  const int64_t row = index / kParts / num_strips;
-  if (row >= params.num_rows) return;
-  const auto* source = reinterpret_cast<const uint4*>(
-      static_cast<const uint8_t*>(params.values) + row * params.values_stride + strip * kStrip / 2);
-  uint32_t words[kParts][4];
-#pragma unroll
-  for (int thread = 0; thread < kParts; ++thread) {
-    const uint4 four = source[thread];
-    words[0][thread] = four.x >> part * 4;
-    words[1][thread] = four.y >> part * 4;
-    words[2][thread] = four.z >> part * 4;
-    words[3][thread] = four.w >> part * 4;
+  if constexpr (kHasTable) {
+    if (threadIdx.x < 16) table[threadIdx.x] = params.table[threadIdx.x];
+    __syncthreads();
   }
-  auto* target = reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(params.out) +
-                                          row * params.depth + strip * kStrip);
+  const unsigned index = blockIdx.x * kThreads + threadIdx.x;
+  const unsigned of_row = params.depth / kStrip * kParts;
+  const int64_t first_row = static_cast<int64_t>(index / of_row) * kRows;
+  const int place = index % of_row, part = place % kParts, first = place / kParts * kStrip;
+  uint4 given[kRows];
+  Group<kHasTable> groups[kRows][kGroups];
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    const int64_t group = row * params.scales_stride + (strip * kStrip + word * 32) / params.group;
-    const float zero = params.zeros == nullptr ? 0.0f : params.zeros[group];
-    const Meaning meaning{params.scales[group], zero, params.zeros == nullptr ? table : nullptr};
-    const uint32_t (&numbers)[4] = words[word];
-    target[word * 4 + part] = make_uint4(meaning(numbers[0]), meaning(numbers[1]),
-                                         meaning(numbers[2]), meaning(numbers[3]));
+  for (int i = 0; i < kRows; ++i) {  // a row beyond the last is the last once more
+    const int64_t row = min(first_row + i, static_cast<int64_t>(params.num_rows) - 1);
+    const auto* values = static_cast<const uint8_t*>(params.values) + row * params.values_stride;
+    given[i] = __ldcs(reinterpret_cast<const uint4*>(values) + place);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const int64_t at =
+          row * params.scales_stride + (first + j * (kStrip / kGroups)) / params.group;
+      groups[i][j].scale = params.scales[at];
+      groups[i][j].zero = kHasTable ? 0.0f : params.zeros[at];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t pairs[kParts];
+    regroup(given[i], pairs);
+    transpose(pairs);
+    if (first_row + i >= params.num_rows) continue;
+    auto* target = reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(params.out) +
+                                            (first_row + i) * params.depth + first);
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const Group<kHasTable>& group = groups[i][word * kGroups / 4];
+      const int shift = 4 * word;
+      target[word * kParts + part] =
+          make_uint4(group.two(pairs[0] >> shift, table), group.two(pairs[1] >> shift, table),
+                     group.two(pairs[2] >> shift, table), group.two(pairs[3] >> shift, table));
+    }
   }
 }
 
@@ -99,12 +134,21 @@ __global__ void __launch_bounds__(kThreads) widen_fp8(const __grid_constant__ Un
 cudaError_t launch_unpack(const UnpackParams& params, cudaStream_t stream) {
   if (params.num_rows == 0) return cudaSuccess;
   if (params.depth % kStrip != 0 || params.group % 32 != 0) return cudaErrorInvalidValue;
+  const int64_t rows = params.is_fp8 ? params.num_rows : (params.num_rows - 1) / kRows + 1;
   const int in_thread = params.is_fp8 ? 16 : kStrip / kParts;
-  const int64_t blocks =
-      (static_cast<int64_t>(params.num_rows) * (params.depth / in_thread) - 1) / kThreads + 1;
-  if (blocks > INT_MAX) return cudaErrorInvalidValue;
-  const auto kernel = params.is_fp8 ? widen_fp8 : unpack_strips;
-  return launch_kernel(kernel, static_cast<unsigned>(blocks), kThreads, params, stream);
+  const int64_t blocks = (rows * (params.depth / in_thread) - 1) / kThreads + 1;
+  if (blocks > INT_MAX / kThreads) return cudaErrorInvalidValue;
+  const auto start = [&](auto* kernel) {
+    return launch_kernel(kernel, static_cast<unsigned>(blocks), kThreads, params, stream);
+  };
+  if (params.is_fp8) return start(widen_fp8);
+  const auto start_groups = [&](auto groups) {
+    return params.zeros == nullptr ? start(unpack_strips<groups, true>)
+                                   : start(unpack_strips<groups, false>);
+  };
+  if (params.group % kStrip == 0) return start_groups(std::integral_constant<int, 1>());
+  if (params.group == kStrip / 2) return start_groups(std::integral_constant<int, 2>());
+  return start_groups(std::integral_constant<int, 4>());
 }
 
 }  // namespace fused_ops
