@@ -226,10 +226,14 @@ class OrderedProjection(PackedProjection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         ordered = _ORDERED.of(matrix.dtype, matrix.depth)
-        return Workspace((ordered, *super().workspace(use, matrix).buffers))
+        said = super().workspace(use, matrix)
+        return Workspace((ordered, *said.buffers), said.most_rows, (ordered, *said.beyond))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         super().project(self._ordered(x, scratch), out, scratch, columns)
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        super().gated(self._ordered(x, scratch), out, scratch)
 
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         super().multiply(self._ordered(h, scratch), out, scratch, features)
