@@ -25,14 +25,16 @@ constexpr int kMaxThreads = 1024;
 constexpr float kLargest = 448.0f;   // of e4m3
 constexpr float kSmallest = 1e-30f;  // largest number of a row: its reciprocal must be finite
 
+constexpr int kFewRows = 256;  // to be quantised, which keep more threads a row busy
+
 enum class Source { kRows, kNorm, kGated };
 
-// Over all threads of a block of whole warps. May be called twice in a row.
+// Over all threads of a block of whole warps. Once in a kernel for each way to combine, which has
+// its own shared memory.
 template <typename Combine>
 __device__ float over_block(float value, Combine combine) {
   __shared__ float of_warps[32];
   value = over_warp(value, combine);
-  __syncthreads();  // what was there before is read
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
   return over_warps(of_warps, combine);
@@ -210,6 +212,10 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
   }
   // Whatever the number of rows, the squares of one are summed in the same order.
   const int num_parts = params.num_columns / kWidth;
+  if (kSource == Source::kRows && params.num_rows <= kFewRows) {
+    if (num_parts <= kMaxThreads) return launch_parts<kSource, 1>(params, stream);
+    if (num_parts <= 2 * kMaxThreads) return launch_parts<kSource, 2>(params, stream);
+  }
   if (num_parts <= 128) return launch_parts<kSource, 1>(params, stream);
   // Gated rows, of which only the largest number is wanted, keep more threads busy.
   constexpr int kTwoParts = kSource == Source::kGated ? 2 * kMaxThreads : kMaxThreads;
