@@ -229,6 +229,7 @@ def measure_family(options: argparse.Namespace, ceilings: dict[str, Any], table:
             max_model_len=max(options.lengths),
             max_num_seqs=max(requests),
             max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
+            additional_config={"dllm": {"longest_pause_ms": 0}},  # and is not cut
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):
             for case in cases:
