@@ -25,8 +25,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference import dream_model, llada_model, llada_moe_model
+from tests.reference import llada_model
 from tests.reference.block_models import REFERENCES as BLOCK_REFERENCES
+from tests.reference.dream_model import DreamReference
+from tests.reference.llada_moe_model import LLaDAMoEReference
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # not only pytest runs this
 
@@ -337,9 +339,9 @@ def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if architecture in BLOCK_REFERENCES:
         return BLOCK_REFERENCES[architecture].tensor_shapes(config)
     if architecture.startswith(("Dream", "Llama")):
-        return dream_model.tensor_shapes(dream_model.DreamSettings.from_config(config))
+        return DreamReference.tensor_shapes(config)
     if architecture.startswith("LLaDAMoE"):
-        return llada_moe_model.tensor_shapes(llada_moe_model.LLaDAMoESettings.from_config(config))
+        return LLaDAMoEReference.tensor_shapes(config)
     return llada_model.tensor_shapes(llada_model.LLaDASettings.from_config(config))
 
 

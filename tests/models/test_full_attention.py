@@ -160,7 +160,7 @@ def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[.
     with torch.no_grad():
         model.layers[1].feed_forward(given)
     norm = reference.weights["model.layers.1.post_attention_layernorm.weight"]
-    h = rms_norm(x, norm, reference.settings.rms_norm_eps)
+    h = rms_norm(x, norm, reference.config["rms_norm_eps"])
     wanted = x + reference.experts("model.layers.1.mlp", h[None])[0]
     differing = (given != wanted).float().mean()
     # a product may sum its fp32 terms in another order, and round to the neighbour

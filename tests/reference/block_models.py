@@ -11,139 +11,40 @@ H heads, hd head width, V logit columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
-from tests.reference.layers import (
-    attention,
-    check_shapes,
-    read_checkpoint,
-    rms_norm,
-    rotate,
-    split_heads,
+from tests.reference.layers import split_heads
+from tests.reference.llama_model import (
+    LlamaReference,
+    experts_shapes,
+    gated_shapes,
+    head_width,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from typing import Self
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-Config = dict[str, Any]
-Shapes = dict[str, tuple[int, ...]]
+    from tests.reference.llama_model import Config, Shapes
 
 
-def block_causal(num_positions: int, block_length: int) -> Tensor:
-    """[T, T] bool: whether the position of the row sees that of the column."""
-    block = torch.arange(num_positions) // block_length
-    return block[None, :] <= block[:, None]
-
-
-class SDARReference:
+class SDARReference(LlamaReference):
     """An SDAR checkpoint: Qwen3's layers. The logits at a position predict its own token."""
 
-    logit_shift: ClassVar[int] = 0
-    embedding: ClassVar[str] = "model.embed_tokens.weight"
-    attention_name: ClassVar[str] = "self_attn"
-    norms_heads: ClassVar[bool] = True
-    has_qkv_bias: ClassVar[bool] = False
-
-    def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
-        check_shapes(self.tensor_shapes(config), weights)
-        self.config = config
-        self.weights = dict(weights)
-        self.head_dim = head_width(config)
-
-    @classmethod
-    def from_checkpoint(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> Self:
-        """Reads a folder; dtype is the model dtype (float64 keeps every step in float64)."""
-        return cls(*read_checkpoint(path, dtype, wide="expert_bias"))
-
-    @classmethod
-    def tensor_shapes(cls, config: Config) -> Shapes:
-        """Every tensor of a checkpoint with its shape; matrices are stored [out, in]."""
-        d, v = config["hidden_size"], config["vocab_size"]
-        shapes: Shapes = {cls.embedding: (v, d)}
-        for layer in range(config["num_hidden_layers"]):
-            block = f"model.layers.{layer}"
-            shapes[f"{block}.input_layernorm.weight"] = (d,)
-            shapes |= cls.attention_shapes(config, f"{block}.{cls.attention_name}")
-            shapes[f"{block}.post_attention_layernorm.weight"] = (d,)
-            shapes |= cls.mlp_shapes(config, layer)
-        shapes["model.norm.weight"] = (d,)
-        if not config["tie_word_embeddings"]:
-            shapes["lm_head.weight"] = (v, d)
-        return shapes
-
-    @classmethod
-    def attention_shapes(cls, config: Config, path: str) -> Shapes:
-        d, hd = config["hidden_size"], head_width(config)
-        q, kv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
-        shapes: Shapes = {}
-        for part, num_out in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{path}.{part}_proj.weight"] = (num_out, d)
-            if cls.has_qkv_bias:
-                shapes[f"{path}.{part}_proj.bias"] = (num_out,)
-        if cls.norms_heads:
-            shapes |= {f"{path}.q_norm.weight": (hd,), f"{path}.k_norm.weight": (hd,)}
-        return {**shapes, f"{path}.o_proj.weight": (d, q)}
-
-    @classmethod
-    def mlp_shapes(cls, config: Config, layer: int) -> Shapes:
-        return gated_shapes(
-            f"model.layers.{layer}.mlp", config["hidden_size"], config["intermediate_size"]
-        )
-
-    @torch.no_grad()
-    def logits(self, ids: Tensor, block_length: int) -> Tensor:
-        """Raw logits [B, T, V] of ids int64 [B, T]; those of row i predict i + `logit_shift`."""
-        eps = self.config["rms_norm_eps"]
-        embedding = self.weights[self.embedding]
-        sees = block_causal(ids.shape[1], block_length)
-        x = embedding[ids]
-        for layer in range(self.config["num_hidden_layers"]):
-            block = f"model.layers.{layer}"
-            h = rms_norm(x, self.weights[f"{block}.input_layernorm.weight"], eps)
-            x = x + self.attention(f"{block}.{self.attention_name}", h, sees)
-            h = rms_norm(x, self.weights[f"{block}.post_attention_layernorm.weight"], eps)
-            x = x + self.mlp(layer, h)
-        x = rms_norm(x, self.weights["model.norm.weight"], eps)
-        tied = self.config["tie_word_embeddings"]
-        return functional.linear(x, embedding if tied else self.weights["lm_head.weight"])
-
-    def attention(self, path: str, h: Tensor, sees: Tensor) -> Tensor:
-        """The attention of normed rows h [B, T, D], its output projection included."""
-        q, k, v = (split_heads(self.linear(f"{path}.{p}_proj", h), self.head_dim) for p in "qkv")
-        if self.norms_heads:
-            q = rms_norm(q, self.weights[f"{path}.q_norm.weight"], self.config["rms_norm_eps"])
-            k = rms_norm(k, self.weights[f"{path}.k_norm.weight"], self.config["rms_norm_eps"])
-        q, k = (rotate(y, self.config["rope_theta"], False) for y in (q, k))
-        heads = attention(q, k, v, sees)
-        return self.linear(f"{path}.o_proj", heads.transpose(1, 2).flatten(2))
-
-    def mlp(self, layer: int, h: Tensor) -> Tensor:
-        """The feed-forward of normed rows h [B, T, D]."""
-        return self.gated(f"model.layers.{layer}.mlp", h)
-
-    def gated(self, path: str, h: Tensor) -> Tensor:
-        gate = functional.silu(self.linear(f"{path}.gate_proj", h))
-        return self.linear(f"{path}.down_proj", gate * self.linear(f"{path}.up_proj", h))
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        return functional.linear(
-            x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        )
+    norms_heads = True
 
 
-class FastDLLMReference(SDARReference):
+class FastDLLMReference(LlamaReference):
     """A Fast-dLLM v2 checkpoint: Qwen2.5's layers. Row i predicts the token at i + 1."""
 
     logit_shift = 1
-    norms_heads = False
-    has_qkv_bias = True
+
+    @classmethod
+    def has_qkv_bias(cls, config: Config) -> bool:
+        return True
 
 
 class SDARMoeReference(SDARReference):
@@ -158,7 +59,7 @@ class SDARMoeReference(SDARReference):
     def mlp_shapes(cls, config: Config, layer: int) -> Shapes:
         if not cls.has_experts(config, layer):
             return super().mlp_shapes(config, layer)
-        return experts_shapes(f"model.layers.{layer}.mlp", config)
+        return experts_shapes(f"model.layers.{layer}.mlp", config, config["moe_intermediate_size"])
 
     def mlp(self, layer: int, h: Tensor) -> Tensor:
         if not self.has_experts(self.config, layer):
@@ -179,11 +80,12 @@ class SDARMoeReference(SDARReference):
         return total
 
 
-class LLaDA2Reference(SDARReference):
+class LLaDA2Reference(LlamaReference):
     """A LLaDA2 checkpoint. The logits at a position predict its own token."""
 
     embedding = "model.word_embeddings.weight"
     attention_name = "attention"
+    wide = "expert_bias"
 
     @classmethod
     def attention_shapes(cls, config: Config, path: str) -> Shapes:
@@ -201,24 +103,22 @@ class LLaDA2Reference(SDARReference):
         if layer < config["first_k_dense_replace"]:
             return super().mlp_shapes(config, layer)
         mlp, d = f"model.layers.{layer}.mlp", config["hidden_size"]
-        shapes = experts_shapes(mlp, config)
+        shapes = experts_shapes(mlp, config, config["moe_intermediate_size"])
         shapes[f"{mlp}.gate.expert_bias"] = (config["num_experts"],)
         inner = config["moe_intermediate_size"] * config["num_shared_experts"]
         return shapes | (gated_shapes(f"{mlp}.shared_experts", d, inner) if inner else {})
 
-    def attention(self, path: str, h: Tensor, sees: Tensor) -> Tensor:
-        config, hd = self.config, self.head_dim
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        fused = split_heads(self.linear(f"{path}.query_key_value", h), hd)
+    def heads(
+        self, path: str, h: Tensor, positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        fused = split_heads(self.linear(f"{path}.query_key_value", h), self.head_dim)
         q, k, v = fused.split([heads, kv_heads, kv_heads], dim=1)
-        q = rms_norm(q, self.weights[f"{path}.query_layernorm.weight"], config["rms_norm_eps"])
-        k = rms_norm(k, self.weights[f"{path}.key_layernorm.weight"], config["rms_norm_eps"])
-        turned = int(hd * config["partial_rotary_factor"])
-        q, k = (
-            torch.cat([rotate(y[..., :turned], config["rope_theta"], False), y[..., turned:]], -1)
-            for y in (q, k)
-        )
-        return self.linear(f"{path}.dense", attention(q, k, v, sees).transpose(1, 2).flatten(2))
+        q, k = (self.normed(f"{path}.{n}_layernorm", x) for n, x in (("query", q), ("key", k)))
+        return self.rotated(q, positions), self.rotated(k, positions), v
+
+    def joined(self, path: str, a: Tensor) -> Tensor:
+        return self.linear(f"{path}.dense", a)
 
     def mlp(self, layer: int, h: Tensor) -> Tensor:
         if layer < self.config["first_k_dense_replace"]:
@@ -252,28 +152,7 @@ class LLaDA2Reference(SDARReference):
         return scores, masked.flatten()
 
 
-def head_width(config: Config) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def gated_shapes(path: str, width: int, inner: int) -> Shapes:
-    return {
-        f"{path}.gate_proj.weight": (inner, width),
-        f"{path}.up_proj.weight": (inner, width),
-        f"{path}.down_proj.weight": (width, inner),
-    }
-
-
-def experts_shapes(mlp: str, config: Config) -> Shapes:
-    """The router and the experts of a layer."""
-    width, inner = config["hidden_size"], config["moe_intermediate_size"]
-    shapes: Shapes = {f"{mlp}.gate.weight": (config["num_experts"], width)}
-    for expert in range(config["num_experts"]):
-        shapes |= gated_shapes(f"{mlp}.experts.{expert}", width, inner)
-    return shapes
-
-
-REFERENCES: dict[str, type[SDARReference]] = {
+REFERENCES: dict[str, type[LlamaReference]] = {
     "SDARForCausalLM": SDARReference,
     "SDARMoeForCausalLM": SDARMoeReference,
     "LLaDA2MoeModelLM": LLaDA2Reference,

@@ -31,8 +31,8 @@ from tiny_model.training import Example, train
 
 from tests.reference.block_models import REFERENCES
 from tests.reference.decode import aligned
-from tests.reference.dream_model import DreamReference, DreamSettings
-from tests.reference.llada_moe_model import LLaDAMoEReference, LLaDAMoESettings
+from tests.reference.dream_model import DreamReference
+from tests.reference.llada_moe_model import LLaDAMoEReference
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -336,9 +336,9 @@ def logits64(config: dict[str, Any], network: Any, ids: torch.Tensor) -> torch.T
         reference = REFERENCES[architecture](config, weights)
         return aligned(reference, reference.logits(ids, network.block_length))
     if architecture == "DreamModel":
-        reference = DreamReference(DreamSettings.from_config(config), weights)
+        reference = DreamReference(config, weights)
     else:
-        reference = LLaDAMoEReference(LLaDAMoESettings.from_config(config), weights)
+        reference = LLaDAMoEReference(config, weights)
     return aligned(reference, reference.logits(ids))
 
 
