@@ -3,35 +3,19 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from make_dummy_checkpoint import configuration
 
-from tests.checkpoints import llada_config
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import FAMILIES, LLADA
 from vllm.diffusion.models.config import config_classes
 from vllm.diffusion.models.llada import LLaDAConfig
 
 # The sizes and options of the public GSAI-ML/LLaDA-8B-Instruct.
-RELEASED = llada_config(
-    d_model=4096,
-    embedding_size=126464,
-    vocab_size=126464,
-    eos_token_id=126081,
-    pad_token_id=126081,
-    mask_token_id=126336,
-    max_sequence_length=4096,
-    mlp_hidden_size=12288,
-    n_heads=32,
-    n_kv_heads=32,
-    n_layers=32,
-    torch_dtype="bfloat16",
-)
+RELEASED = configuration("llada")
 
 
 def make(**overrides: Any) -> LLaDAConfig:
@@ -60,22 +44,6 @@ def test_released_config_under_both_names() -> None:
     assert config.head_dim == 128
     assert config.dtype == torch.bfloat16
     assert (config.eos_token_id, config.mask_token_id) == (126081, 126336)
-
-
-def test_upstream_reads_the_shapes_it_wants() -> None:
-    config = make(n_kv_heads=8)
-    shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
-    assert shape.hidden_size == 4096
-    assert shape.total_num_hidden_layers == 32
-    assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == (32, 8)
-    assert shape.head_size == 128
-    assert shape.vocab_size == 126464
-    assert shape.num_experts == 0
-    assert shape.derived_max_model_len_and_key[0] == 4096
-
-
-def test_upstream_does_not_take_it_for_its_own_kind_of_diffusion() -> None:
-    assert not hasattr(make(), "canvas_length")
 
 
 def test_hugging_face_names_alone() -> None:
@@ -115,13 +83,6 @@ def test_absent_keys_take_the_public_defaults() -> None:
     assert config.rms_norm_eps == 1e-5
     assert config.scale_logits is False
     assert config.include_bias is False
-
-
-def test_copies_and_round_trips() -> None:
-    config = make(n_kv_heads=8)
-    assert LLaDAConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
-    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
-    assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize(
