@@ -25,9 +25,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference import llada_model
 from tests.reference.block_models import REFERENCES as BLOCK_REFERENCES
 from tests.reference.dream_model import DreamReference
+from tests.reference.llada_model import LLaDAReference
 from tests.reference.llada_moe_model import LLaDAMoEReference
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # not only pytest runs this
@@ -342,7 +342,7 @@ def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return DreamReference.tensor_shapes(config)
     if architecture.startswith("LLaDAMoE"):
         return LLaDAMoEReference.tensor_shapes(config)
-    return llada_model.tensor_shapes(llada_model.LLaDASettings.from_config(config))
+    return LLaDAReference.tensor_shapes(config)
 
 
 def random_weights(

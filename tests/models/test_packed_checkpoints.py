@@ -241,7 +241,7 @@ def write(folder: Path, format_: str) -> LLaDAReference:
         tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
     save_file(tensors, file, {"format": "pt"})
     (folder / "model.safetensors.index.json").unlink()
-    return LLaDAReference(reference.settings, weights)
+    return LLaDAReference(reference.config, weights)
 
 
 @pytest.mark.parametrize("format_", CONFIGS)

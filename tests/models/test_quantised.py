@@ -136,7 +136,7 @@ def widened(folder: Path, reference: LLaDAReference) -> LLaDAReference:
         for name, tensor in tensors.items():
             if tensor.dtype == torch.int8:
                 weights[name] = tensor.float() * tensors[f"{name}_scale"]
-    return LLaDAReference(reference.settings, weights)
+    return LLaDAReference(reference.config, weights)
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,8 @@ class LlamaReference:
         self.config = DEFAULTS | config
         self.weights = dict(weights)
         self.head_dim = head_width(config)
+        self.embedding_scale = self.logits_scale = 1.0
+        self.rotates_in_fp32 = False
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> Self:
@@ -136,20 +138,21 @@ class LlamaReference:
         The window attends to itself and to the rows of `past` at other positions, or to those that
         it `sees` [W, W]. Returned are the rows of `past` overwritten by those of the window.
         """
-        eps, embedding = self.config["rms_norm_eps"], self.weights[self.embedding]
-        x, fresh = embedding[ids], []
+        embedding, fresh = self.weights[self.embedding], []
+        x = embedding[ids] * self.embedding_scale
         for layer in range(self.config["num_hidden_layers"]):
             block = f"model.layers.{layer}"
-            h = rms_norm(x, self.weights[f"{block}.input_layernorm.weight"], eps)
+            h = self.normed(f"{block}.input_layernorm", x)
             q, k, v = self.heads(f"{block}.{self.attention_name}", h, positions)
             a = attention(q, *seen_by_window(past, layer, positions, k, v), sees)
             x = x + self.joined(f"{block}.{self.attention_name}", a.transpose(1, 2).flatten(2))
-            h = rms_norm(x, self.weights[f"{block}.post_attention_layernorm.weight"], eps)
+            h = self.normed(f"{block}.post_attention_layernorm", x)
             x = x + self.mlp(layer, h)
             fresh.append((k, v))
-        x = rms_norm(x, self.weights["model.norm.weight"], eps)
+        x = self.normed("model.norm", x)
         is_tied = self.config["tie_word_embeddings"]
-        logits = functional.linear(x, embedding if is_tied else self.weights["lm_head.weight"])
+        logits = functional.linear(x, embedding) if is_tied else self.linear("lm_head", x)
+        logits = logits * self.logits_scale
         window = KeyValues(tuple(positions), tuple(fresh))
         return logits, window if past is None else past.overwrite(window)
 
@@ -175,17 +178,24 @@ class LlamaReference:
         return self.linear(f"{path}.down_proj", gate * self.linear(f"{path}.up_proj", h))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
+        name = self.stored(name)
         return functional.linear(
             x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         )
 
     def normed(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
+        gain = self.weights[f"{self.stored(name)}.weight"]
+        return rms_norm(x, gain, self.config["rms_norm_eps"])
+
+    def stored(self, name: str) -> str:
+        """What the checkpoint calls a module of Llama's."""
+        return name
 
     def rotated(self, x: Tensor, positions: Sequence[int]) -> Tensor:
         """The first channels of each head [B, H, T, hd] turned, all of them unless said."""
         turned = int(self.head_dim * self.config.get("partial_rotary_factor", 1.0))
-        first = rotate(x[..., :turned], self.config["rope_theta"], False, positions)
+        theta, in_fp32 = self.config["rope_theta"], self.rotates_in_fp32
+        first = rotate(x[..., :turned], theta, in_fp32, positions)
         return torch.cat([first, x[..., turned:]], dim=-1)
 
 
