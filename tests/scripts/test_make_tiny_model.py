@@ -28,6 +28,7 @@ from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import BatchMaker, Example, balanced_draws, train
 
+from tests.checkpoints import checkpoint_shapes
 from tests.reference.llada_model import LLaDAReference
 from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork
 
@@ -260,30 +261,9 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_weights_have_the_released_names_and_shapes(model: Path):
-    config = read_config(model)
-    width, ff_width, rows = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
-    block = {
-        "attn_norm": (width,),
-        "q_proj": (width, width),
-        "k_proj": (width, width),
-        "v_proj": (width, width),
-        "attn_out": (width, width),
-        "ff_norm": (width,),
-        "ff_proj": (ff_width, width),
-        "up_proj": (ff_width, width),
-        "ff_out": (width, ff_width),
-    }
-    expected = {
-        "model.transformer.wte.weight": (rows, width),
-        "model.transformer.ln_f.weight": (width,),
-        "model.transformer.ff_out.weight": (rows, width),
-    } | {
-        f"model.transformer.blocks.{layer}.{name}.weight": shape
-        for layer in range(NUM_LAYERS)
-        for name, shape in block.items()
-    }
     tensors = read_tensors(model)
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert found == checkpoint_shapes(read_config(model))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert len(list(model.glob("model-*-of-*.safetensors"))) >= 2
 

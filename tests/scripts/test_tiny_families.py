@@ -29,6 +29,7 @@ from tiny_model.settings import (
 from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import Example, train
 
+from tests.checkpoints import checkpoint_shapes
 from tests.reference.block_models import REFERENCES
 from tests.reference.decode import aligned
 from tests.reference.dream_model import DreamReference
@@ -212,116 +213,31 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width, num_heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim", width // num_heads)
-    q_width, kv_width = num_heads * head_dim, config["num_key_value_heads"] * head_dim
-    return {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (q_width, width),
-        "self_attn.k_proj.weight": (kv_width, width),
-        "self_attn.v_proj.weight": (kv_width, width),
-        "self_attn.o_proj.weight": (width, q_width),
-    }
-
-
-def mlp_shapes(prefix: str, inner: int, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (inner, width),
-        f"{prefix}.up_proj.weight": (inner, width),
-        f"{prefix}.down_proj.weight": (width, inner),
-    }
-
-
-def whole_model(config: dict[str, Any], layer: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    rows, width = config["vocab_size"], config["hidden_size"]
-    return {
-        "model.embed_tokens.weight": (rows, width),
-        "model.norm.weight": (width,),
-        "lm_head.weight": (rows, width),
-    } | {
-        f"model.layers.{i}.{name}": shape
-        for i in range(config["num_hidden_layers"])
-        for name, shape in layer.items()
-    }
-
-
 @pytest.mark.parametrize(
-    ("family", "kind"),
+    ("family", "model_type", "architecture"),
     [
-        ("dream", ("Dream", ["DreamModel"])),
-        ("fast-dllm", ("Fast_dLLM_Qwen", ["Fast_dLLM_QwenForCausalLM"])),
+        ("dream", "Dream", "DreamModel"),
+        ("fast-dllm", "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM"),
+        ("sdar", "sdar", "SDARForCausalLM"),
+        ("llada2", "llada2_moe", "LLaDA2MoeModelLM"),
+        ("llada-moe", "llada", "LLaDAMoEModelLM"),
     ],
 )
-def test_tensors_of_families_with_biases(
-    checkpoints: dict[str, Path], family: str, kind: tuple[str, list[str]]
+def test_tensors_have_the_released_names_and_shapes(
+    checkpoints: dict[str, Path], family: str, model_type: str, architecture: str
 ) -> None:
     config = read_config(checkpoints[family])
-    assert (config["model_type"], config["architectures"]) == kind
-    assert config["num_key_value_heads"] < config["num_attention_heads"]
-    layer = attention_shapes(config)
-    for name in "qkv":
-        projection = f"self_attn.{name}_proj"
-        layer[f"{projection}.bias"] = layer[f"{projection}.weight"][:1]
-    layer |= mlp_shapes("mlp", config["intermediate_size"], config["hidden_size"])
-    assert shapes(checkpoints[family]) == whole_model(config, layer)
+    assert (config["model_type"], config["architectures"]) == (model_type, [architecture])
+    assert shapes(checkpoints[family]) == checkpoint_shapes(config)
 
 
-def test_sdar_tensors(checkpoints: dict[str, Path]) -> None:
-    config = read_config(checkpoints["sdar"])
-    assert (config["model_type"], config["architectures"]) == ("sdar", ["SDARForCausalLM"])
-    assert config["head_dim"] * config["num_attention_heads"] > config["hidden_size"]
-    layer = attention_shapes(config) | {
-        "self_attn.q_norm.weight": (config["head_dim"],),
-        "self_attn.k_norm.weight": (config["head_dim"],),
-    }
-    layer |= mlp_shapes("mlp", config["intermediate_size"], config["hidden_size"])
-    assert shapes(checkpoints["sdar"]) == whole_model(config, layer)
-
-
-def test_llada2_tensors(checkpoints: dict[str, Path]) -> None:
-    config = read_config(checkpoints["llada2"])
-    assert (config["model_type"], config["architectures"]) == ("llada2_moe", ["LLaDA2MoeModelLM"])
-    width, num_experts = config["hidden_size"], config["num_experts"]
-    num_heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-    head_dim, inner = config["head_dim"], config["moe_intermediate_size"]
-    shared = {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "attention.query_key_value.weight": (num_heads * head_dim, width),
-        "attention.query_layernorm.weight": (head_dim,),
-        "attention.key_layernorm.weight": (head_dim,),
-        "attention.dense.weight": (width, config["num_attention_heads"] * head_dim),
-    }
-    dense = shared | mlp_shapes("mlp", config["intermediate_size"], width)
-    sparse = shared | mlp_shapes("mlp.shared_experts", inner, width)
-    sparse |= {"mlp.gate.weight": (num_experts, width), "mlp.gate.expert_bias": (num_experts,)}
-    for j in range(num_experts):
-        sparse |= mlp_shapes(f"mlp.experts.{j}", inner, width)
-    rows = (config["vocab_size"], width)
-    wanted = {"model.word_embeddings.weight": rows, "lm_head.weight": rows}
-    wanted["model.norm.weight"] = (width,)
-    for i in range(config["num_hidden_layers"]):
-        layer = sparse if i >= config["first_k_dense_replace"] else dense
-        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    assert shapes(checkpoints["llada2"]) == wanted
-
-
-def test_moe_tensors(checkpoints: dict[str, Path]) -> None:
-    config = read_config(checkpoints["llada-moe"])
-    assert config["architectures"] == ["LLaDAMoEModelLM"]
-    assert config["moe_layer_freq"] == [1] * config["num_hidden_layers"]
-    width = config["hidden_size"]
-    head_dim = width // config["num_attention_heads"]
-    layer = attention_shapes(config) | {
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.k_norm.weight": (head_dim,),
-        "mlp.gate.weight": (config["num_experts"], width),
-    }
-    for j in range(config["num_experts"]):
-        layer |= mlp_shapes(f"mlp.experts.{j}", config["expert_intermediate_size"], width)
-    assert shapes(checkpoints["llada-moe"]) == whole_model(config, layer)
+def test_sizes_that_only_some_families_have(checkpoints: dict[str, Path]) -> None:
+    configs = {family: read_config(path) for family, path in checkpoints.items()}
+    for family in ("dream", "fast-dllm"):
+        assert configs[family]["num_key_value_heads"] < configs[family]["num_attention_heads"]
+    sdar, moe = configs["sdar"], configs["llada-moe"]
+    assert sdar["head_dim"] * sdar["num_attention_heads"] > sdar["hidden_size"]
+    assert moe["moe_layer_freq"] == [1] * moe["num_hidden_layers"]
 
 
 # --- forward pass ----------------------------------------------------------------------------
