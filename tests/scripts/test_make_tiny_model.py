@@ -30,7 +30,7 @@ from tiny_model.training import BatchMaker, Example, balanced_draws, train
 
 from tests.checkpoints import checkpoint_shapes
 from tests.reference.llada_model import LLaDAReference
-from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork
+from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork, committed
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -356,17 +356,10 @@ def test_commit_quotas(num_masked: int, steps: int, quotas: list[int]):
 
 def commit_order(confidence: list[float], setting: DecodingSetting) -> list[list[int]]:
     """Canvas positions committed by each step behind a prompt of two tokens."""
-    mask_id, order, seen = 99, [], set()
-
-    def record(rows: torch.Tensor) -> None:
-        filled = {i for i, token in enumerate(rows[0, 2:].tolist()) if token != mask_id}
-        order.append(sorted(filled - seen))
-        seen.update(filled)
-
     network = FixedNetwork([1.0, 1.0, *confidence])
-    rows = semi_autoregressive(network, torch.tensor([[0, 1]]), mask_id, setting, record)
-    assert rows[0].tolist() == list(range(2 + setting.canvas))
-    return order
+    tokens, order = committed(semi_autoregressive, network, 2, setting)
+    assert tokens == list(range(2 + setting.canvas))
+    return [[position - 2 for position in step] for step in order]
 
 
 def test_most_confident_positions_of_the_block_first():

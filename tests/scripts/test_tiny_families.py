@@ -45,6 +45,7 @@ QUICK = Plan(
     verifications=(DecodingSetting(canvas=8, steps=1, block_length=8),),
     required_share=0.0,
 )
+MASK = 99  # of networks that stand in
 TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
 EXAMPLES = [
     Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
@@ -339,8 +340,26 @@ def test_dream_quotas(num_masked: int, steps: int, quotas: list[int]) -> None:
     assert dream_quotas(num_masked, steps) == quotas
 
 
+def committed(
+    decode: Any, network: Any, num_prompt: int, setting: DecodingSetting
+) -> tuple[list[int], list[list[int]]]:
+    """The row that a loop fills behind a prompt, and the positions that each forward committed."""
+    order, seen = [], set(range(num_prompt))
+
+    def record(rows: torch.Tensor) -> None:
+        filled = {i for i, token in enumerate(rows[0].tolist()) if token != MASK}
+        order.append(sorted(filled - seen))
+        seen.update(filled)
+
+    prompt = network.tokens[None, :num_prompt]
+    rows = decode(network, prompt, MASK, setting, record)
+    return rows[0].tolist(), order
+
+
 class FixedNetwork:
     """Logits by position only: token i at position i, with the given logit, 0 elsewhere."""
+
+    tokens = torch.arange(100)
 
     def __init__(self, peaks: list[float]) -> None:
         self._peaks = torch.tensor(peaks)
@@ -354,25 +373,17 @@ class FixedNetwork:
 
 
 def test_dream_commits_the_lowest_entropy_first() -> None:
-    mask_id, order = 99, []
-    seen: set[int] = set()
-
-    def record(rows: torch.Tensor) -> None:
-        filled = {i for i, token in enumerate(rows[0, 2:].tolist()) if token != mask_id}
-        order.append(sorted(filled - seen))
-        seen.update(filled)
-
     network = FixedNetwork([1.0, 1.0, 3.0, 9.0, 4.0, 6.0, 9.0, 7.0, 8.0, 5.0])
-    setting = DecodingSetting(canvas=8, steps=4)
-    rows = dream(network, torch.tensor([[0, 1]]), mask_id, setting, record)
-    assert rows[0].tolist() == list(range(10))
-    assert order == [[1], [4, 6], [3, 5], [0, 2, 7]]  # a tie goes to the lowest position
+    tokens, order = committed(dream, network, 2, DecodingSetting(canvas=8, steps=4))
+    assert tokens == list(range(10))
+    assert order == [[3], [6, 8], [5, 7], [2, 4, 9]]  # a tie goes to the lowest position
 
 
 class ConfidentNetwork:
     """Token i + 10 at position i, alone with the probabilities that it is given."""
 
     block_length = 4
+    tokens = torch.arange(10, 100)
 
     def __init__(self, probabilities: list[float]) -> None:
         self._probabilities = torch.tensor(probabilities)
@@ -382,33 +393,19 @@ class ConfidentNetwork:
         p = self._probabilities[:length, None].double()
         wanted = torch.arange(10, 10 + length)[:, None] == torch.arange(100)
         logits = torch.where(wanted, p.log(), ((1 - p) / 98).log())
-        logits[:, 99] = 9.0  # the mask
+        logits[:, MASK] = 9.0
         return logits.repeat(len(ids), 1, 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
 
-def decoded(
-    decode: Any, probabilities: list[float], setting: DecodingSetting, num_prompt: int = 3
-) -> tuple[list[int], list[list[int]]]:
-    """The tokens behind a prompt, and the positions that each forward committed."""
-    order, seen = [], set(range(num_prompt))
-
-    def record(rows: torch.Tensor) -> None:
-        filled = {i for i, token in enumerate(rows[0].tolist()) if token != 99}
-        order.append(sorted(filled - seen))
-        seen.update(filled)
-
-    prompt = torch.arange(10, 10 + num_prompt)[None]
-    rows = decode(ConfidentNetwork(probabilities), prompt, 99, setting, record)
-    return rows[0].tolist(), order
-
-
 def test_low_confidence_dynamic_commits_what_is_sure_or_the_quota() -> None:
     setting = DecodingSetting(canvas=6, steps=8, block_length=4)
     p = [1.0, 1.0, 1.0, 0.2, 0.95, 0.9, 0.3, 0.91, 0.5, 0.4, 0.6, 0.7]
-    tokens, order = decoded(partial(low_confidence_dynamic, threshold=0.9), p, setting)
+    tokens, order = committed(
+        partial(low_confidence_dynamic, threshold=0.9), ConfidentNetwork(p), 3, setting
+    )
     assert tokens == list(range(10, 19))  # the last block is whole, the answer is not
     assert order == [[3], [4, 7], [5], [6], [11], [10], [8], [9]]
 
@@ -416,7 +413,9 @@ def test_low_confidence_dynamic_commits_what_is_sure_or_the_quota() -> None:
 def test_low_confidence_dynamic_counts_no_finished_position_to_the_quota() -> None:
     setting = DecodingSetting(canvas=5, steps=2, block_length=4)
     p = [1.0, 1.0, 1.0, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert decoded(partial(low_confidence_dynamic, threshold=2.0), p, setting)[1] == [
+    assert committed(
+        partial(low_confidence_dynamic, threshold=2.0), ConfidentNetwork(p), 3, setting
+    )[1] == [
         [3],
         [4, 5, 6, 7],
     ]
@@ -426,6 +425,6 @@ def test_hierarchy_block_seeds_a_block_and_fills_its_parts_in_order() -> None:
     setting = DecodingSetting(canvas=9, steps=9, block_length=4)
     p = [1.0, 1.0, 1.0, 0.2, 0.1, 0.3, 0.95, 0.99, 0.5, 0.4, 0.7, 0.6]
     loop = partial(hierarchy_block, threshold=0.9, sub_block_length=2)
-    tokens, order = decoded(loop, p, setting)
+    tokens, order = committed(loop, ConfidentNetwork(p), 3, setting)
     assert tokens == list(range(10, 22))
     assert order == [[3], [4], [5], [6, 7], [8], [9], [10], [11]]
