@@ -3,32 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from make_dummy_checkpoint import configuration
 
+from tests.models.test_family_configs import make as make_any
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import FAMILIES, LLADA
 from vllm.diffusion.models.config import config_classes
-from vllm.diffusion.models.llada import LLaDAConfig
 
-# The sizes and options of the public GSAI-ML/LLaDA-8B-Instruct.
-RELEASED = configuration("llada")
-
-
-def make(**overrides: Any) -> LLaDAConfig:
-    config = LLaDAConfig.from_dict({**RELEASED, **overrides})
-    assert isinstance(config, LLaDAConfig)
-    return config
-
-
-def make_without(*keys: str, **overrides: Any) -> LLaDAConfig:
-    values = {key: value for key, value in {**RELEASED, **overrides}.items() if key not in keys}
-    config = LLaDAConfig.from_dict(values)
-    assert isinstance(config, LLaDAConfig)
-    return config
+make = partial(make_any, "llada")
 
 
 def test_released_config_under_both_names() -> None:
@@ -47,7 +32,7 @@ def test_released_config_under_both_names() -> None:
 
 
 def test_hugging_face_names_alone() -> None:
-    config = make_without(
+    config = make(
         *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size"),
         *("max_sequence_length", "weight_tying", "activation_type"),
         hidden_size=64,
@@ -78,7 +63,7 @@ def test_nulls_follow_other_keys() -> None:
 
 
 def test_absent_keys_take_the_public_defaults() -> None:
-    config = make_without("rope_theta", "rms_norm_eps", "scale_logits", "include_bias")
+    config = make("rope_theta", "rms_norm_eps", "scale_logits", "include_bias")
     assert config.rope_theta == 10000.0
     assert config.rms_norm_eps == 1e-5
     assert config.scale_logits is False
@@ -90,49 +75,8 @@ def test_absent_keys_take_the_public_defaults() -> None:
 )
 def test_keys_without_a_safe_default_are_required(key: str) -> None:
     with pytest.raises(ModelConfigError, match=key) as refused:
-        make_without(key)
+        make(key)
     assert (refused.value.key, refused.value.given) == (key, None)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("block_type", "sequential", {}),
-        ("activation_type", "swiglu", {}),
-        ("layer_norm_type", "default", {}),
-        ("layer_norm_with_affine", False, {}),
-        ("attention_layer_norm_with_affine", False, {"attention_layer_norm": True}),
-        ("rope", False, {}),
-        ("alibi", True, {}),
-        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}, {}),
-        ("clip_qkv", 8.0, {}),
-        ("bias_for_layer_norm", True, {}),
-        ("bias_for_layer_norm", None, {"include_bias": True}),  # null follows include_bias
-        ("n_kv_heads", 8, {"multi_query_attention": True}),
-        ("n_kv_heads", 8, {"multi_query_attention": False}),
-        ("n_kv_heads", 5, {}),
-        ("n_heads", 33, {}),
-        ("n_heads", 4096, {}),  # heads of one channel cannot be rotated
-        ("block_group_size", 5, {}),
-        ("embedding_size", 126463, {}),
-        ("mask_token_id", 126464, {}),
-        ("mask_token_id", None, {}),
-        ("d_model", "4096", {}),
-        ("n_layers", 0, {}),
-        ("n_layers", True, {}),
-        ("max_sequence_length", -1, {}),
-        ("mlp_hidden_size", 1.5, {}),
-        ("rope_theta", 0, {}),
-        ("rms_norm_eps", "1e-5", {}),
-    ],
-)
-def test_refusals_name_key_given_and_wanted(key: str, value: Any, others: dict[str, Any]) -> None:
-    with pytest.raises(ModelConfigError) as refused:
-        make(**{key: value, **others})
-    assert refused.value.key == key
-    assert refused.value.given == value
-    assert refused.value.wanted
-    assert key in str(refused.value)
 
 
 @pytest.mark.parametrize("architecture", ["SomethingElseLM", "LlamaForCausalLM"])
