@@ -220,6 +220,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         attention_backends, "can_be_captured", lambda dtype, dim, _: real(dtype, dim, cuda)
     )
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: True)
+    monkeypatch.setattr(
+        attention_backends.ops, "has_attention", lambda heads, _: heads.dtype == torch.bfloat16
+    )
+    monkeypatch.setattr(attention_backends, "num_multiprocessors", lambda _: 132)
     upstream = ModuleType("vllm.vllm_flash_attn")
     upstream.is_fa_version_supported = lambda version: version == 3  # type: ignore[attr-defined]
     upstream.flash_attn_varlen_func = plain_flash  # type: ignore[attr-defined]
@@ -268,16 +272,17 @@ def shaped(layout: AttentionLayout, dtype: torch.dtype = torch.bfloat16) -> torc
     ("sequences", "queries", "keys", "wanted"),
     [
         (1, 32, 200_000, Backend.SPLIT),  # the rows that are read
-        (32, 32, 4096, Backend.SPLIT),  # windows to kept keys
+        (8, 32, 4096, Backend.SPLIT),  # windows to kept keys
+        (32, 32, 4096, Backend.TILED),
         (1, 256, 256, Backend.SPLIT),  # one short sequence
-        (8, 256, 256, Backend.SPLIT),
-        (1, 1000, 1000, Backend.SPLIT),
+        (8, 256, 256, Backend.TILED),
+        (1, 1000, 1000, Backend.TILED),
         (1, 1024, 1024, Backend.SDPA),
         (3, 1024, 1024, Backend.SDPA),
-        (1, 1000, 4096, Backend.SPLIT),  # rows that are read
+        (1, 1000, 4096, Backend.TILED),  # rows that are read
         (1, 1000, 16384, Backend.SDPA),
         (1, 4096, 65536, Backend.SDPA),  # a chunk
-        (2, 256, 65536, Backend.SPLIT),
+        (2, 256, 65536, Backend.TILED),
     ],
 )
 def test_choice_by_shape(
@@ -288,7 +293,7 @@ def test_choice_by_shape(
     q = shaped(layout)
     assert choose_backend(q, layout) is wanted
     captured = choose_backend(q, layout._replace(spans=None))
-    assert captured is Backend.SPLIT
+    assert captured is (Backend.TILED if len(q) * 32 >= 96 * 132 else Backend.SPLIT)
     hopper.is_fa_version_supported = lambda _: True  # type: ignore[attr-defined]
     attention_backends._flash3.cache_clear()
     is_flash3 = sequences == 1 and queries >= 512
@@ -300,7 +305,7 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     q, few = shaped(long), shaped(window)
     assert choose_backend(shaped(long, torch.float32), long) is Backend.SDPA
     assert [backend for backend in Backend if can_serve(backend, q, long)] == list(Backend)
-    assert choose_backend(q, layout_of(1, 16384, 0)) is Backend.SPLIT
+    assert choose_backend(q, layout_of(1, 16384, 0)) is Backend.TILED
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
     assert choose_backend(few, window) is Backend.FLASH
     hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
@@ -311,20 +316,38 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     assert choose_backend(q, long) is Backend.SDPA
 
 
-def test_choice_for_keys_in_pages(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that splits the keys reads them where they lie; else they are copied together."""
-    pages = PageTable(torch.zeros(1024, dtype=torch.int32), 64)
-    for layout in (layout_of(1, 16384, 65536), layout_of(1, 1024, 1024), layout_of(32, 32, 4096)):
-        q = shaped(layout)
-        paged = layout._replace(pages=pages)
-        assert choose_backend(q, paged) is Backend.SPLIT
-        assert choose_backend(q, paged._replace(spans=None)) is Backend.SPLIT
-        served = [backend for backend in Backend if can_serve(backend, q, paged)]
-        assert served == [Backend.SDPA, Backend.SPLIT]
-        assert choose_backend(shaped(layout, torch.float32), paged) is Backend.SDPA
+@pytest.mark.parametrize(
+    ("sequences", "queries", "keys", "wanted"),
+    [
+        (1, 16384, 65536, Backend.TILED),
+        (1, 1024, 1024, Backend.TILED),
+        (32, 32, 4096, Backend.TILED),
+        (8, 32, 4096, Backend.SPLIT),
+    ],
+)
+def test_choice_for_keys_in_pages(
+    hopper: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    sequences: int,
+    queries: int,
+    keys: int,
+    wanted: Backend,
+) -> None:
+    """Our kernels read them where they lie; else they are copied together."""
+    layout = layout_of(sequences, queries, keys)
+    q = shaped(layout)
+    paged = layout._replace(pages=PageTable(torch.zeros(1024, dtype=torch.int32), 64))
+    assert choose_backend(q, paged) is wanted
+    assert choose_backend(q, paged._replace(spans=None)) is wanted
+    served = [backend for backend in Backend if can_serve(backend, q, paged)]
+    assert served == [Backend.SDPA, Backend.SPLIT, Backend.TILED]
+    assert choose_backend(shaped(layout, torch.float32), paged) is Backend.SDPA
+    other = paged._replace(pages=paged.pages._replace(size=128))
+    assert choose_backend(q, other) is Backend.SPLIT
     assert reads_pages(q.dtype, 128, q.device)
     assert not reads_pages(torch.float32, 128, q.device)
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
+    monkeypatch.setattr(attention_backends.ops, "has_attention", lambda *_: False)
     assert choose_backend(q, paged) is Backend.SDPA
     assert not reads_pages(q.dtype, 128, q.device)
 

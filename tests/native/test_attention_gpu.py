@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random as random_numbers
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spa
     assert torch.equal(out, result)
 
 
-@pytest.mark.parametrize("backend", [Backend.SDPA, Backend.SPLIT])
+@pytest.mark.parametrize("backend", [Backend.SDPA, Backend.SPLIT, Backend.TILED])
 @pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS)
 @pytest.mark.parametrize("spans", PAGED_LAYOUTS.values(), ids=PAGED_LAYOUTS)
 def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spans):
@@ -137,7 +138,9 @@ def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_head
     wanted = definition(q, k, v, spans)
     *stored, pages = in_pages(k, v, PAGE_SIZE)
     layout = AttentionLayout.of(spans, "cuda", pages)
-    assert choose_backend(q, layout) is Backend.SPLIT
+    assert choose_backend(q, layout) in (Backend.SPLIT, Backend.TILED)
+    if not can_serve(backend, q, layout):
+        pytest.skip(f"{backend} does not take {dtype}")
     result = attend(q, *stored, layout, backend=backend)
     assert result.is_contiguous() and result.dtype == dtype
     assert_close(result, wanted, dtype)
@@ -240,8 +243,9 @@ def test_a_graph_follows_its_layout(generator, backend, dtype, num_heads, num_kv
         assert_close(result, definition(q, k, v, spans), dtype)
 
 
+@pytest.mark.parametrize("backend", [Backend.SPLIT, Backend.TILED])
 @pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS[:2])
-def test_a_graph_follows_its_table(generator, dtype, num_heads, num_kv_heads):
+def test_a_graph_follows_its_table(generator, backend, dtype, num_heads, num_kv_heads):
     """The table and what it names may change between replays."""
     num_rows = 96
     q = random(generator, dtype, num_rows, num_heads, HEAD_DIM)
@@ -250,16 +254,45 @@ def test_a_graph_follows_its_table(generator, dtype, num_heads, num_kv_heads):
     # the last sequence pads the rows: it has no keys, and its first one lies past the table
     spans = [Span(0, 32, 0, 2000), Span(32, 90, 2048, 5000), Span(90, 96, 10**9, 10**9)]
     layout = AttentionLayout.of(spans, "cuda", pages)._replace(spans=None, max_keys=NUM_KEYS)
-    attend(q, *stored, layout)
+    if not can_serve(backend, q, layout):
+        pytest.skip(f"{backend} does not take {dtype}")
+    attend(q, *stored, layout, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = attend(q, *stored, layout)
+        result = attend(q, *stored, layout, backend=backend)
     for seed in range(3):
         *others, table = in_pages(k, v, PAGE_SIZE, seed)
         for old, new in zip((*stored, pages.rows), (*others, table.rows), strict=True):
             old.copy_(new)
         graph.replay()
         assert_close(result, definition(q, k, v, spans), dtype)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("backend", [Backend.SPLIT, Backend.TILED])
+def test_many_sequences_of_any_length(generator, backend, seed):
+    """More tiles than a card runs at once, of all lengths of queries, keys and blocks."""
+    numbers = random_numbers.Random(seed)
+    num_heads, num_kv_heads = numbers.choice([(8, 8), (16, 4), (28, 4), (6, 3)])
+    spans, end = [], 0
+    for _ in range(numbers.choice([3, 60, 300])):
+        first_key = numbers.randrange(0, NUM_KEYS - 64, PAGE_SIZE)
+        num_keys = numbers.choice([0, 1, 63, 128, numbers.randrange(NUM_KEYS)])
+        num_keys = min(num_keys, NUM_KEYS - first_key)
+        count = numbers.choice([0, 1, numbers.randrange(40), numbers.randrange(400)])
+        block = numbers.choice([0, 0, 4, 32, 7])
+        first = numbers.randrange(max(num_keys - count, 0) + 1) if block else 0
+        count = min(count, num_keys - first) if block else count
+        spans.append(Span(end, end + count, first_key, first_key + num_keys, block, first))
+        end += count
+    q = random(generator, torch.bfloat16, max(end, 1), num_heads, HEAD_DIM)[:end]
+    k, v = (random(generator, torch.bfloat16, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
+    *stored, pages = in_pages(k, v, PAGE_SIZE)
+    layout = AttentionLayout.of(spans, "cuda", pages)
+    if not can_serve(backend, q, layout):
+        pytest.skip(f"{backend} is not there")
+    result = attend(q, *stored, layout, backend=backend)
+    assert_close(result, definition(q, k, v, spans), torch.bfloat16)
 
 
 def test_choice():
@@ -279,6 +312,8 @@ def test_choice():
     assert chosen(64, 64, dtype=torch.float32) is Backend.SDPA
     assert chosen(32, 4096) is Backend.SPLIT
     assert chosen(32, 4096, 8, captured=True) is Backend.SPLIT
-    assert chosen(512, 512, 8) is Backend.SPLIT
+    many = Backend.TILED if torch.cuda.get_device_capability() == (9, 0) else Backend.SPLIT
+    assert chosen(512, 512, 8) is many
+    assert chosen(512, 512, 8, dtype=torch.float16) is Backend.SPLIT
     assert chosen(16384, 16384) in (Backend.SDPA, Backend.FLASH3)
-    assert chosen(16384, 16384, captured=True) is Backend.SPLIT
+    assert chosen(16384, 16384, captured=True) is many

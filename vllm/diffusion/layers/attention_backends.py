@@ -18,7 +18,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vllm.diffusion.layers.devices import capability
+from vllm.diffusion import ops
+from vllm.diffusion.layers.devices import capability, num_multiprocessors
 from vllm.diffusion.layers.split_attention import can_split, split_attention
 from vllm.diffusion.spans import Span, check_tiling
 
@@ -45,6 +46,7 @@ class Backend(enum.Enum):
     FLASH = "torch's variable-length flash kernel, one launch for all sequences"
     FLASH3 = "upstream's FlashAttention 3, of one sequence"
     SPLIT = "our Triton kernel, one launch for all sequences; with few queries the keys are split"
+    TILED = "our CUDA kernel for Hopper, one launch for all sequences, for as many as fill the card"
 
 
 # What the choice among them goes by; docs/performance.md, section Attention, has the measurements.
@@ -57,6 +59,9 @@ _KEYS_OF_WHOLE = 1024
 # Rows that are read after the last layer may be others in every step. With this many keys a step
 # takes so long that the plan does not matter.
 _KEYS_OF_PART = 16384
+# Rows, of one head each, for every multiprocessor, from which tiles of queries fill a card: three
+# quarters of a tile of 128. With fewer the keys are split.
+_ROWS_OF_HEADS = 96
 # Of a sequence on a grid of blocks, where torch's attention computes it: queries under one mask.
 _MASKED_KEYS = 256
 
@@ -117,6 +122,8 @@ def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
     """Whether a backend computes attention of these tensors at all."""
     if backend is Backend.SDPA:
         return layout.spans is not None
+    if backend is Backend.TILED:
+        return _fits_tiles(q, layout)
     if backend is not Backend.SPLIT and _is_in_pages_or_blocks(layout):
         return False
     if not can_be_captured(q.dtype, q.shape[2], q.device):
@@ -133,23 +140,36 @@ def available_backends(
     """Those that serve heads of this kind in some shape."""
     if not can_be_captured(dtype, head_dim, device):
         return (Backend.SDPA,)
-    rest = Backend.SPLIT if can_split(dtype, head_dim, device) else Backend.FLASH
-    return (Backend.SDPA, *([Backend.FLASH3] if _flash3(device) else []), rest)
+    found = [Backend.SDPA]
+    if _flash3(device):
+        found.append(Backend.FLASH3)
+    if ops.has_attention(torch.empty(0, 1, head_dim, dtype=dtype, device=device), 1):
+        found.append(Backend.TILED)
+    found.append(Backend.SPLIT if can_split(dtype, head_dim, device) else Backend.FLASH)
+    return tuple(found)
 
 
 def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     """The fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
+    ours = Backend.TILED if _fills_card(q, layout) else Backend.SPLIT
     if _is_in_pages_or_blocks(layout):
-        return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.SDPA
+        return ours if can_serve(ours, q, layout) else Backend.SDPA
     spans = layout.spans or ()
     if spans and min(span.num_queries for span in spans) >= _MANY_QUERIES:
         if can_serve(Backend.FLASH3, q, layout):
             return Backend.FLASH3
         if all(_is_worth_a_plan(span) for span in spans):
             return Backend.SDPA
-    return Backend.SPLIT if can_serve(Backend.SPLIT, q, layout) else Backend.FLASH
+    return ours if can_serve(ours, q, layout) else Backend.FLASH
+
+
+def _fills_card(q: Tensor, layout: AttentionLayout) -> bool:
+    """Whether there are queries for every multiprocessor, and the kernel that wants so many."""
+    if not can_serve(Backend.TILED, q, layout):
+        return False
+    return q.shape[0] * q.shape[1] >= _ROWS_OF_HEADS * num_multiprocessors(q.device)
 
 
 def _is_worth_a_plan(span: Span) -> bool:
@@ -281,10 +301,27 @@ def _attend_flash3(
     )
 
 
+def _fits_tiles(q: Tensor, layout: AttentionLayout) -> bool:
+    pages = layout.pages
+    if pages is not None and pages.size != ops.ATTENTION_PAGE:
+        return False
+    return ops.has_attention(q, len(layout.key_counts))
+
+
+def _attend_tiled(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
+) -> Tensor:
+    """Attention of all sequences in one launch, tiles of queries by turns."""
+    page_rows = None if layout.pages is None else layout.pages.rows
+    attended = ops.Attended(*layout[:3], layout.block_lengths, layout.firsts, page_rows)
+    return ops.attention(q, k, v, attended, out)
+
+
 _Attend: TypeAlias = "Callable[[Tensor, Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]"
 _ATTEND: dict[Backend, _Attend] = {
     Backend.SDPA: _attend_each,
     Backend.FLASH: _attend_packed,
     Backend.FLASH3: _attend_flash3,
     Backend.SPLIT: split_attention,
+    Backend.TILED: _attend_tiled,
 }

@@ -52,11 +52,21 @@ from vllm.diffusion.ops.sampling import (
     token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
-from vllm_add_llada.cuda_kernels.fused_ops import Kept, Packed, QuantisedRows
+from vllm_add_llada.cuda_kernels.fused_ops import (
+    ATTENTION_PAGE,
+    Attended,
+    Kept,
+    Packed,
+    QuantisedRows,
+    attention,
+    has_attention,
+)
 
 __all__ = [
+    "ATTENTION_PAGE",
     "SOFTMAX",
     "Array",
+    "Attended",
     "Collectives",
     "ExpertWeights",
     "Fp8Projection",
@@ -86,9 +96,11 @@ __all__ = [
     "adopt_scheme",
     "align_ranks",
     "apply_rotary",
+    "attention",
     "candidates",
     "empty_packed",
     "gather_columns",
+    "has_attention",
     "join_ranks",
     "kind_of",
     "kind_of_head",

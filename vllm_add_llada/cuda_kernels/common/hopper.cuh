@@ -141,21 +141,23 @@ DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
 #undef DEFINE_MULTIPLY
 
 // The same with a in registers, as the threads of a warp have 16 of its rows: pairs of row lane / 4
-// and of the eighth after it, at depth lane % 4 * 2, and both again 8 deeper.
-#define DEFINE_MULTIPLY(count, columns, a0, a1, a2, a3, b_name, flag_name)                     \
-  __device__ inline void multiply(float (&d)[count], const uint32_t (&a)[4], uint64_t b,       \
-                                  int accumulate) {                                           \
+// and of the eighth after it, at depth lane % 4 * 2, and both again 8 deeper. Transposed: b [16, N],
+// 64 of whose columns are rows of a swizzled atom, the next 64 as far behind as its descriptor says.
+#define DEFINE_MULTIPLY(name, count, columns, tail, a0, a1, a2, a3, b_name, flag_name)         \
+  __device__ inline void name(float (&d)[count], const uint32_t (&a)[4], uint64_t b,           \
+                              int accumulate) {                                               \
     asm volatile(                                                                             \
         "{\n.reg .pred p;\nsetp.ne.b32 p, " flag_name ", 0;\n"                               \
         "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 {" NAMES_##count "}, " \
-        "{" a0 ", " a1 ", " a2 ", " a3 "}, " b_name ", p, 1, 1, 0;\n}\n"                      \
+        "{" a0 ", " a1 ", " a2 ", " a3 "}, " b_name ", p, 1, 1, " tail ";\n}\n"               \
         : SUMS_##count(0)                                                                     \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));               \
   }
-DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18", "%19", "%20", "%21")
-DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34", "%35", "%36", "%37")
-DEFINE_MULTIPLY(64, "128", "%64", "%65", "%66", "%67", "%68", "%69")
-DEFINE_MULTIPLY(128, "256", "%128", "%129", "%130", "%131", "%132", "%133")
+DEFINE_MULTIPLY(multiply, 16, "32", "0", "%16", "%17", "%18", "%19", "%20", "%21")
+DEFINE_MULTIPLY(multiply, 32, "64", "0", "%32", "%33", "%34", "%35", "%36", "%37")
+DEFINE_MULTIPLY(multiply, 64, "128", "0", "%64", "%65", "%66", "%67", "%68", "%69")
+DEFINE_MULTIPLY(multiply, 128, "256", "0", "%128", "%129", "%130", "%131", "%132", "%133")
+DEFINE_MULTIPLY(multiply_transposed, 64, "128", "1", "%64", "%65", "%66", "%67", "%68", "%69")
 #undef DEFINE_MULTIPLY
 // clang-format on
 

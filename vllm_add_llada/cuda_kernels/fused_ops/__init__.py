@@ -3,10 +3,11 @@
 in one kernel with what follows them, of bf16, fp8 (`QuantisedRows`) or 4 bits (`Packed`).
 
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, but for
-the operations on experts and 4-bit weights, which say so (`has_router`, `has_grouped_gemm`,
-`has_packed_linear`).
+attention and the operations on experts and 4-bit weights, which say so (`has_attention`,
+`has_router`, `has_grouped_gemm`, `has_packed_linear`).
 """
 
+from ._attention import ATTENTION_PAGE, Attended, attention, has_attention
 from ._experts import gated_gemm, has_grouped_gemm, has_router, route_rows, weighted_gemm
 from ._linear import Epilogue, Tiling, fused_linear, has_fused_linear
 from ._ops import (
@@ -36,7 +37,9 @@ from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_rank
 from .reference import Kept
 
 __all__ = [
+    "ATTENTION_PAGE",
     "FP8",
+    "Attended",
     "Epilogue",
     "Kept",
     "Meeting",
@@ -45,6 +48,7 @@ __all__ = [
     "Tiling",
     "add_linear_fp8",
     "apply_rotary",
+    "attention",
     "call_counts",
     "flag_bytes",
     "fused_linear",
@@ -53,6 +57,7 @@ __all__ = [
     "gated_gemm",
     "gather_ranks",
     "has_add_linear_fp8",
+    "has_attention",
     "has_fused_linear",
     "has_grouped_gemm",
     "has_packed_linear",

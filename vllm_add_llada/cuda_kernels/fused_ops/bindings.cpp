@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "attention.h"
 #include "fused_ops.h"
 #include "grouped_gemm.h"
 #include "linear.h"
@@ -26,6 +27,10 @@ struct Given<RouterScoring> : GivenMembers<RouterScoring, bool, int, int, bool, 
 
 template <>
 struct Given<KeptRows> : GivenMembers<KeptRows, Rows, Rows, Rows, Integers, int64_t, int64_t> {};
+
+template <>
+struct Given<Attended> : GivenMembers<Attended, const int*, const int*, const int*, const int*,
+                                      const int*, const int*, int> {};
 
 template <>
 struct Given<LookUp> {
@@ -158,6 +163,12 @@ void bind_products(Module& module) {
   }
 }
 
+void bind_attention(Module& module) {
+  using P = AttentionParams;
+  module.function("attention", &launch_attention, FIELD(q), FIELD(k), FIELD(v), FIELD(out),
+                  FIELD(attended), FIELD(num_keys), FIELD(scale), FIELD(num_blocks));
+}
+
 void bind_ranks(Module& module) {
   {
     using P = SumRanksParams;
@@ -185,9 +196,12 @@ PYBIND11_MODULE(_fused_ops, python_module) {
   module.constant("MAX_ROUTED_ROWS", kMaxRoutedRows);
   module.constant("MAX_ROUTER_DEPTH", kMaxRouterDepth);
   module.constant("ROUTER_DEPTH_STEP", kRouterDepthStep);
+  module.constant("MAX_ATTENDED_SEQUENCES", kMaxSequences);
+  module.constant("ATTENTION_WIDTH", kAttentionWidth);
   module.constant("MAX_RANKS", kMaxRanks);
   module.constant("MAX_RANK_BLOCKS", kMaxRankBlocks);
   bind_rows(module);
   bind_products(module);
+  bind_attention(module);
   bind_ranks(module);
 }
