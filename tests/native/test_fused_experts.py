@@ -7,6 +7,7 @@ import torch
 from gather_gemm import SOFTMAX, Routing, Scoring, reference, route_rows, weighted_gemm
 from tests.native.test_grouped_gemm import (
     ERROR,
+    as_fp8,
     ends_of,
     gated_wanted,
     relative_error,
@@ -67,6 +68,55 @@ def test_gated_streams_against_float64(generator, sizes, width, depth):
     assert relative_error(given, wanted) <= ERROR[torch.bfloat16]
     for _ in range(5):
         assert torch.equal(fused_ops.gated_gemm(x, slots, num_chosen, weight, ends), given)
+
+
+def quantised(x):
+    """Rows as fp8, and what they stand for, in float64."""
+    rows = fused_ops.QuantisedRows(
+        torch.empty(x.shape, dtype=fused_ops.FP8, device=x.device),
+        torch.empty(len(x), device=x.device),
+    )
+    fused_ops.quantise_rows(x, rows)
+    return rows, rows.values.double() * rows.scales.double()[:, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", STREAMED, ids=str)
+@pytest.mark.parametrize(("width", "depth"), [(16, 128), (136, 384), (1024, 2048), (2048, 512)])
+def test_fp8_streams_against_float64(generator, sizes, width, depth):
+    """Both products of fp8, rows of all magnitudes and one of zeros."""
+    num_chosen = 3
+    sizes = [size * num_chosen for size in sizes]
+    num_slots = sum(sizes)
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
+    magnitudes = 10 ** torch.empty(num_slots // num_chosen, 1).uniform_(-6, 4, generator=generator)
+    magnitudes[0] = 0
+    x = torch.randn(num_slots // num_chosen, depth, generator=generator) * magnitudes
+    rows, meant = quantised(x.bfloat16().cuda())
+    ends = ends_of(sizes, "cuda")
+    gates = torch.randn(len(sizes), 2 * width, depth, generator=generator).cuda() / depth**0.5
+    gates, scales, wanted_gates = as_fp8(gates)
+    assert fused_ops.has_grouped_gemm(rows, gates)
+    inner = fused_ops.gated_gemm(rows, slots, num_chosen, gates, ends, scales)
+    wanted = gated_wanted(meant, slots, num_chosen, wanted_gates, sizes)
+    row_error = (inner.double() - wanted).norm(dim=1) - 0.01 * wanted.norm(dim=1)
+    assert inner.isfinite().all() and (row_error <= 1e-9).all()
+    again = fused_ops.gated_gemm(rows, slots, num_chosen, gates, ends, scales)
+    assert torch.equal(again, inner)
+    if width % 128:
+        assert not fused_ops.has_grouped_gemm(quantised(inner)[0], gates[:, :, :width])
+        return
+    rows, meant = quantised(inner)
+    matrices = torch.randn(len(sizes), depth, width, generator=generator).cuda()
+    matrices, scales, wanted_matrices = as_fp8(matrices)
+    weights = torch.rand(len(x), num_chosen, generator=generator).bfloat16().cuda()
+    for early in (False, True):
+        terms = fused_ops.weighted_gemm(
+            rows, matrices, ends, slots, weights, early=early, weight_scales=scales
+        )
+        wanted = weighted_wanted(meant, wanted_matrices, sizes, slots, weights)
+        row_error = (terms.double() - wanted).norm(dim=2) - 0.01 * wanted.norm(dim=2)
+        assert terms.isfinite().all() and (row_error <= 1e-9).all()
 
 
 @pytest.mark.gpu

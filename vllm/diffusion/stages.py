@@ -133,14 +133,28 @@ def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
 
 
 def of_experts(
-    hidden_size: int, count: int, chosen: int, width: int, dtype: torch.dtype, *, in_fp32: bool
-) -> tuple[Buffer, ...]:
-    """What `count` experts of this width take, `chosen` for a row; scores may be fp32."""
+    hidden_size: int,
+    count: int,
+    chosen: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    in_fp32: bool,
+    quantises: bool,
+) -> Listed:
+    """What `count` experts of this width take, `chosen` for a row; scores may be fp32.
+
+    Where experts are fp8, so are their rows: first those of all, then those of the chosen.
+    """
     score = torch.float32.itemsize if in_fp32 else dtype.itemsize
     # scores of all; weights, slots (int32) and choices (int16) of the chosen
     routing = count * score + chosen * (score + 4 + 2)
-    return (
+    listed = (
         Buffer("routing", (routing,), torch.uint8, is_temporary=True),
         Buffer("activated of experts", (chosen, width), dtype, is_temporary=True),
         Buffer("terms of experts", (chosen, hidden_size), dtype, is_temporary=True),
     )
+    if not quantises:
+        return listed
+    num_bytes = max(hidden_size + 4, chosen * (width + 4))  # a byte a number, a scale a row
+    return (*listed, Buffer("quantised for experts", (num_bytes,), torch.uint8, is_temporary=True))

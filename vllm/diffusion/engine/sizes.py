@@ -138,7 +138,12 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         rotary_dim=architecture.rotary_dim,
         rotary_dtype=torch.float32 if architecture.rotates_in_fp32 else model.dtype,
         products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
-        experts=_experts(config, num_ranks, is_quantised=vllm_config.quant_config is not None),
+        experts=_experts(
+            config,
+            num_ranks,
+            is_quantised=vllm_config.quant_config is not None,
+            quantises=any(kind.quantises for kind in kinds),
+        ),
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
@@ -162,7 +167,9 @@ def _products(
     )
 
 
-def _experts(config: DiffusionConfig, num_ranks: int, *, is_quantised: bool) -> Experts | None:
+def _experts(
+    config: DiffusionConfig, num_ranks: int, *, is_quantised: bool, quantises: bool
+) -> Experts | None:
     architecture = config.architecture
     if not architecture.expert_layers:
         return None
@@ -173,4 +180,5 @@ def _experts(config: DiffusionConfig, num_ranks: int, *, is_quantised: bool) -> 
         width=architecture.expert_width // num_ranks,
         shared_width=0 if is_joined else architecture.shared_expert_width // num_ranks,
         in_fp32=architecture.scoring.in_fp32,
+        quantises=quantises,
     )

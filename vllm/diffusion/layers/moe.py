@@ -81,6 +81,7 @@ class ExpertsMLP:
             self.w2.depth,
             x.dtype,
             in_fp32=self.scoring.in_fp32,
+            quantises=self.w1.quantises,
         )
 
     def _route(self, normed: Tensor) -> ops.Routing:

@@ -36,6 +36,7 @@ class Experts:
         shared_width: of an expert of all rows that is apart; one that is stored with the others is
             one of E, and of k.
         in_fp32: logits of the router, and weights, are fp32.
+        quantises: their matrices are fp8, and multiplied by rows that become it.
     """
 
     count: int
@@ -43,6 +44,7 @@ class Experts:
     width: int
     shared_width: int = 0
     in_fp32: bool = False
+    quantises: bool = False
 
 
 class Products(NamedTuple):
@@ -348,7 +350,9 @@ class Footprint:
             return ()
         dtype, width = shape.dtype, shape.hidden_size
         terms = stages.of_experts(
-            width, experts.count, experts.chosen, experts.width, dtype, in_fp32=experts.in_fp32
+            *(width, experts.count, experts.chosen, experts.width, dtype),
+            in_fp32=experts.in_fp32,
+            quantises=experts.quantises,
         )
         if shape.num_ranks > 1:
             terms += (stages.PROJECTED.of(dtype, width),)

@@ -4,13 +4,15 @@
 The rows are sorted by expert and each expert multiplies its rows alone, without padding. A row's
 terms are added in ascending order of the expert. Every product and sum is rounded to the model
 dtype, as in the public code of LLaDA-MoE, or the sum is one in fp32 (`Scoring.in_fp32`). Matrices
-of fp8 are widened as they are multiplied, by rows as they are; those of 4 bits are unpacked first,
-all of a layer, into memory that the layers share.
+of fp8 are multiplied by rows of fp8, each with a scale of its own; those of 4 bits are unpacked
+first, all of a layer, into memory that the layers share.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
 
 import gather_gemm
 from gather_gemm import SOFTMAX, Routing, Scoring
@@ -18,6 +20,7 @@ from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.packed import unpacked
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm_add_llada.cuda_kernels import fused_ops
+from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +89,11 @@ class Matrices(NamedTuple):
         """K."""
         return self.values.shape[2]
 
+    @property
+    def quantises(self) -> bool:
+        """Whether the rows that they are multiplied by become fp8."""
+        return self.scales is not None
+
 
 class PackedMatrices(NamedTuple):
     """The same of 4 bits.
@@ -93,10 +101,12 @@ class PackedMatrices(NamedTuple):
     Attributes:
         packed: [E * N, K].
         num_experts: E.
+        quantises: never: they are multiplied by rows as they are.
     """
 
     packed: Packed
     num_experts: int
+    quantises: bool = False
 
     @property
     def depth(self) -> int:
@@ -116,12 +126,13 @@ def _matrices(weights: ExpertWeights, like: Tensor) -> Matrices:
 
 def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
     """silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D], in order."""
-    weights, slots, ends = routing
-    matrices, scales = w1
-    streams = scales is None and dispatch.streams_gated(len(slots), len(matrices))
-    if streams and fused_ops.has_grouped_gemm(x, matrices):
-        return fused_ops.gated_gemm(x, slots, weights.shape[1], matrices, ends)
-    return gather_gemm.gated_gemm(x, slots, weights.shape[1], matrices, ends, weight_scales=scales)
+    (matrices, scales), (weights, slots, ends) = w1, routing
+    rows = _rows_for(w1, x)
+    args = slots, weights.shape[1], matrices, ends, scales
+    streams = scales is not None or dispatch.streams_gated(len(slots), len(matrices))
+    if streams and fused_ops.has_grouped_gemm(rows, matrices):
+        return fused_ops.gated_gemm(rows, *args)
+    return gather_gemm.gated_gemm(_widened(rows, x), *args)
 
 
 def weighted_terms(
@@ -142,23 +153,34 @@ def weighted_terms(
         early: `gated_products` was the last before this, and no kernel of a step writes w2: it and
             the routing are read while that runs out.
     """
-    weights, slots, ends = routing
-    matrices, scales = w2
-    streams = scales is None and dispatch.streams_weighted(len(inner), len(matrices))
-    if streams and fused_ops.has_grouped_gemm(inner, matrices):
-        return fused_ops.weighted_gemm(
-            inner, matrices, ends, slots, weights, is_weighted=is_weighted, early=early
-        )
+    (matrices, scales), (weights, slots, ends) = w2, routing
+    rows = _rows_for(w2, inner)
+    args = matrices, ends, slots, weights
+    streams = scales is not None or dispatch.streams_weighted(len(inner), len(matrices))
+    if streams and fused_ops.has_grouped_gemm(rows, matrices):
+        multiply = fused_ops.weighted_gemm
+        return multiply(rows, *args, is_weighted=is_weighted, early=early, weight_scales=scales)
+    wide, early = _widened(rows, inner), early and scales is None
     return gather_gemm.weighted_gemm(
-        inner,
-        matrices,
-        ends,
-        slots,
-        weights,
-        is_weighted=is_weighted,
-        early=early,
-        weight_scales=scales,
+        wide, *args, is_weighted=is_weighted, early=early, weight_scales=scales
     )
+
+
+def _rows_for(matrices: Matrices, x: Tensor) -> Tensor | QuantisedRows:
+    """Rows x as the matrices are multiplied by."""
+    if not matrices.quantises:
+        return x
+    values = torch.empty(x.shape, dtype=fused_ops.FP8, device=x.device)
+    rows = QuantisedRows(values, torch.empty(len(x), dtype=torch.float32, device=x.device))
+    fused_ops.quantise_rows(x, rows)
+    return rows
+
+
+def _widened(rows: Tensor | QuantisedRows, like: Tensor) -> Tensor:
+    """The same numbers where no kernel takes fp8."""
+    if not isinstance(rows, QuantisedRows):
+        return rows
+    return (rows.values.float() * rows.scales[:, None]).to(like.dtype)
 
 
 def add_experts(

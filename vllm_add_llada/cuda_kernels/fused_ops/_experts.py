@@ -7,6 +7,7 @@ Unlike the other operations they have no reference here: ask `has_router` and `h
 import torch
 from torch import Tensor
 
+from ._quantise import FP8, QuantisedRows
 from ._support import (
     check_vector,
     feeds_tensor_cores,
@@ -15,7 +16,7 @@ from ._support import (
     native,
 )
 
-_DEPTH = 64  # of one step of the sum
+_DEPTH_BYTES = 128  # of one step of the sum
 _ROUTED_EXPERTS = (64, 128)
 _COLUMNS = 16  # of a matrix: eights of gates and of ups
 
@@ -130,32 +131,42 @@ def _check_route(
         )
 
 
-def has_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
+def has_grouped_gemm(x: Tensor | QuantisedRows, weight: Tensor) -> bool:
     """Whether `gated_gemm` and `weighted_gemm` take rows x [S, D] and matrices [E, N, D]."""
-    if native is None or not len(weight) or not feeds_tensor_cores(x, weight[0]):
+    values, dtype = (x.values, FP8) if isinstance(x, QuantisedRows) else (x, torch.bfloat16)
+    if native is None or not len(weight) or not feeds_tensor_cores(values, weight[0], dtype=dtype):
         return False
     num_groups, num_columns, depth = weight.shape
     return (
         num_groups <= native.MAX_GROUPS
         and num_columns % _COLUMNS == 0
-        and depth == x.shape[1]
-        and depth % _DEPTH == 0
+        and depth == values.shape[1]
+        and depth * dtype.itemsize % _DEPTH_BYTES == 0
         and (num_groups == 1 or weight.stride(0) == num_columns * weight.stride(1))
     )
 
 
-def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: Tensor) -> Tensor:
+def gated_gemm(
+    x: Tensor | QuantisedRows,
+    slots: Tensor,
+    num_chosen: int,
+    weight: Tensor,
+    ends: Tensor,
+    weight_scales: Tensor | None = None,
+) -> Tensor:
     """silu(gate) * up of the products of gathered rows with their groups' matrices.
 
     Args:
-        x: [R, D] bf16; rows may be strided.
+        x: [R, D] bf16, where rows may be strided, or fp8 with scales.
         slots: int32 [S]: row * k + any place below k, sorted by group. Not checked.
         num_chosen: k.
-        weight: [E, 2I, D] bf16, the gate's rows first.
+        weight: [E, 2I, D] of the same kind, the gate's rows first.
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
+        weight_scales: [E, 2I] fp32 of an fp8 weight, by which its products are multiplied, as by
+            the scales of x, before they are rounded.
 
     Returns:
-        [S, I], in the order of ``slots``: both products are rounded to bf16, then silu, and then
+        [S, I] bf16, in the order of ``slots``: both products are rounded, then silu, and then
         the result.
 
     Raises:
@@ -163,16 +174,17 @@ def gated_gemm(x: Tensor, slots: Tensor, num_chosen: int, weight: Tensor, ends: 
             above.
     """
     name = "gated_gemm"
-    _check_groups(name, x, weight, ends)
-    num_slots = len(x) * num_chosen
-    check_vector(name, "slots", slots, (torch.int32,), (num_slots,), x.device)
-    out = x.new_empty(num_slots, weight.shape[1] // 2)
-    _launch_groups(x, weight, ends, slots, None, out, num_chosen=num_chosen)
+    values, scales = _check_groups(name, x, weight, ends, weight_scales)
+    num_slots = len(values) * num_chosen
+    check_vector(name, "slots", slots, (torch.int32,), (num_slots,), values.device)
+    out = values.new_empty(num_slots, weight.shape[1] // 2, dtype=torch.bfloat16)
+    given = values, scales, weight, weight_scales
+    _launch_groups(given, ends, slots, None, out, num_chosen=num_chosen)
     return out
 
 
 def weighted_gemm(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     weight: Tensor,
     ends: Tensor,
     slots: Tensor,
@@ -180,54 +192,70 @@ def weighted_gemm(
     *,
     is_weighted: bool = True,
     early: bool = False,
+    weight_scales: Tensor | None = None,
 ) -> Tensor:
     """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
 
     Args:
-        x: [S, D] bf16, the rows of group 0 first; rows may be strided.
-        weight: [E, N, D] bf16, a matrix for each group.
+        x: [S, D] bf16, where rows may be strided, or fp8 with scales; the rows of group 0 first.
+        weight: [E, N, D] of the same kind, a matrix for each group.
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] bf16, R * k = S, contiguous.
         is_weighted: else the weights, bf16 or fp32, give their shape alone.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
             stream ends: only where that kernel writes neither, and starts when `ends` is written.
+        weight_scales: [E, N] fp32 of an fp8 weight, as for `gated_gemm`.
 
     Returns:
-        [R, k, N]: the products rounded to bf16, and rounded again after the weight.
+        [R, k, N] bf16: the products rounded to bf16, and rounded again after the weight.
 
     Raises:
         ValueError: There is no kernel for these (`has_grouped_gemm`), or an argument is not as
             above.
     """
     name = "weighted_gemm"
-    _check_groups(name, x, weight, ends)
-    num_rows = len(x)
-    check_vector(name, "slots", slots, (torch.int32,), (num_rows,), x.device)
-    dtypes = (x.dtype,) if is_weighted else (x.dtype, torch.float32)
-    check_vector(name, "weights", weights, dtypes, (-1, -1), x.device)
+    values, x_scales = _check_groups(name, x, weight, ends, weight_scales)
+    num_rows, device = len(values), values.device
+    check_vector(name, "slots", slots, (torch.int32,), (num_rows,), device)
+    dtypes = (torch.bfloat16,) if is_weighted else (torch.bfloat16, torch.float32)
+    check_vector(name, "weights", weights, dtypes, (-1, -1), device)
     if weights.numel() != num_rows:
         raise ValueError(
             f"{name}: weights must be [R, k] with R * k = {num_rows}, got {list(weights.shape)}"
         )
-    out = x.new_empty(*weights.shape, weight.shape[1])
-    scales = weights if is_weighted else None
-    _launch_groups(x, weight, ends, slots, scales, out, is_early=early)
+    out = values.new_empty(*weights.shape, weight.shape[1], dtype=torch.bfloat16)
+    given = values, x_scales, weight, weight_scales
+    _launch_groups(given, ends, slots, weights if is_weighted else None, out, is_early=early)
     return out
 
 
-def _check_groups(name: str, x: Tensor, weight: Tensor, ends: Tensor) -> None:
+def _check_groups(
+    name: str,
+    x: Tensor | QuantisedRows,
+    weight: Tensor,
+    ends: Tensor,
+    weight_scales: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The numbers of x, and their scales."""
+    values, scales = x[:2] if isinstance(x, QuantisedRows) else (x, None)
     if not has_grouped_gemm(x, weight):
         raise ValueError(
-            f"{name}: no kernel for x {x.dtype} {list(x.shape)} on {x.device} "
+            f"{name}: no kernel for x {values.dtype} {list(values.shape)} on {values.device} "
             f"and weight {weight.dtype} {list(weight.shape)}"
         )
-    check_vector(name, "ends", ends, (torch.int32,), (len(weight),), x.device)
+    check_vector(name, "ends", ends, (torch.int32,), (len(weight),), values.device)
+    if (scales is None) != (weight_scales is None):
+        raise ValueError(f"{name}: weight_scales must be given with fp8 rows, and with no others")
+    if scales is not None and weight_scales is not None:
+        fp32, device = (torch.float32,), values.device
+        check_vector(name, "x.scales", scales, fp32, (len(values),), device)
+        check_vector(name, "weight_scales", weight_scales, fp32, tuple(weight.shape[:2]), device)
+    return values, scales
 
 
 def _launch_groups(
-    x: Tensor,
-    weight: Tensor,
+    given: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     ends: Tensor,
     slots: Tensor,
     scales: Tensor | None,
@@ -236,16 +264,22 @@ def _launch_groups(
     num_chosen: int | None = None,
     is_early: bool = False,
 ) -> None:
-    """Enqueue the product of a gated kind if `num_chosen` is given, else the weighted one."""
+    """Enqueue the product of x and weight, both with scales if they have any.
+
+    It is of the gated kind if `num_chosen` is given, else the weighted one.
+    """
     if out.numel() == 0:
         return
     assert native is not None
+    x, x_scales, weight, weight_scales = given
     launch(
         native.grouped_gemm,
         x,
         is_gated=num_chosen is not None,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
+        x_scales=0 if x_scales is None else x_scales.data_ptr(),
+        weight_scales=0 if weight_scales is None else weight_scales.data_ptr(),
         ends=ends.data_ptr(),
         slots=slots.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),

@@ -66,18 +66,19 @@ def hopper_multiprocessors(device: int) -> int:
     return int(properties.multi_processor_count) if is_hopper else 0
 
 
-def feeds_tensor_cores(*matrices: Tensor) -> bool:
+def feeds_tensor_cores(*matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the copy engine can bring tiles of these to the tensor cores of their card.
 
-    That is: bf16 matrices on a card of compute capability 9.0, whose rows lie on whole 16 bytes.
+    That is: matrices of `dtype` (bf16, or fp8) on a card of compute capability 9.0, whose rows lie
+    on whole 16 bytes.
     """
     first = matrices[0]
     if native is None or not first.is_cuda or hopper_multiprocessors(first.device.index) == 0:
         return False
     return all(
-        matrix.dtype == torch.bfloat16
+        matrix.dtype == dtype
         and matrix.stride(1) == 1
-        and matrix.stride(0) % 8 == 0
+        and matrix.stride(0) * dtype.itemsize % 16 == 0
         and matrix.stride(0) >= matrix.shape[1]
         and matrix.data_ptr() % 16 == 0
         for matrix in matrices

@@ -151,9 +151,10 @@ void bind_products(Module& module) {
   {
     using P = GroupedGemmParams;
     module.function("grouped_gemm", &launch_grouped_gemm, FIELD(is_gated), FIELD(x), FIELD(weight),
-                    FIELD(ends), FIELD(slots), FIELD(scales), FIELD(out), FIELD(x_stride),
-                    FIELD(weight_stride), FIELD(num_rows), FIELD(num_groups), FIELD(num_columns),
-                    FIELD(depth), FIELD(num_chosen), FIELD(num_blocks), FIELD(early));
+                    FIELD(x_scales), FIELD(weight_scales), FIELD(ends), FIELD(slots), FIELD(scales),
+                    FIELD(out), FIELD(x_stride), FIELD(weight_stride), FIELD(num_rows),
+                    FIELD(num_groups), FIELD(num_columns), FIELD(depth), FIELD(num_chosen),
+                    FIELD(num_blocks), FIELD(early));
   }
   {
     using P = RouterParams;

@@ -15,6 +15,8 @@
 //
 // Weights do not depend on the kernel before this one: an early launch fills its ring with them
 // while that kernel ends, and waits for it before it reads x.
+//
+// Operands are bf16, or fp8 with a scale for every row of both, twice as deep a stage.
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
@@ -38,14 +40,20 @@ struct Sizes {
   static constexpr int shared_bytes = num_stages * stage_bytes + kAlignment;
 };
 
+// Elements of a stage's depth.
+template <bool kIsFp8>
+constexpr int kStageDepth = kIsFp8 ? kRowBytes : kDepth;
+
 struct KernelParams {
-  const __nv_bfloat16* x;
+  const char* x;
+  const float* x_scales;  // of fp8, as the next
+  const float* weight_scales;
   const int* ends;
   const int* slots;
   const __nv_bfloat16* scales;
   __nv_bfloat16* out;
-  int64_t x_stride;
-  int num_groups, num_columns, depth, num_chosen;
+  int64_t x_stride;  // bytes
+  int num_groups, num_columns, num_steps, num_chosen;
   bool early;
   uint64_t weight_hint;
 };
@@ -62,6 +70,7 @@ constexpr int kCopyRegisters = 56;
 struct Tile {
   int first_row, num_rows;  // no rows: the end
   int first_column;
+  int group;
 };
 
 struct Shared {
@@ -89,6 +98,7 @@ struct Walk {
   __device__ bool next() {
     while (next_tile >= first_tile + num_tiles) {
       if (++group == num_groups) return false;
+      tile.group = group;
       first_tile += num_tiles;
       start = end;
       end = ends[group];
@@ -117,18 +127,17 @@ __device__ inline void arrive_after_copies(uint32_t barrier) {
 }
 
 // What goes into the stages, one after the other, by four warps.
-template <bool kIsGated>
+template <bool kIsFp8, bool kIsGated>
 struct Source {
   const CUtensorMap* weight;
   const KernelParams& params;
   Tile* tiles;  // shared memory
   Walk walk;
-  int num_steps;
-  int step = num_steps - 1;
-  const __nv_bfloat16* rows[kRows / kPassRows]{};  // of the tile, that this thread gathers
+  int step = params.num_steps - 1;
+  const char* rows[kRows / kPassRows]{};  // of the tile, that this thread gathers
 
   __device__ bool next() {
-    if (++step < num_steps) return true;
+    if (++step < params.num_steps) return true;
     step = 0;
     return walk.next();
   }
@@ -140,8 +149,8 @@ struct Source {
     const int gap = kIsGated ? params.num_columns : kHalfRows;
     const int row = walk.group * params.num_columns * (kIsGated ? 2 : 1) + walk.tile.first_column;
     for (int half = 0; half < 2; ++half) {
-      copy_tile(ring.weight(stage) + half * kHalfRows * kRowBytes, weight, step * kDepth,
-                row + half * gap, ring.full(stage), params.weight_hint);
+      copy_tile(ring.weight(stage) + half * kHalfRows * kRowBytes, weight,
+                step * kStageDepth<kIsFp8>, row + half * gap, ring.full(stage), params.weight_hint);
     }
   }
 
@@ -156,7 +165,7 @@ struct Source {
 #pragma unroll
     for (int i = 0; i < kRows / kPassRows; ++i) {
       if (first + i * kPassRows >= walk.tile.num_rows) break;
-      copy_vector(target + i * kPassRows * kRowBytes, rows[i] + step * kDepth);
+      copy_vector(target + i * kPassRows * kRowBytes, rows[i] + step * kRowBytes);
     }
     arrive_after_copies(ring.full(stage));
   }
@@ -168,14 +177,14 @@ struct Source {
       if (local >= walk.tile.num_rows) break;
       int row = walk.tile.first_row + local;
       if (kIsGated) row = params.slots[row] / params.num_chosen;
-      rows[i] = params.x + row * params.x_stride + vector * 8;
+      rows[i] = params.x + row * params.x_stride + vector * 16;
     }
   }
 };
 
-template <bool kIsGated>
-__device__ void produce(const Ring<Sizes>& ring, Source<kIsGated> source) {
-  Source<kIsGated> late = source;  // the rows come after the weights of an early launch
+template <typename Source>
+__device__ void produce(const Ring<Sizes>& ring, Source source) {
+  Source late = source;  // the rows come after the weights of an early launch
   int num_filled = 0;
   bool is_more = true;
   while (num_filled < Sizes::num_stages && (is_more = source.next())) {
@@ -265,6 +274,39 @@ struct Target {
   }
 };
 
+// Multiplies the sums of fp8 numbers by the scales of their rows, and of the weight's: a thread has
+// two of these in each half. Those of the rows lie in `row_scales`.
+template <bool kIsGated, int kWidth>
+__device__ void rescale(const Tile& tile, const KernelParams& params, int group,
+                        const float* row_scales, float (&total)[2][kWidth / 2]) {
+  const int thread = threadIdx.x % kGroupThreads;
+  const int gap = kIsGated ? params.num_columns : kHalfRows;
+  const float* weight_scales =
+      params.weight_scales + int64_t{tile.group} * params.num_columns * (kIsGated ? 2 : 1);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float scales[2];
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+      const int in_tile = group * kGroupRows + thread / 32 * 16 + eight * 8 + thread % 32 / 4;
+      const int column = tile.first_column + (kIsGated ? 0 : half * gap) + in_tile;
+      const bool is_column = column < params.num_columns;  // of those behind nothing is written
+      const int place = kIsGated ? column + half * gap : column;
+      scales[eight] = is_column ? weight_scales[place] : 0.0f;
+    }
+#pragma unroll
+    for (int row = 0; row < kWidth; row += 8) {
+      const auto of_rows = *reinterpret_cast<const float2*>(row_scales + row + thread % 4 * 2);
+      float* sums = &total[half][row / 2];
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        sums[eight * 2] *= of_rows.x * scales[eight];
+        sums[eight * 2 + 1] *= of_rows.y * scales[eight];
+      }
+    }
+  }
+}
+
 // Writes the sums of a group of four warps: kWidth rows of 64 columns, or twice that many. They go
 // through `chunk` in shared memory, kChunkRows rows at a time, so that whole lines are written.
 //
@@ -308,36 +350,56 @@ __device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
   }
 }
 
+// Scales of the rows of a tile, for the four warps that multiply with them.
+template <bool kIsGated>
+__device__ void load_scales(const Tile& tile, const KernelParams& params, float* row_scales) {
+  for (int i = threadIdx.x % kGroupThreads; i < tile.num_rows; i += kGroupThreads) {
+    int row = tile.first_row + i;
+    if (kIsGated) row = params.slots[row] / params.num_chosen;
+    row_scales[i] = params.x_scales[row];
+  }
+}
+
 // A group of four warps multiplies its 64 rows of each half of the weight with kWidth rows.
-template <bool kIsGated, int kWidth>
+template <bool kIsFp8, bool kIsGated, int kWidth>
 __device__ void multiply_tile(const Ring<Sizes>& ring, const Tile& tile, const KernelParams& params,
-                              int group, uint32_t chunk, Position& at) {
+                              int group, uint32_t chunk, float* row_scales, Position& at) {
+  if constexpr (kIsFp8) load_scales<kIsGated>(tile, params, row_scales);
   const Target<kIsGated, kWidth> target(tile, params);
   // Zeros, or the registers of every width would be kept from tile to tile.
   float total[2][kWidth / 2] = {};
-  const int last = consume(ring, at, params.depth / kDepth, [&](int stage, bool) {
+  const int last = consume(ring, at, params.num_steps, [&](int stage, bool) {
     const uint64_t left = matrix_descriptor(ring.weight(stage) + group * kGroupRows * kRowBytes);
     const uint64_t right = matrix_descriptor(ring.x(stage));
     see_copies();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
+    for (int k = 0; k < kRowBytes / 32; ++k) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        multiply(total[half], left + half * (kHalfRows * kRowBytes >> 4) + k * 2, right + k * 2,
-                 true);
+        const uint64_t rows = left + half * (kHalfRows * kRowBytes >> 4) + k * 2;
+        if constexpr (kIsFp8) {
+          multiply_fp8(total[half], rows, right + k * 2, true);
+        } else {
+          multiply(total[half], rows, right + k * 2, true);
+        }
       }
     }
   });
   settle(total[0]);
   settle(total[1]);
   if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
+  if constexpr (kIsFp8) {
+    sync_group(group);  // the scales
+    rescale<kIsGated, kWidth>(tile, params, group, row_scales, total);
+  }
   store(target, tile, params, group, chunk, total);
 }
 
-template <bool kIsGated>
+template <bool kIsFp8, bool kIsGated>
 __device__ void multiply_tiles(const Ring<Sizes>& ring, const Tile* tiles,
-                               const KernelParams& params, int group, uint32_t chunk) {
+                               const KernelParams& params, int group, uint32_t chunk,
+                               float* row_scales) {
   Position at;
   while (true) {
     wait(ring.full(at.stage), at.phase);
@@ -345,32 +407,33 @@ __device__ void multiply_tiles(const Ring<Sizes>& ring, const Tile* tiles,
     if (tile.num_rows == 0) {
       return;
     } else if (tile.num_rows <= 8) {
-      multiply_tile<kIsGated, 8>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, 8>(ring, tile, params, group, chunk, row_scales, at);
     } else if (tile.num_rows <= 16) {
-      multiply_tile<kIsGated, 16>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, 16>(ring, tile, params, group, chunk, row_scales, at);
     } else if (tile.num_rows <= 32) {
-      multiply_tile<kIsGated, 32>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, 32>(ring, tile, params, group, chunk, row_scales, at);
     } else if (tile.num_rows <= 64) {
-      multiply_tile<kIsGated, 64>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, 64>(ring, tile, params, group, chunk, row_scales, at);
     } else if (tile.num_rows <= 96) {
-      multiply_tile<kIsGated, 96>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, 96>(ring, tile, params, group, chunk, row_scales, at);
     } else if (tile.num_rows <= 128) {
-      multiply_tile<kIsGated, 128>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, 128>(ring, tile, params, group, chunk, row_scales, at);
     } else {
-      multiply_tile<kIsGated, kRows>(ring, tile, params, group, chunk, at);
+      multiply_tile<kIsFp8, kIsGated, kRows>(ring, tile, params, group, chunk, row_scales, at);
     }
   }
 }
 
 #endif
 
-template <bool kIsGated>
+template <bool kIsFp8, bool kIsGated>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap weight,
                         const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char stages[];
   __shared__ Shared shared;
+  __shared__ alignas(8) float row_scales[kIsFp8 ? kGroups : 1][kIsFp8 ? kRows : 2];
   const Ring<Sizes> ring{first_stage(stages), shared_address(shared.barriers)};
   if (threadIdx.x == 0) ring.open(&weight, &weight, kGroupThreads + 1, kWarps);
   if (!params.early) wait_for_prerequisites();
@@ -386,13 +449,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int columns = kTileColumns<kIsGated>;
     const Walk walk{shared.ends, params.num_groups, columns,
                     (params.num_columns + columns - 1) / columns, static_cast<int>(blockIdx.x)};
-    produce(ring, Source<kIsGated>{&weight, params, shared.tiles, walk, params.depth / kDepth});
+    produce(ring, Source<kIsFp8, kIsGated>{&weight, params, shared.tiles, walk});
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
     wait_for_prerequisites();  // every thread that writes waits itself
     launch_dependents();
-    multiply_tiles<kIsGated>(ring, shared.tiles, params, group,
-                             shared_address(shared.chunks[group]));
+    multiply_tiles<kIsFp8, kIsGated>(ring, shared.tiles, params, group,
+                                     shared_address(shared.chunks[group]),
+                                     row_scales[kIsFp8 ? group : 0]);
   }
 #endif
 }
@@ -401,40 +465,48 @@ __global__ void __launch_bounds__(kThreads, 1)
 // leave the cache then, they leave before they are used; so they are not.
 constexpr int64_t kMostKeptBytes = 32 << 20;
 
-template <bool kIsGated>
+template <bool kIsFp8, bool kIsGated>
 cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
-  if (params.depth % kDepth != 0 || params.num_columns % 8 != 0 || params.num_groups > kMaxGroups) {
+  constexpr int depth = kStageDepth<kIsFp8>;
+  if (params.depth % depth != 0 || params.num_columns % 8 != 0 || params.num_groups > kMaxGroups) {
     return cudaErrorInvalidValue;
   }
   CUtensorMap weight;
+  constexpr int element_bytes = kRowBytes / depth;
   const int weight_rows = params.num_groups * params.num_columns * (kIsGated ? 2 : 1);
   // The gathered rows stay in the cache, and push out what is fetched ahead of its use.
   const cudaError_t error = describe(&weight, params.weight, weight_rows, params.depth,
-                                     params.weight_stride, kHalfRows, /*element_bytes=*/2,
+                                     params.weight_stride, kHalfRows, element_bytes,
                                      /*in_pairs=*/!kIsGated);
   if (error != cudaSuccess) return error;
   const int64_t result_bytes = int64_t{params.num_rows} * params.num_columns * 2;
   const bool fills_cache = !kIsGated && result_bytes >= kMostKeptBytes;
-  const KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.x),
+  const KernelParams kernel_params{static_cast<const char*>(params.x),
+                                   params.x_scales,
+                                   params.weight_scales,
                                    params.ends,
                                    params.slots,
                                    static_cast<const __nv_bfloat16*>(params.scales),
                                    static_cast<__nv_bfloat16*>(params.out),
-                                   params.x_stride,
+                                   params.x_stride * element_bytes,
                                    params.num_groups,
                                    params.num_columns,
-                                   params.depth,
+                                   params.depth / depth,
                                    params.num_chosen,
                                    params.early,
                                    fills_cache ? kEvictNormal : kEvictFirst};
   const Launch launch{params.num_blocks, kThreads, stream, /*overlaps=*/true, Sizes::shared_bytes};
-  return launch_kernel(grouped_gemm_kernel<kIsGated>, launch, weight, kernel_params);
+  return launch_kernel(grouped_gemm_kernel<kIsFp8, kIsGated>, launch, weight, kernel_params);
 }
 
 }  // namespace
 
 cudaError_t launch_grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream) {
-  return params.is_gated ? launch<true>(params, stream) : launch<false>(params, stream);
+  if (params.weight_scales == nullptr) {
+    return params.is_gated ? launch<false, true>(params, stream)
+                           : launch<false, false>(params, stream);
+  }
+  return params.is_gated ? launch<true, true>(params, stream) : launch<true, false>(params, stream);
 }
 
 }  // namespace fused_ops

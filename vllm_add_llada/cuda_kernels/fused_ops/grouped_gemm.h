@@ -13,6 +13,8 @@ struct GroupedGemmParams {
   bool is_gated;
   const void* x;                    // [, depth], rows x_stride apart
   const void* weight;               // [num_groups, columns, depth], rows weight_stride apart
+  const float* x_scales;            // of the rows of fp8 x; null, as the next: both are bf16
+  const float* weight_scales;       // [num_groups, columns]
   const int* ends;                  // [num_groups], of the groups' rows
   const int* slots;                 // [num_rows]
   const void* scales;               // [num_rows], or null for products as they are
@@ -27,7 +29,8 @@ struct GroupedGemmParams {
 // Gated: out[i] = silu(x[slots[i] / num_chosen] gate[g]^T) * (x[the same] up[g]^T), bf16, for the
 // rows i of every group g, whose weight is num_columns gates and then as many ups. Both products,
 // silu and the result are rounded. Else: out[slots[i]] = (x[i] weight[g]^T) * scales[slots[i]],
-// bf16; slots are a permutation. The product is rounded, and again after the scale.
+// bf16; slots are a permutation. The product is rounded, and again after the scale. Products of fp8
+// are multiplied by the scales of both before they are rounded.
 //
 // cudaErrorInvalidValue: a shape that it does not take; cudaErrorNotSupported: not a card of
 // compute capability 9.0, or no such driver call.
