@@ -58,6 +58,18 @@ __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int co
       : "memory");
 }
 
+// 16 bytes, by a thread.
+__device__ inline void copy_vector(uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
+               "l"(__cvta_generic_to_global(source))
+               : "memory");
+}
+
+// Arrives at the barrier when the vectors that this thread copies have come.
+__device__ inline void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Whole 16 bytes from and to multiples of 16.
 __device__ inline void copy_bytes(uint32_t target, const void* source, int bytes,
                                   uint32_t barrier) {
@@ -161,6 +173,15 @@ DEFINE_MULTIPLY(multiply_transposed, 64, "128", "1", "%64", "%65", "%66", "%67",
 #undef DEFINE_MULTIPLY
 // clang-format on
 
+__device__ inline uint4 load_vector(uint32_t source) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(source)
+               : "memory");
+  return value;
+}
+
 // Comes before the products of a stage that threads have written, by copies of their own.
 __device__ inline void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -175,6 +196,11 @@ __device__ inline void commit_products() {
 // A barrier of the first `count` threads of a block, whole warps.
 __device__ inline void sync_first(int count) {
   asm volatile("barrier.cta.sync 1, %0;" ::"r"(count) : "memory");
+}
+
+// A group of four warps waits for its own.
+__device__ inline void sync_group(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
 }
 
 // Waits for all products under way, and keeps the compiler from reading the sums before.

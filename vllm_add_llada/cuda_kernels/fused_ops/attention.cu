@@ -199,17 +199,6 @@ __device__ void copy_keys(const Ring<Sizes>& ring, Walk walk, const CUtensorMap*
   }
 }
 
-__device__ inline void copy_vector(uint32_t target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
-               "l"(__cvta_generic_to_global(source))
-               : "memory");
-}
-
-// Arrives at the barrier when the vectors that this thread copies have come.
-__device__ inline void arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Two warps gather the queries of every tile, as the copy engine would lay them out. What follows
 // the last row is whatever lies there; nothing reads what comes of it.
 __device__ void gather_queries(uint32_t buffers, uint32_t barriers, Tile* tiles, Walk walk) {
@@ -240,11 +229,6 @@ __device__ void gather_queries(uint32_t buffers, uint32_t barriers, Tile* tiles,
     if (!is_more) return;
     ++count;
   }
-}
-
-// A group of four warps waits for its own.
-__device__ inline void sync_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
 }
 
 // Products that were committed may be under way still, up to kPending groups of them.
@@ -473,11 +457,7 @@ struct Attending {
       const int query = packed / params.group;
       if (query >= tile.num_queries) break;
       const int head = tile.kv_head * params.group + packed % params.group;
-      uint4 value;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(half + local * kRowBytes + (vector ^ local) % 8 * 16)
-                   : "memory");
+      const uint4 value = load_vector(half + local * kRowBytes + (vector ^ local) % 8 * 16);
       const int64_t place = int64_t{tile.first_row + query} * params.num_kv_heads * params.group;
       *reinterpret_cast<uint4*>(params.out + (place + head) * kWidth + vector * 8) = value;
     }

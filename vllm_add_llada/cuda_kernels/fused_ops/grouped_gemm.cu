@@ -115,17 +115,6 @@ struct Walk {
   }
 };
 
-__device__ inline void copy_vector(uint32_t target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
-               "l"(__cvta_generic_to_global(source))
-               : "memory");
-}
-
-// Arrives at the barrier when the vectors that this thread copies have come.
-__device__ inline void arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // What goes into the stages, one after the other, by four warps.
 template <bool kIsFp8, bool kIsGated>
 struct Source {
@@ -212,26 +201,12 @@ __device__ void produce(const Ring<Sizes>& ring, Source source) {
   arrive(ring.full(at.stage));
 }
 
-// A group of four warps waits for its own.
-__device__ inline void sync_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
-}
-
 // Two matrices [8, 8] as sums lie in the threads of a warp, transposed: each of the first 16 lanes
 // names where one of their columns goes, 16 bytes.
 __device__ inline void store_transposed(uint32_t target, uint32_t first, uint32_t second) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(target),
                "r"(first), "r"(second)
                : "memory");
-}
-
-__device__ inline uint4 load_vector(uint32_t source) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(source)
-               : "memory");
-  return value;
 }
 
 __device__ inline uint32_t scaled(uint32_t pair, float scale) {
