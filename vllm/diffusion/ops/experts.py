@@ -101,17 +101,20 @@ class PackedMatrices(NamedTuple):
     Attributes:
         packed: [E * N, K].
         num_experts: E.
-        quantises: never: they are multiplied by rows as they are.
     """
 
     packed: Packed
     num_experts: int
-    quantises: bool = False
 
     @property
     def depth(self) -> int:
         """K."""
         return self.packed.shape[1]
+
+    @property
+    def quantises(self) -> bool:
+        """As for `Matrices`: they are multiplied by rows as they are."""
+        return False
 
 
 ExpertWeights: TypeAlias = Matrices | PackedMatrices
