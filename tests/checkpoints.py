@@ -25,10 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference.block_models import REFERENCES as BLOCK_REFERENCES
-from tests.reference.dream_model import DreamReference
-from tests.reference.llada_model import LLaDAReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
+from tests.reference.families import reference_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # not only pytest runs this
 
@@ -335,14 +332,7 @@ sdar_config, sdar_moe_config, llada2_config, fast_dllm_config = (
 
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor (experts unfused) of a checkpoint of any family with its shape."""
-    architecture = config["architectures"][0]
-    if architecture in BLOCK_REFERENCES:
-        return BLOCK_REFERENCES[architecture].tensor_shapes(config)
-    if architecture.startswith(("Dream", "Llama")):
-        return DreamReference.tensor_shapes(config)
-    if architecture.startswith("LLaDAMoE"):
-        return LLaDAMoEReference.tensor_shapes(config)
-    return LLaDAReference.tensor_shapes(config)
+    return reference_of(config).tensor_shapes(config)
 
 
 def random_weights(

@@ -17,28 +17,21 @@ from benchmarks.random_weights import WEIGHT_STD
 from benchmarks.shapes import Shape, forward_work
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
 from tests.reference.decode import SpecialIds, semi_ar
-from tests.reference.dream_model import DreamReference
-from tests.reference.llada_model import LLaDAReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-REFERENCES: dict[str, Any] = {
-    "llada": LLaDAReference,
-    "dream": DreamReference,
-    "moe": LLaDAMoEReference,
-}
 FULL_SIZE = ("llada", "dream", "llada-moe")
 SHRUNK = [("llada", 16), ("dream", 14), ("llada-moe", 16)]  # by what their heads allow
 
 
-@pytest.fixture(params=REFERENCES)
+@pytest.fixture(params=["llada", "dream", "moe"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PlainModel, Any]:
     """A plain model and the reference of the same checkpoint, in fp32."""
     folder = make_checkpoint(tmp_path / "model", family=request.param, seed=5)
     plain = load_model(folder, "cpu", torch.float32)
-    return plain, REFERENCES[request.param].from_checkpoint(folder)
+    return plain, load_reference(folder)
 
 
 @pytest.mark.parametrize("steps", [6, 16])

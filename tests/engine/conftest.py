@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engine.harness import Engine, load_reference, running
+from tests.engine.harness import Engine, running
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

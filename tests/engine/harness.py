@@ -16,7 +16,6 @@ import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID
 from tests.reference.golden import Run, clear_case
-from tests.reference.llada_model import LLaDAReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -237,10 +236,6 @@ def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
 
     monkeypatch.setattr(engine.runner, "launch", noted)
     return rows
-
-
-def load_reference(folder: Path) -> LLaDAReference:
-    return LLaDAReference.from_checkpoint(folder)
 
 
 def assert_parity(

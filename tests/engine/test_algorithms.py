@@ -14,12 +14,10 @@ from tests.engine.harness import (
     assert_alike,
     assert_parity,
     clear_case,
-    load_reference,
     running,
 )
 from tests.reference import golden
-from tests.reference.dream_model import DreamReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,12 +25,6 @@ if TYPE_CHECKING:
 
     from tests.engine.harness import Answer
 
-LOADERS: dict[str, Callable[[Path], Any]] = {
-    "mha": load_reference,
-    "gqa": load_reference,
-    "dream": DreamReference.from_checkpoint,
-    "moe": LLaDAMoEReference.from_checkpoint,
-}
 CASES = ("mha", "dream", "moe")
 PROMPT_LENGTH = 13
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
@@ -142,7 +134,7 @@ def pair(
 ) -> Iterator[tuple[str, Engine, Any]]:
     folder = checkpoint(request.param)
     with running(folder) as engine:
-        yield request.param, engine, LOADERS[request.param](folder)
+        yield request.param, engine, load_reference(folder)
 
 
 Pair = tuple[str, Engine, Any]

@@ -7,7 +7,6 @@ values and with full recompute; a finished block stored with the next one or apa
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
 from tests.reference import block_loops, golden
-from tests.reference.block_models import REFERENCES
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,13 +107,11 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
 
 def wanted_of(folder: Path, name: str) -> list[Wanted]:
     """Requests whose reference runs are decided by more than rounding."""
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    load = REFERENCES[architecture].from_checkpoint
-    model, wanted = load(folder), []
+    model, wanted = load_reference(folder), []
     for length, block_length, gen_length, loop in CASES[name]:
         lengths = {"block_length": block_length, "gen_length": gen_length}
         key = {"prompt_length": length, **lengths, **loop.asked}
-        run = partial(searched, model, load(folder, torch.float64), length, loop, lengths)
+        run = partial(searched, model, load_reference(folder, torch.float64), length, loop, lengths)
         found = golden.written(model, key, run)
         ask = Ask(random_prompt(length, found["prompt_seed"]), {**lengths, **loop.asked})
         wanted.append(Wanted(ask, found["answer"], found["num_forwards"]))

@@ -14,9 +14,9 @@ from tests.engine.harness import (
     as_request,
     assert_alike,
     clear_case,
-    load_reference,
     running,
 )
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

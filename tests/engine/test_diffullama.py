@@ -10,7 +10,7 @@ import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import as_request, assert_parity, running
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 from tests.reference.layers import shift_right
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.engine.harness import Engine
+    from tests.reference.dream_model import DreamReference
 
 UNFILTERED: dict[str, Any] = {"algorithm": "dream", "gen_length": 24, "top_p": 1.0}
 
@@ -28,7 +29,7 @@ def engine_and_reference(
 ) -> Iterator[tuple[Engine, DreamReference]]:
     folder = checkpoint("diffullama")
     with running(folder) as engine:
-        yield engine, DreamReference.from_checkpoint(folder)
+        yield engine, load_reference(folder)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from tests.engine.harness import (
     sampling_params,
     shrink,
 )
-from tests.engine.test_algorithms import ADABLOCK, BLOCKS, DREAM, FULL, LOADERS, MULTI, SHORT
+from tests.engine.test_algorithms import ADABLOCK, BLOCKS, DREAM, FULL, MULTI, SHORT
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ def pair(
 ) -> Iterator[tuple[Engine, Any]]:
     folder = checkpoint(request.param)
     with running(folder) as engine:
-        yield engine, LOADERS[request.param](folder)
+        yield engine, load_reference(folder)
 
 
 def test_every_algorithm_in_one_batch(pair: tuple[Engine, Any]) -> None:

@@ -13,10 +13,10 @@ from tests.engine.harness import (
     BLOCKS,
     as_request,
     assert_parity,
-    load_reference,
     refusal_error,
     running,
 )
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

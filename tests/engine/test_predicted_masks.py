@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
-from tests.engine.harness import BLOCKS, Engine, as_request, load_reference, running
+from tests.engine.harness import BLOCKS, Engine, as_request, running
 from tests.reference.decode import near_ties
+from tests.reference.families import load_reference
 from tests.reference.golden import reference
 from tests.reference.llada_model import LLaDAReference
 

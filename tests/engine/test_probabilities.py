@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
-from tests.engine.harness import Ask, load_reference, running, sampling_params
+from tests.engine.harness import Ask, running, sampling_params
 from tests.reference import decode
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,7 +103,7 @@ def watch(engine: Engine, ask: Ask) -> Watched:
 def dream(checkpoint: Callable[[str], Path]) -> Iterator[tuple[Engine, Any]]:
     folder = checkpoint("dream")
     with running(folder) as engine:
-        yield engine, DreamReference.from_checkpoint(folder)
+        yield engine, load_reference(folder)
 
 
 @pytest.fixture(scope="module")

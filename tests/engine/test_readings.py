@@ -11,8 +11,7 @@ import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
-from tests.reference.block_models import FastDLLMReference, LLaDA2Reference, SDARReference
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 from tests.reference.layers import shift_right
 from vllm.diffusion.api.decisions import masked_behind
 from vllm.diffusion.api.echo import readings_of
@@ -25,12 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.api.readings import Reading
 
-FAMILIES = {
-    "dream": DreamReference,
-    "sdar": SDARReference,
-    "llada2": LLaDA2Reference,
-    "fast_dllm": FastDLLMReference,
-}
+FAMILIES = ("dream", "sdar", "llada2", "fast_dllm")
 PROMPT = random_prompt(21, 5)
 
 
@@ -50,11 +44,11 @@ def row(model: Any, tokens: Sequence[int], position: int, block_length: int | No
     return torch.log_softmax(logits[0, position].double(), dim=-1)
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path], name: str) -> None:
     """Everything before it, and masks to the end of what it sees; of blocks, those of its own."""
     folder = checkpoint(name)
-    model: Any = FAMILIES[name].from_checkpoint(folder)
+    model = load_reference(folder)
     with running(folder) as engine:
         validator = validator_of(engine.llm.llm_engine.input_processor)
         assert validator is not None

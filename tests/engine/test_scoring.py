@@ -14,13 +14,12 @@ from tests.engine.harness import (
     MAX_MODEL_LEN,
     Ask,
     as_request,
-    load_reference,
     refusal_error,
     running,
 )
 from tests.engine.test_selection import Even, carrying
 from tests.reference import decode
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 from vllm.diffusion.engine.compute import PooledHead
 from vllm.diffusion.sampling import sampler
 
@@ -231,7 +230,7 @@ def test_families_that_shift_their_logits(checkpoint: Callable[[str], Path]) -> 
     prompt = holed_prompt()
     with running(folder) as engine:
         (answer,) = engine.ask(score(prompt))
-    assert_scored(answer, by_reference(DreamReference.from_checkpoint(folder), prompt))
+    assert_scored(answer, by_reference(load_reference(folder), prompt))
 
 
 def test_server_wide_settings_do_not_act(checkpoint: Callable[[str], Path], model: Any) -> None:

@@ -19,7 +19,6 @@ from tests.engine.harness import (
     Ask,
     as_request,
     clear_case,
-    load_reference,
     refusal_error,
     running,
     shrink,
@@ -30,6 +29,7 @@ from tests.engine.test_chunks import SHORT, tokens
 from tests.engine.test_chunks import asks as mixed_asks
 from tests.engine.test_running_ahead import start
 from tests.engine.test_sequence_parallel import whole_asks
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoints import BLOCK_CASES, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, check_bf16, logits, some_ids, staged_logits
-from tests.reference.block_models import REFERENCES, SDARReference
+from tests.reference.families import load_reference
 from vllm.diffusion.visibility import BlockCausal
 
 if TYPE_CHECKING:
@@ -26,18 +26,13 @@ if TYPE_CHECKING:
 NAMES = list(BLOCK_CASES)
 
 
-def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> SDARReference:
-    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
-    return REFERENCES[architecture].from_checkpoint(path, dtype)
-
-
 @pytest.mark.parametrize("length", [1, 8, 23])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_forward_has_the_blocks_of_the_configuration(
     name: str, length: int, case_path: PathOf, case_model: ModelOf
 ) -> None:
     model, ids = case_model(name), some_ids(length)
-    wanted = reference_of(case_path(name)).logits(ids[None], model.config.block_length)[0]
+    wanted = load_reference(case_path(name)).logits(ids[None], model.config.block_length)[0]
     assert_same_logits(logits(model, ids), wanted)
 
 
@@ -48,7 +43,7 @@ def test_packed_sequences_equal_the_reference(
 ) -> None:
     """As a whole, and in chunks."""
     sequences = [some_ids(length, seed=length) for length in (1, 17, 4, 30)]
-    visibility, reference = BlockCausal(block_length), reference_of(case_path(name))
+    visibility, reference = BlockCausal(block_length), load_reference(case_path(name))
     wanted = torch.cat([reference.logits(ids[None], block_length)[0] for ids in sequences])
     for rows in (None, 5):
         given = staged_logits(case_model(name), sequences, rows=rows, visibility=visibility)
@@ -71,7 +66,7 @@ def test_a_row_sees_its_block_and_none_after_it(name: str, case_model: ModelOf) 
 def test_facts_for_the_engine(name: str, case_path: PathOf, case_model: ModelOf) -> None:
     model = case_model(name)
     given = json.loads((case_path(name) / "config.json").read_text())
-    assert model.family.logit_shift == reference_of(case_path(name)).logit_shift
+    assert model.family.logit_shift == load_reference(case_path(name)).logit_shift
     assert isinstance(model.family.visibility, BlockCausal)
     assert model.config.block_length == given.get("block_size", given.get("bd_size", 32))
     assert (model.num_heads, model.num_kv_heads) == (4, 2)
@@ -92,5 +87,5 @@ def test_bf16_rounds_where_the_reference_rounds(
     model = load_model(path, "bfloat16")
     length = model.config.block_length
     check_bf16(
-        model, torch.bfloat16, lambda ids, dtype: reference_of(path, dtype).logits(ids, length)[0]
+        model, torch.bfloat16, lambda ids, dtype: load_reference(path, dtype).logits(ids, length)[0]
     )

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import EOS_ID, MASK_ID, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, engine_config, logits
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 from vllm.diffusion.config import WORKER, served_model
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import DIFFULLAMA
@@ -110,5 +110,5 @@ def test_logits_equal_the_reference(
 ) -> None:
     ids = torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length))
     ids[length // 2 :: 2] = MASK_ID
-    reference = DreamReference.from_checkpoint(case_path("diffullama"))
+    reference = load_reference(case_path("diffullama"))
     assert_same_logits(logits(case_model("diffullama"), ids), reference.logits(ids[None])[0])

@@ -21,10 +21,8 @@ from tests.models.support import (
     some_ids,
     staged_logits,
 )
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 from tests.reference.layers import rms_norm
-from tests.reference.llada_model import LLaDAReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture
 from vllm.diffusion.models.base import DiffusionModel
@@ -36,23 +34,13 @@ if TYPE_CHECKING:
     PathOf = Callable[[str], Path]
     ModelOf = Callable[[str], DiffusionModel]
 
-REFERENCES = {
-    "LLaDAModelLM": LLaDAReference,
-    "DreamModel": DreamReference,
-    "LLaDAMoEModelLM": LLaDAMoEReference,
-}
 NAMES = [*CASES, *OUR_CASES, *FAMILY_CASES, *OUR_FAMILY_CASES]
-
-
-def reference_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
-    return REFERENCES[architecture].from_checkpoint(path, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_the_reference(name: str, case_path: PathOf, case_model: ModelOf) -> None:
     ids = some_ids(23)
-    reference = reference_of(case_path(name)).logits(ids[None])[0]
+    reference = load_reference(case_path(name)).logits(ids[None])[0]
     assert_same_logits(logits(case_model(name), ids), reference)
 
 
@@ -145,7 +133,7 @@ def test_bf16_rounds_where_the_reference_rounds(
     check_bf16(
         load_model(path, "bfloat16"),
         torch.float32 if family == "llada" else torch.bfloat16,
-        lambda ids, dtype: reference_of(path, dtype).logits(ids)[0],
+        lambda ids, dtype: load_reference(path, dtype).logits(ids)[0],
     )
 
 
@@ -154,7 +142,7 @@ def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[.
     path = make_checkpoint(
         tmp_path, family="moe", seed=31, dtype=torch.bfloat16, moe_router_enable_expert_bias=True
     )
-    reference, model = reference_of(path, torch.bfloat16), load_model(path, "bfloat16")
+    reference, model = load_reference(path, torch.bfloat16), load_model(path, "bfloat16")
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(8)).to(torch.bfloat16)
     given = x.clone()
     with torch.no_grad():

@@ -150,11 +150,3 @@ class LLaDA2Reference(LlamaReference):
         masked = torch.full_like(groups, -torch.inf)
         masked[kept] = groups[kept]
         return scores, masked.flatten()
-
-
-REFERENCES: dict[str, type[LlamaReference]] = {
-    "SDARForCausalLM": SDARReference,
-    "SDARMoeForCausalLM": SDARMoeReference,
-    "LLaDA2MoeModelLM": LLaDA2Reference,
-    "Fast_dLLM_QwenForCausalLM": FastDLLMReference,
-}

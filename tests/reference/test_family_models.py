@@ -19,27 +19,21 @@ from tests.checkpoints import (
     make_checkpoint,
     random_prompt,
 )
-from tests.reference.dream_model import DreamReference
+from tests.reference.families import load_reference
 from tests.reference.layers import KeyValues, shift_right
-from tests.reference.llada_model import LLaDAReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-Reference = DreamReference | LLaDAMoEReference | LLaDAReference
 IDS = random_prompt(11) + [MASK_ID] * 6
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
-    if json.loads((folder / "config.json").read_text())["model_type"] == "Dream":
-        return DreamReference.from_checkpoint(folder, dtype)
-    return LLaDAMoEReference.from_checkpoint(folder, dtype)
-
-
 def test_fused_experts_are_the_same_model(checkpoint: Callable[[str], Path]) -> None:
-    logits = [load(checkpoint(name)).logits(torch.tensor([IDS])) for name in ("moe", "moe_fused")]
+    logits = [
+        load_reference(checkpoint(name)).logits(torch.tensor([IDS]))
+        for name in ("moe", "moe_fused")
+    ]
     assert torch.equal(logits[0], logits[1])
     files = list(checkpoint("moe_fused").glob("*.safetensors"))
     names = {name for file in files for name in load_file(file)}
@@ -50,7 +44,7 @@ def test_fused_experts_are_the_same_model(checkpoint: Callable[[str], Path]) -> 
 def test_router_weights_do_not_sum_to_one_and_bias_only_chooses(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    model = LLaDAMoEReference.from_checkpoint(checkpoint("moe_bias"))
+    model = load_reference(checkpoint("moe_bias"))
     h = torch.randn(1, 50, 64, generator=torch.Generator().manual_seed(0))
     mlp = "model.layers.0.mlp"
     chosen, weights = model.route(mlp, h)
@@ -64,7 +58,7 @@ def test_router_weights_do_not_sum_to_one_and_bias_only_chooses(
 
 
 def test_equal_experts_are_chosen_from_the_lowest(checkpoint: Callable[[str], Path]) -> None:
-    model = LLaDAMoEReference.from_checkpoint(checkpoint("moe"))
+    model = load_reference(checkpoint("moe"))
     chosen, weights = model.route("model.layers.0.mlp", torch.zeros(1, 3, 64))
     assert chosen.tolist() == [[[0, 1]] * 3]
     assert weights.unique().tolist() == [0.125]
@@ -80,11 +74,7 @@ def test_a_window_with_the_keys_of_the_same_row_gives_the_same_logits(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """Keys and values of an unchanged row are exact, wherever the window lies."""
-    folder = checkpoint(name)
-    if name in ("mha", "qk_norm"):
-        model: Reference = LLaDAReference.from_checkpoint(folder, torch.float64)
-    else:
-        model = load(folder, torch.float64)
+    model = load_reference(checkpoint(name), torch.float64)
     ids = torch.tensor([IDS])
     whole, kv = model.forward_with_kv(ids, range(17), None)
     assert kv.positions == tuple(range(17))
@@ -100,7 +90,7 @@ def test_a_window_with_the_keys_of_the_same_row_gives_the_same_logits(
 
 
 def test_a_window_sees_changed_tokens_only_inside(checkpoint: Callable[[str], Path]) -> None:
-    model = load(checkpoint("dream"), torch.float64)
+    model = load_reference(checkpoint("dream"), torch.float64)
     ids = torch.tensor([IDS])
     whole, kv = model.forward_with_kv(ids, range(17), None)
     changed = ids.clone()
@@ -140,7 +130,7 @@ def test_unfitting_configs_are_refused(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
-        load(folder)
+        load_reference(folder)
 
 
 # ---- tokenizers --------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import make_case, random_prompt
-from tests.engine.test_algorithms import BLOCKS, DELAYED, DREAM, LOADERS, MULTI, PROMPT_LENGTH
+from tests.engine.test_algorithms import BLOCKS, DELAYED, DREAM, MULTI, PROMPT_LENGTH
 from tests.engine.test_parity import SETTINGS
 from tests.reference import golden
+from tests.reference.families import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,7 @@ ALIKE: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=["mha", "dream", "moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = make_case(tmp_path_factory.mktemp(request.param), request.param)
-    return LOADERS[request.param](folder)
+    return load_reference(folder)
 
 
 @pytest.mark.parametrize("settings", ALIKE.values(), ids=ALIKE.keys())

@@ -29,9 +29,7 @@ from tests.reference import (
     sglang,
 )
 from tests.reference.decode import Decoded, SpecialIds
-from tests.reference.dream_model import DreamReference
-from tests.reference.llada_model import LLaDAReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
+from tests.reference.families import load_reference
 from tests.reference.test_reference import TableModel, rows_of
 
 if TYPE_CHECKING:
@@ -41,8 +39,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tests.reference.layers import KeyValues
+    from tests.reference.llama_model import LlamaReference
 
-Model = LLaDAReference | DreamReference | LLaDAMoEReference
+    Models = Callable[..., LlamaReference]
+
 IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 SMALL = SpecialIds(mask=15, eos=14, eot=13)
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 16, "ids": IDS}
@@ -56,11 +56,6 @@ PROMPTS = {
     "dream": random_prompt(12, 12),
     "moe": random_prompt(20, 20),
 }
-REFERENCES: dict[str, type[Model]] = {
-    "llada": LLaDAReference,
-    "dream": DreamReference,
-    "moe": LLaDAMoEReference,
-}
 ONE_LAYER: dict[str, dict[str, Any]] = {
     "llada": {"n_layers": 1},
     "dream": {"num_hidden_layers": 1},
@@ -70,17 +65,19 @@ FAMILIES = list(SEEDS)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folders: dict[tuple[str, bool], Path] = {}
 
-    def get(family: str, dtype: torch.dtype = torch.float32, one_layer: bool = False) -> Model:
+    def get(
+        family: str, dtype: torch.dtype = torch.float32, one_layer: bool = False
+    ) -> LlamaReference:
         key = (family, one_layer)
         if key not in folders:
             overrides = ONE_LAYER[family] if one_layer else {}
             folders[key] = make_checkpoint(
                 tmp_path_factory.mktemp(family), family=family, seed=SEEDS[family], **overrides
             )
-        return REFERENCES[family].from_checkpoint(folders[key], dtype)
+        return load_reference(folders[key], dtype)
 
     return get
 
@@ -88,7 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
 class Recorder:
     """A model that remembers the positions of its forwards and the rows they reused."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LlamaReference) -> None:
         self.model = model
         self.logit_shift = model.logit_shift
         self.windows: list[tuple[int, int]] = []
@@ -141,9 +138,7 @@ def same(first: Decoded, second: Decoded) -> bool:
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_are_exact_for_one_layer(
-    family: str, cache: str, models: Callable[..., Model]
-) -> None:
+def test_caches_are_exact_for_one_layer(family: str, cache: str, models: Models) -> None:
     """Keys and values of the only layer depend on their own token, and none of those changes.
 
     A window that misses a row, or Dream's shift across its border, would show.
@@ -157,7 +152,7 @@ def test_caches_are_exact_for_one_layer(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_are_approximations(family: str, models: Callable[..., Model]) -> None:
+def test_caches_are_approximations(family: str, models: Models) -> None:
     model, prompt = models(family), PROMPTS[family]
     plain = decode.threshold(model, prompt, threshold=0.6, **BLOCKS)
     for cache in ("prefix", "dual"):
@@ -165,7 +160,7 @@ def test_caches_are_approximations(family: str, models: Callable[..., Model]) ->
         assert reused.ids != plain.ids
 
 
-def test_one_block_has_no_suffix(models: Callable[..., Model]) -> None:
+def test_one_block_has_no_suffix(models: Models) -> None:
     options: dict[str, Any] = {"gen_length": 16, "block_length": 16, "ids": IDS, "threshold": 0.6}
     for family in FAMILIES:
         prefix, dual = (
@@ -175,7 +170,7 @@ def test_one_block_has_no_suffix(models: Callable[..., Model]) -> None:
         assert same(prefix, dual)
 
 
-def test_a_finished_block_makes_no_further_forward(models: Callable[..., Model]) -> None:
+def test_a_finished_block_makes_no_further_forward(models: Models) -> None:
     """With a threshold of 0, or one step per block, all forwards are whole ones."""
     model, prompt = Recorder(models("llada")), PROMPTS["llada"]
     for options in ({"threshold": 0.0}, {"steps": 4}):
@@ -194,7 +189,7 @@ def test_a_finished_block_makes_no_further_forward(models: Callable[..., Model])
 
 
 def test_local_leap_without_a_lower_threshold_is_a_threshold(
-    models: Callable[..., Model],
+    models: Models,
 ) -> None:
     model, prompt = models("llada"), PROMPTS["llada"]
     plain = decode.threshold(model, prompt, threshold=0.6, confidence_dtype="float64", **BLOCKS)
@@ -255,9 +250,7 @@ def test_entropy_with_random_remasking_ranks_by_the_number() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_block_thresholds_of_one_open_blocks_in_turn(
-    family: str, models: Callable[..., Model]
-) -> None:
+def test_block_thresholds_of_one_open_blocks_in_turn(family: str, models: Models) -> None:
     model, prompt = models(family), PROMPTS[family]
     closed = {"block_add_threshold": 1.0, "decoded_token_threshold": 1.0, **SHORT_BLOCKS}
     runs: list[tuple[Any, dict[str, Any]]] = [
@@ -280,9 +273,7 @@ def test_block_thresholds_of_one_open_blocks_in_turn(
 
 @pytest.mark.parametrize("variant", d3llm.VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_delayed_cache_is_exact_for_one_layer(
-    family: str, variant: str, models: Callable[..., Model]
-) -> None:
+def test_delayed_cache_is_exact_for_one_layer(family: str, variant: str, models: Models) -> None:
     model = Recorder(models(family, torch.float64, one_layer=True))
     options: dict[str, Any] = {"threshold": 1.0, "variant": variant, **OPENING}
     starts: set[int] = set()
@@ -308,7 +299,7 @@ def test_delayed_cache_is_exact_for_one_layer(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_delay_that_never_ends_reuses_nothing(family: str, models: Callable[..., Model]) -> None:
+def test_a_delay_that_never_ends_reuses_nothing(family: str, models: Models) -> None:
     options: dict[str, Any] = {"threshold": 1.0, **OPENING}
     plain = d3llm.multi_block(models(family), PROMPTS[family], **options)
     assert same(
@@ -341,7 +332,9 @@ def test_dinfer_threshold_raises_where_only_masks_are_predicted() -> None:
         dinfer.threshold(TableModel(table), [1], gen_length=2, block_length=2, ids=SMALL)
 
 
-def test_credit_without_weight_is_the_threshold_decoder(models: Callable[..., Model]) -> None:
+def test_credit_without_weight_is_the_threshold_decoder(
+    models: Models,
+) -> None:
     model, prompt = models("moe"), PROMPTS["moe"]
     plain = dinfer.threshold(model, prompt, threshold=0.6, **BLOCKS)
     assert same(dinfer.credit(model, prompt, threshold=0.6, alpha=0.0, **BLOCKS), plain)
@@ -376,7 +369,7 @@ def test_predicted_masks_raise_unless_guarded(run: Callable[..., Decoded]) -> No
     assert decoded.num_forwards == 4
 
 
-def test_cached_loops_raise_too(models: Callable[..., Model]) -> None:
+def test_cached_loops_raise_too(models: Models) -> None:
     model = models("llada")
     model.weights["model.transformer.ff_out.weight"][MASK_ID] *= 50
     for options in ({"threshold": 0.9}, {"steps": 4}):

@@ -30,10 +30,8 @@ from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import Example, train
 
 from tests.checkpoints import checkpoint_shapes
-from tests.reference.block_models import REFERENCES
 from tests.reference.decode import aligned
-from tests.reference.dream_model import DreamReference
-from tests.reference.llada_moe_model import LLaDAMoEReference
+from tests.reference.families import reference_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -247,16 +245,8 @@ def test_sizes_that_only_some_families_have(checkpoints: dict[str, Path]) -> Non
 def logits64(config: dict[str, Any], network: Any, ids: torch.Tensor) -> torch.Tensor:
     """What the reference computes in float64 from the network's weights: [B, T, rows]."""
     weights = {name: tensor.double() for name, tensor in network.state_dict().items()}
-    architecture = config["architectures"][0]
-    reference: Any
-    if architecture in REFERENCES:
-        reference = REFERENCES[architecture](config, weights)
-        return aligned(reference, reference.logits(ids, network.block_length))
-    if architecture == "DreamModel":
-        reference = DreamReference(config, weights)
-    else:
-        reference = LLaDAMoEReference(config, weights)
-    return aligned(reference, reference.logits(ids))
+    reference = reference_of(config)(config, weights)
+    return aligned(reference, reference.logits(ids, network.block_length or None))
 
 
 def random_network(family: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
