@@ -103,7 +103,8 @@ def attention(
             v=rows_of(v),
             out=out.data_ptr(),
             attended=(*addresses, num_sequences),
-            num_keys=min(len(k), len(v)),
+            num_keys=len(k),
+            num_values=len(v),
             scale=math.log2(math.e) / math.sqrt(q.shape[2]),
             num_blocks=hopper_multiprocessors(q.device.index),
         )

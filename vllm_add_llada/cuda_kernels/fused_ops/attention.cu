@@ -535,10 +535,10 @@ cudaError_t launch_attention(const AttentionParams& params, cudaStream_t stream)
     return cudaErrorInvalidValue;
   }
   CUtensorMap k, v;
-  const int num_keys = static_cast<int>(params.num_keys);
-  cudaError_t error = describe(&k, params.k.data, num_keys, depth, params.k.outer_stride, kPage);
+  cudaError_t error =
+      describe(&k, params.k.data, params.num_keys, depth, params.k.outer_stride, kPage);
   if (error == cudaSuccess) {
-    error = describe(&v, params.v.data, num_keys, depth, params.v.outer_stride, kPage);
+    error = describe(&v, params.v.data, params.num_values, depth, params.v.outer_stride, kPage);
   }
   if (error != cudaSuccess) return error;
   const KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.q.data),

@@ -28,9 +28,9 @@ struct AttentionParams {
   Rows q, k, v;
   void* out;  // contiguous
   Attended attended;
-  int64_t num_keys;  // rows of k and v
-  float scale;       // log2(e) in it
-  int num_blocks;    // one for each multiprocessor
+  int num_keys, num_values;  // rows of k and of v
+  float scale;               // log2(e) in it
+  int num_blocks;            // one for each multiprocessor
 };
 
 // cudaErrorInvalidValue: a shape that it does not take; cudaErrorNotSupported: not a card of

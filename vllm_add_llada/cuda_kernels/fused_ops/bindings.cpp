@@ -167,7 +167,8 @@ void bind_products(Module& module) {
 void bind_attention(Module& module) {
   using P = AttentionParams;
   module.function("attention", &launch_attention, FIELD(q), FIELD(k), FIELD(v), FIELD(out),
-                  FIELD(attended), FIELD(num_keys), FIELD(scale), FIELD(num_blocks));
+                  FIELD(attended), FIELD(num_keys), FIELD(num_values), FIELD(scale),
+                  FIELD(num_blocks));
 }
 
 void bind_ranks(Module& module) {
