@@ -63,7 +63,7 @@ def assert_same_widths(shape: ModelShape, stages: list[Any]) -> None:
     assert shape.experts.in_fp32 == mixtures[0].scoring.in_fp32
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize(
     "case", ["bias", "qk_norm", "dream", "moe", "llada2", "llada2_dense_first"]
 )

@@ -36,6 +36,7 @@ NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come 
 # Of products; projections list theirs.
 GATE_UP = Kind("gate and up")  # side by side
 PROJECTED = Kind("projected")  # before it is added to the residual stream
+QUANTISED_ROWS = Kind("quantised rows")  # that were not written as such
 
 _NORMED = Kind("normed")
 _NORMED_ASIDE = Kind("normed rows", is_temporary=True)

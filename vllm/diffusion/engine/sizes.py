@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion import envs, ops
+from vllm.diffusion import envs, ops, stages
 from vllm.diffusion.config import row_budget, sequence_parallel
 from vllm.diffusion.engine.budget import host_cache_budget
 from vllm.diffusion.engine.windows import num_positions
@@ -124,7 +124,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
     gate_up = qkv._replace(columns=2 * widest)
     kinds = ops.kinds_of(vllm_config.quant_config)
-    head = ops.kind_of_head(vllm_config.quant_config)
+    head = _products(ops.kind_of_head(vllm_config.quant_config), qkv, gate_up, out)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
     return ModelShape(
         num_layers=config.num_hidden_layers,
@@ -147,7 +147,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
-        head=head.workspace(ops.Use.PROJECT, qkv).buffers,
+        head=(*head.made_of(stages.normed(model.dtype, width)), *head.project),
     )
 
 

@@ -23,6 +23,8 @@ from vllm.diffusion.stages import Listed
 if TYPE_CHECKING:
     import torch
 
+    from vllm.diffusion.buffers import Buffer
+
 ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
 
 Phases = tuple[Listed, ...]  # of a stage, one after the other: what ended is given back
@@ -50,6 +52,8 @@ class Experts:
 class Products(NamedTuple):
     """What the products of a layer take besides their results, where weights are of one kind.
 
+    The three of them take it where rows come as the products want them (`rows`).
+
     Attributes:
         project: of the fused product of queries, keys and values.
         gated: of gate and up, and silu(gate) * up, in the widest MLP.
@@ -68,6 +72,15 @@ class Products(NamedTuple):
     quantises: bool = False
     weight_bytes: float | None = None
     speed: float = 1.0
+
+    def rows(self, buffer: Buffer) -> Listed:
+        """Rows as the products want them: in fp8 with a scale each where they quantise."""
+        return buffer.quantised if self.quantises else (buffer,)
+
+    def made_of(self, buffer: Buffer) -> Listed:
+        """The same, made of rows that come as they are."""
+        made = stages.QUANTISED_ROWS.of(buffer.dtype, *buffer.shape)
+        return made.quantised if self.quantises else ()
 
 
 @dataclass(frozen=True)
@@ -244,7 +257,7 @@ class Footprint:
         shape = self.shape
         visiting = (*self._visiting(layout, 1), *self._rotary(layout))
         normed = stages.normed(shape.dtype, shape.hidden_size)
-        phases = tuple((*visiting, normed, *products.project) for products in shape.products)
+        phases = tuple((*visiting, *p.rows(normed), *p.project) for p in shape.products)
         if layout.shards == 1:
             return phases
         heads = self._heads(shape.num_kv_heads // layout.head_groups)
@@ -269,7 +282,8 @@ class Footprint:
         *attending, collected = stages.attending(*heads)
         if is_packed:
             attending.append(collected)
-        phases = tuple((*attending, *products.add_to) for products in shape.products)
+        made = [(*products.made_of(attending[0]), *products.add_to) for products in shape.products]
+        phases = tuple((*attending, *phase) for phase in made)
         if has_queries:
             return phases
         exchanged = stages.exchanged(*heads) if layout.shards > 1 else ()
@@ -320,8 +334,10 @@ class Footprint:
 
     def _querying(self, heads: tuple[torch.dtype, int, int], products: Products) -> Listed:
         dtype, *sizes = heads
-        quantises = products.quantises
-        return stages.querying(dtype, self.shape.hidden_size, *sizes, quantises=quantises)
+        queries, normed = stages.querying(
+            dtype, self.shape.hidden_size, *sizes, quantises=products.quantises
+        )
+        return queries, *products.rows(normed)
 
     def _rotary(self, layout: Layout) -> Listed:
         return () if layout.keep_queries else self._tables
@@ -337,12 +353,15 @@ class Footprint:
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: Products, is_long: bool) -> Phases:
+        """Where a layer may have products of several kinds, the second may find plain rows."""
         shape = self.shape
         if not shape.mlp_width:
             return ()
         activated, normed = stages.gating(shape.dtype, shape.hidden_size, shape.mlp_width)
         gating = products.gated_beyond if is_long else products.gated
-        return (activated, normed, *gating), (activated, *products.add_to)
+        out = products.rows(activated)
+        adding = out if len(shape.products) == 1 else (activated, *products.made_of(activated))
+        return (*out, *products.rows(normed), *gating), (*adding, *products.add_to)
 
     def _experts(self) -> Phases:
         experts, shape = self.shape.experts, self.shape
@@ -358,8 +377,8 @@ class Footprint:
             terms += (stages.PROJECTED.of(dtype, width),)
         phases: list[Listed] = [terms]
         if experts.shared_width:
-            activated, _ = stages.gating(dtype, width, experts.shared_width)
-            phases += [(activated, *products.gated) for products in shape.products]
+            activated, normed = stages.gating(dtype, width, experts.shared_width)
+            phases += [(*p.rows(activated), *p.made_of(normed), *p.gated) for p in shape.products]
         beside = stages.beside_experts(dtype, width, has_shared=experts.shared_width > 0)
         return tuple((*beside, *phase) for phase in phases)
 

@@ -22,7 +22,7 @@ from vllm.diffusion.ops.fused import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
 from vllm.diffusion.quantisation import Fp8Scheme
-from vllm.diffusion.stages import GATE_UP, PROJECTED, Kind
+from vllm.diffusion.stages import GATE_UP, PROJECTED, QUANTISED_ROWS
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.buffers import Buffer, Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_ROWS = Kind("quantised rows")
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
 
@@ -151,15 +150,14 @@ class Fp8Projection(Projection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        buffers = _ROWS.of(matrix.dtype, matrix.depth).quantised
         if use is Use.GATED:
             most_rows = most_stored_rows(matrix, partial(dispatch.fp8_tiling, gated=True))
             gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
             product = GATE_UP.of(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
-            return Workspace((*buffers, gate_up), most_rows, (*buffers, product))
+            return Workspace((gate_up,), most_rows, (product,))
         if use is Use.ADD_TO:
-            return Workspace((*buffers, PROJECTED.of(matrix.dtype, matrix.columns)))
-        return Workspace(buffers)
+            return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
+        return Workspace()
 
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> QuantisedRows:
         values, scales = (part.take(scratch, num_rows) for part in buffer.quantised)
@@ -270,7 +268,7 @@ class Fp8Projection(Projection):
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
         if isinstance(x, QuantisedRows):
             return x
-        out = self.rows(_ROWS.of(x.dtype, x.shape[1]), len(x), scratch)
+        out = self.rows(QUANTISED_ROWS.of(x.dtype, x.shape[1]), len(x), scratch)
         quantise_rows(x, out)
         return out
 

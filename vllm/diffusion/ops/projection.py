@@ -137,7 +137,7 @@ class Projection(ABC):
     @classmethod
     @abstractmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        """What a use takes besides its arguments on one rank, from shapes alone."""
+        """What a use of rows as `rows` gives them takes besides on one rank, from shapes alone."""
 
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Tensor | QuantisedRows:
         """Where rows that are to be multiplied are best written, uninitialised.
