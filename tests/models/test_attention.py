@@ -23,6 +23,7 @@ from vllm.diffusion.layers.attention_backends import (
     reads_pages,
 )
 from vllm.diffusion.layers.split_attention import (
+    CONFIG,
     MAX_SPLITS,
     SplitConfig,
     can_split,
@@ -30,6 +31,7 @@ from vllm.diffusion.layers.split_attention import (
     split_attention,
 )
 from vllm.diffusion.spans import AttentionLayout, PageTable, Span, check_tiling
+from vllm.diffusion.stages import SPLIT_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -439,6 +441,14 @@ def test_number_of_splits() -> None:
     assert choose_splits(1024, 200_000, config, 132) == 1
     assert choose_splits(1, 10**6, config, 132) == MAX_SPLITS
     assert choose_splits(0, 0, config, 132) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 16, 63, 100, 1000, 5000])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (4, 7), (32, 1)])
+def test_parts_take_no_more_than_is_planned(rows: int, num_kv_heads: int, group: int) -> None:
+    programs = -(-rows * group // CONFIG.rows) * num_kv_heads  # at least
+    splits = choose_splits(programs, 10**6, CONFIG, device_size=132)
+    assert splits == 1 or splits * rows * num_kv_heads * group <= SPLIT_ROWS * 132
 
 
 def test_split_takes_no_cpu() -> None:

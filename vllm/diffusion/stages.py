@@ -108,6 +108,16 @@ def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
     )
 
 
+# Attention splits the keys of a chunk where it has few rows, so that rows of one head times parts
+# are at most so many for each multiprocessor.
+SPLIT_ROWS = 128
+
+
+def split_attention(head_dim: int) -> Buffer:
+    """Attention of a query to each part of its keys, with the log-sum-exp."""
+    return Kind("parts of attention", is_temporary=True).of(torch.float32, head_dim + 1)
+
+
 def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
     """Keys and values, out of their pages."""
     return Kind("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)

@@ -6,6 +6,7 @@ The API server, the scheduler and the workers all reach the same numbers, in the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +38,13 @@ def make_planner(
     """
     division, parallel = sequence_parallel(vllm_config), vllm_config.parallel_config
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
+    shape = model_shape(vllm_config, device)
+    if not shape.collects_keys:  # there is the kernel that reads pages, and splits keys
+        rows = stages.SPLIT_ROWS * rates.multiprocessors
+        split_bytes = rows * stages.split_attention(shape.head_dim).row_bytes
+        shape = replace(shape, split_bytes=split_bytes)
     return Planner(
-        model_shape(vllm_config, device),
+        shape,
         budget_bytes,
         row_budget(vllm_config),
         uses_host=envs.use_host_residual(),

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops, stages
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import attend, reads_pages
+from vllm.diffusion.layers.devices import num_multiprocessors
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
+from vllm.diffusion.layers.split_attention import can_split
 from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
@@ -246,6 +248,9 @@ def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Te
     attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
     attended.expect(buffers, len(q))
     statistics.expect(buffers, len(q))
+    if can_split(q.dtype, q.shape[2], q.device):
+        split_rows = stages.SPLIT_ROWS * num_multiprocessors(q.device)
+        stages.split_attention(q.shape[2]).expect(buffers, split_rows)
     for _, k, _, layout in sources:
         if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):
             keys = stages.collected_keys(k.dtype, *k.shape[1:])

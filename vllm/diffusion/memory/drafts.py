@@ -85,12 +85,13 @@ class StageBytes(NamedTuple):
 class RowBytes(NamedTuple):
     """What a row takes: of the step, of those that are read, and of a chunk of every stage.
 
-    `collected` is what a kept key takes.
+    `collected` is what a kept key takes, and `split` what some attention does, whatever the rows.
     """
 
     resident: int
     results: int
     collected: int
+    split: int
     keys_values: StageBytes
     attend: StageBytes
     feed_forward: StageBytes
@@ -108,6 +109,7 @@ class RowBytes(NamedTuple):
             row_bytes(footprint.resident(layout)),
             row_bytes(footprint.read_results(layout)),
             footprint.collected_keys(layout),
+            footprint.shape.split_bytes,
             StageBytes.of(footprint.keys_values(layout), is_split),
             StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
             StageBytes.of_feed_forward(footprint, layout, is_split),
@@ -138,7 +140,7 @@ class Draft:
     ) -> None:
         self.layout, self.step, self._of_row = layout, step, row_bytes
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
-        self._resident += row_bytes.collected * step.kept_keys + ROUNDING_BYTES
+        self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
         if step.rows <= WHOLE_STEP_ROWS:  # what attention has returned lies beside the logits
             beside = step.rows * row_bytes.attend.temporaries // row_bytes.read.buffers
             most_read = max(most_read - beside, min(most_read, TILE_ROWS))

@@ -101,6 +101,7 @@ class ModelShape:
         collects_keys: kept keys and values of a sequence are copied out of their pages to be read.
         num_ranks: tensor-parallel ranks, whose products are summed.
         head: of the logits' product, besides the logits.
+        split_bytes: that attention of few rows takes besides, whatever the rows.
     """
 
     num_layers: int
@@ -119,6 +120,7 @@ class ModelShape:
     collects_keys: bool = False
     num_ranks: int = 1
     head: Listed = ()
+    split_bytes: int = 0
 
     @property
     def element_bytes(self) -> int:
