@@ -13,10 +13,11 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+NUM_EVENTS = 512  # of steps that are timed; more are made when they are needed
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -72,14 +73,12 @@ class StepLog:
         """Time every step of `runner` until the block ends."""
         launch, collect, on_cuda = runner.launch, runner.collect, runner.device.type == "cuda"
         launched: dict[float, tuple[float, tuple[Any, Any] | None]] = {}
+        spare = _recorded_events(NUM_EVENTS if on_cuda else 0)  # to make one takes time
 
         def timed_launch(req_ids: list[str]) -> Any:
             events = None
             if on_cuda:
-                events = (
-                    torch.cuda.Event(enable_timing=True),
-                    torch.cuda.Event(enable_timing=True),
-                )
+                events = (spare or _recorded_events(1)).pop()
                 events[0].record()
             started = time.perf_counter()
             step = launch(req_ids)
@@ -114,6 +113,14 @@ class StepLog:
             replace(step, device_ms=events[0].elapsed_time(events[1])) if events else step
             for step, events in self._raw
         ]
+
+
+def _recorded_events(count: int) -> list[tuple[Any, Any]]:
+    """Pairs of events that exist on the device: it makes one when it is first recorded."""
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for event in chain(*pairs):
+        event.record()
+    return [(first, last) for first, last in pairs]
 
 
 def median_interval_ms(steps: Sequence[Step]) -> float:

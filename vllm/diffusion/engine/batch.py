@@ -197,16 +197,20 @@ class StepBatch:
     @cached_property
     def shape(self) -> StepShape:
         """What a plan depends on."""
-        requests = zip(self.works, self.canvases, strict=True)
-        counts = [work.eligible.size * canvas.num_sequences for work, canvas in requests]
         return StepShape(
             rows=self.num_rows,
-            sample_rows=sum(counts),
+            sample_rows=self.sample_rows,
             longest=self.packing.longest,
             num_sequences=len(self.sequences),
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
         )
+
+    @cached_property
+    def sample_rows(self) -> int:
+        """Rows that are read: two of a position that is guided."""
+        requests = zip(self.works, self.canvases, strict=True)
+        return sum([work.eligible.size * canvas.num_sequences for work, canvas in requests])
 
     @property
     def reads_kept(self) -> bool:
@@ -307,24 +311,24 @@ class StepBatch:
         together = None
         if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
             together = Together(picks, self.works, self.canvases[0].params.mask_id)
-        rows = sampled.wait().numpy()
-        tokens, scores, greedy = rows[0].astype(np.int64), rows[1], rows[2].astype(np.int64)
+        rows = sampled.host.numpy()
+        awaited, end = [], 0
+        for canvas, work in zip(self.canvases, self.works, strict=True):
+            start, end = end, end + work.eligible.size
+            logprobs = rows[3:, start:end] if canvas.wants_logprobs else None
+            given = rows[1, start:end], canvas.draws(work.eligible, noise), logprobs
+            awaited.append((work.eligible, slice(start, end), *given))
+        sampled.wait()  # the device waits from here on
+        tokens, greedy = rows[0].astype(np.int64), rows[2].astype(np.int64)
         choices: list[Choice | None] = [None] * len(self.works)
         if together is not None:
-            choices = together.decide(tokens, scores)
-        found: list[Candidates | Choice] = []
-        end = 0
-        for canvas, work, choice in zip(self.canvases, self.works, choices, strict=True):
-            start, end = end, end + work.eligible.size
-            if choice is not None:
-                found.append(choice)
-                continue
-            own = slice(start, end)
-            draws = canvas.draws(work.eligible, noise)
-            logprobs = rows[3:, own] if canvas.wants_logprobs else None
-            given = tokens[own], scores[own], greedy[own], draws, logprobs
-            found.append(Candidates(work.eligible, *given))
-        return found
+            choices = together.decide(tokens, rows[1])
+        return [
+            choice or Candidates(eligible, tokens[own], scores, greedy[own], draws, logprobs)
+            for choice, (eligible, own, scores, draws, logprobs) in zip(
+                choices, awaited, strict=True
+            )
+        ]
 
 
 def build_batch(
@@ -338,11 +342,8 @@ def build_batch(
         before: of another step; where what is kept lies has not changed since.
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
-    kinds: tuple[list[tuple[Canvas, Work, Window]], ...] = ([], [], [])
-    for canvas in canvases:
-        work, window = canvas.next_forward()
-        kinds[(canvas.cache is not None) + window.reads_kept].append((canvas, work, window))
-    own, works, windows = zip(*[one for kind in kinds for one in kind], strict=True)
+    forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
+    own, works, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
         for canvas, window in zip(own, windows, strict=True)
@@ -351,6 +352,12 @@ def build_batch(
     if before is None or before.canvases != own or before.windows != windows:
         before = _pack(own, windows)
     return StepBatch(np.concatenate(rows), works, before, logit_shift)
+
+
+def _kind(forward: tuple[Canvas, Work, Window]) -> int:
+    """Where a request's rows come among those of others."""
+    canvas, _, window = forward
+    return (canvas.cache is not None) + window.reads_kept
 
 
 def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:

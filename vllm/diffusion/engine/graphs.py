@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.engine.agreement import Agreement
-    from vllm.diffusion.engine.batch import StepBatch
+    from vllm.diffusion.engine.batch import Packing, StepBatch
     from vllm.diffusion.engine.step_inputs import StepInputs
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
@@ -63,11 +63,13 @@ class Bucket(NamedTuple):
         )
 
 
-class _Captured(NamedTuple):
+@dataclass
+class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: ops.Staging
+    inputs: ops.GraphInputs
     outputs: BodyOutputs
     generation: int  # of the store whose addresses the graph holds
+    packing: Packing | None = None  # of what the inputs hold
 
 
 class GraphRunner:
@@ -128,8 +130,8 @@ class GraphRunner:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
-        step_inputs.fill(captured.inputs.arrays, batch)
-        captured.inputs.upload()
+        step_inputs.fill(captured.inputs.to_write(), batch, captured.packing)
+        captured.packing = batch.packing
         ops.align_ranks()
         captured.graph.replay()
         return captured.outputs
@@ -151,16 +153,18 @@ class GraphRunner:
         has_room = stale is not None or self._memory.has_room
         if self._agreement.most(int(not has_room)):  # of any rank
             return None
-        staging = ops.Staging(bucket.inputs(), self._caches.device)
-        step_inputs.fill(staging.arrays, batch)
-        inputs = self._body_inputs(bucket, staging.tensors)
+        if stale is not None:
+            stale.inputs.wait()  # before their memory is another's
+        given = ops.GraphInputs(bucket.inputs(), self._caches.device)
+        step_inputs.fill(given.to_write(), batch)
+        inputs = self._body_inputs(bucket, given.tensors)
         plan = plan.resized(bucket.rows)
         where = (self._pool, self._scratch, self._caches)
 
         def run() -> BodyOutputs:
+            given.upload()
             return run_to_end(run_body(self._model, inputs, plan, *where))
 
-        staging.upload()
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
         ops.align_ranks()
@@ -169,7 +173,7 @@ class GraphRunner:
             ops.align_ranks()
         self._memory.settle(self._agreement.most(self._memory.used_bytes))
         generation = self._caches.generation * bucket.is_cached
-        self._captured[bucket] = _Captured(graph, staging, outputs, generation)
+        self._captured[bucket] = _Captured(graph, given, outputs, generation)
         return self._captured[bucket]
 
     def _body_inputs(self, bucket: Bucket, inputs: StepInputs[Tensor]) -> BodyInputs:

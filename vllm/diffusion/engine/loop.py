@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.budget import StepMemory
     from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.messages import NewCanvas, Slice
-    from vllm.diffusion.engine.turns import Shares
+    from vllm.diffusion.engine.turns import Shares, Wish
     from vllm.diffusion.memory import ActivationPool, PageStore, Planner
 
 logger = init_logger(__name__)
@@ -106,6 +106,31 @@ class Attempt(NamedTuple):
         return [*(() if self.step is None else self.step.req_ids), *self.failures]
 
 
+class Follows(NamedTuple):
+    """Who follows the steps under way: the question, most often the same as the one before.
+
+    Attributes:
+        under_way: requests whose step has been launched.
+        wishes: what all requests want that may take part, in the order of their turns.
+        planner: of the steps.
+        shares: from where on one step does not hold all.
+        kept_bytes: what a step cannot have of the pool.
+    """
+
+    under_way: set[str]
+    wishes: list[tuple[str, Wish]]
+    planner: Planner
+    shares: Shares
+    kept_bytes: int
+
+    def answer(self) -> dict[str, int]:
+        """The requests of the next step, with their rows; none where it would not run whole."""
+        planner = self.planner
+        taken = step_behind(self.under_way, dict(self.wishes), planner.row_budget, self.shares)
+        fits = bool(taken) and planner.runs_whole(sum(taken.values()), self.kept_bytes)
+        return taken if fits else {}
+
+
 class StepLoop:
     """Starts the requests of a runner and moves them one step at a time.
 
@@ -121,6 +146,7 @@ class StepLoop:
         self._runner, self._agreement = runner, agreement
         self._under_way: list[Attempt] = []  # in the order in which they were launched
         self._begun_anew: str | None = None  # whose long step has run out of memory once
+        self._answered: tuple[Follows | None, dict[str, int]] = None, {}  # the newest question
         self.num_rows = 0
 
     def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
@@ -227,10 +253,17 @@ class StepLoop:
             for req_id, canvas in canvases.items()
             if req_id not in apart and not canvas.is_complete
         }
-        planner = self._runner.planner
-        taken = step_behind(under_way, wishes, planner.row_budget, self._runner.shares)
-        if taken and planner.runs_whole(sum(taken.values()), self._runner.kept_bytes):
-            self._under_way.append(self._launch(taken))
+        asked = Follows(
+            under_way,
+            list(wishes.items()),  # whose order counts
+            self._runner.planner,
+            self._runner.shares,
+            self._runner.kept_bytes,
+        )
+        if asked != self._answered[0]:
+            self._answered = asked, asked.answer()
+        if self._answered[1]:
+            self._under_way.append(self._launch(self._answered[1]))
 
     def _launch(self, rows: Mapping[str, int]) -> Attempt:
         """Launch a step; where memory runs out, without the requests that take most.

@@ -2,7 +2,7 @@
 """What the device is told of a step: named arrays on the host, and their tensors on the device.
 
 Every struct here exists twice, with an array and with a tensor in each of its fields.
-`ops.to_device` and `ops.Staging` make one of the other, so no order of arrays is agreed upon.
+`ops.to_device` and `ops.GraphInputs` make one of the other, so no order of arrays is agreed upon.
 
 Letters: T rows of the step, W rows that have slots, S sequences, r sample rows of a part.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.batch import SamplePart, SpanGroup, StepBatch
+    from vllm.diffusion.engine.batch import Packing, SamplePart, SpanGroup, StepBatch
     from vllm.diffusion.ops import Array
     from vllm.diffusion.spans import PageTable
 
@@ -123,13 +123,22 @@ def empty(num_rows: int, num_slots: int, num_sequences: int) -> StepInputs[Array
     )
 
 
-def fill(inputs: StepInputs[Array], batch: StepBatch) -> None:
+def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = None) -> None:
     """Write a batch and its padding into inputs that `empty` made; no larger, and of one kind.
 
     The rows that are left are one more sequence, which nothing reads. Of whole sequences it
     attends to itself, so that no row holds what is no number; of windows it has no keys, and
     attention to nothing is zero.
+
+    Args:
+        inputs: to be written.
+        batch: the step.
+        before: of the batch that the inputs hold, if any; of one packed alike only the tokens are
+            other ones.
     """
+    if batch.packing is before:
+        inputs.token_ids[: batch.num_rows] = batch.token_ids
+        return
     _fill(inputs.token_ids, batch.token_ids, 0)
     _fill(inputs.positions, batch.positions, 0)
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)

@@ -15,6 +15,7 @@ from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
+from vllm.diffusion.memory.plans import rows_read_alike
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
@@ -43,4 +44,5 @@ __all__ = [
     "activation_pool",
     "chunks",
     "rates_of",
+    "rows_read_alike",
 ]

@@ -39,6 +39,12 @@ WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 
 
+def rows_read_alike(num_rows: int, sample_rows: int) -> int:
+    """For so many rows a step is planned that reads `sample_rows` of its `num_rows`."""
+    unit = max(num_rows // READ_UNITS, LEAST_READ_UNIT)
+    return min(-(-sample_rows // unit) * unit, num_rows)
+
+
 class Plans:
     """Plans of the steps of one model under a budget.
 
@@ -123,8 +129,7 @@ class Plans:
         As tokens are committed, every step reads fewer rows than the one before, and to find a plan
         takes the host as long as to look up a hundred. Arguments and errors as of `plan`.
         """
-        unit = max(step.rows // READ_UNITS, LEAST_READ_UNIT)
-        sample_rows = min(-(-step.sample_rows // unit) * unit, step.rows)
+        sample_rows = rows_read_alike(step.rows, step.sample_rows)
         try:
             plan = self.plan(step._replace(sample_rows=sample_rows), kept_bytes, longest_chunk_s)
         except ActivationBudgetError:

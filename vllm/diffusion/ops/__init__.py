@@ -51,7 +51,7 @@ from vllm.diffusion.ops.sampling import (
     samples_in_head,
     token_logprobs,
 )
-from vllm.diffusion.ops.transfer import Array, HostCopy, Staging, to_device
+from vllm.diffusion.ops.transfer import Array, GraphInputs, HostCopy, to_device
 from vllm_add_llada.cuda_kernels.fused_ops import (
     ATTENTION_PAGE,
     Attended,
@@ -70,6 +70,7 @@ __all__ = [
     "Collectives",
     "ExpertWeights",
     "Fp8Projection",
+    "GraphInputs",
     "HostCopy",
     "Kept",
     "Matrices",
@@ -88,7 +89,6 @@ __all__ = [
     "SchemeConfig",
     "Score",
     "Scoring",
-    "Staging",
     "StreamedParameter",
     "Use",
     "Workspace",

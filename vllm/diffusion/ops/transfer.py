@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -14,17 +15,20 @@ if TYPE_CHECKING:
 # Where the host prepares a step: operations on arrays cost a fraction of those on tensors.
 Array: TypeAlias = np.ndarray[Any, Any]
 
+_PATIENCE_S = 0.002  # a host asks again and again before it sleeps
 _ALIGNMENT = 16  # bytes; every array starts on its own dtype's boundary
 
 
 class Staging:
-    """Host arrays that are copied to a GPU side by side, again and again, to the same addresses.
+    """Host arrays that are copied to a GPU side by side, always to the same addresses.
 
     Args:
         like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
         device: a CUDA device.
 
     Attributes:
+        arrays: to be written: nested as `tensors`, in pinned memory, at first uninitialised. They
+            stay as they are until the device has copied them.
         tensors: where `upload` copies to: of those shapes and dtypes, nested alike.
     """
 
@@ -44,18 +48,8 @@ class Staging:
             tensors.append(self._device[place].view(dtype).view(array.shape))
             start += _padded(array)
         self._flat = arrays
-        self._arrays: Any = _nested(like, iter(arrays))
-        self._copied = torch.cuda.Event()
+        self.arrays: Any = _nested(like, iter(arrays))
         self.tensors: Any = _nested(like, iter(tensors))
-
-    @property
-    def arrays(self) -> Any:
-        """To be written: nested as `tensors`, in pinned memory, at first uninitialised.
-
-        Waits until the device has copied what they hold.
-        """
-        self._copied.synchronize()
-        return self._arrays
 
     def write(self, values: Any) -> None:
         """Write arrays of the same shapes, nested alike."""
@@ -65,7 +59,55 @@ class Staging:
     def upload(self) -> None:
         """Copy the arrays; the host does not wait."""
         self._device.copy_(self._host, non_blocking=True)
-        self._copied.record()
+
+
+class GraphInputs:
+    """Host arrays that a CUDA graph copies to the device itself, whenever it is replayed.
+
+    A copy among the graph's nodes costs the host nothing, but leaves no event behind that says when
+    it is over. So a number goes with the arrays, and the graph brings it back: as long as that of
+    the newest replay is not there, the arrays may still be read.
+
+    Args:
+        like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
+        device: a CUDA device.
+
+    Attributes:
+        tensors: what the graph may read behind `upload`: of those shapes and dtypes, nested alike.
+    """
+
+    def __init__(self, like: Any, device: torch.device) -> None:
+        self._staging = Staging((like, np.zeros(1, dtype=np.int64)), device)
+        self._arrays, self._sent = self._staging.arrays
+        self.tensors, self._there = self._staging.tensors
+        self._back = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._returned: Array = self._back.numpy()
+        self._sent[0] = 0
+
+    def wait(self) -> None:
+        """Wait until the device has copied what it was last given.
+
+        That is for the number, and not for the end of the graph, unless it takes too long.
+        """
+        patience = time.perf_counter() + _PATIENCE_S
+        while self._returned[0] != self._sent[0]:
+            if time.perf_counter() > patience:
+                torch.cuda.current_stream().synchronize()
+                return
+
+    def to_write(self) -> Any:
+        """The arrays, nested as `tensors`, for one replay; at first uninitialised.
+
+        Waits until the device has copied what they hold, which it most often has long since.
+        """
+        self.wait()
+        self._sent[0] += 1
+        return self._arrays
+
+    def upload(self) -> None:
+        """Copy the arrays; to be captured as the first that a graph does."""
+        self._staging.upload()
+        self._back.copy_(self._there, non_blocking=True)
 
 
 def to_device(arrays: Any, device: torch.device) -> Any:
@@ -93,14 +135,17 @@ class HostCopy:
 
     Args:
         source: any tensor; one on the host is its own copy.
+
+    Attributes:
+        host: the copy, of no meaning before `wait`.
     """
 
     def __init__(self, source: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
-        self._host = source
+        self.host = source
         if source.is_cuda:
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._host.copy_(source, non_blocking=True)
+            self.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self.host.copy_(source, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -108,7 +153,7 @@ class HostCopy:
         """The copy, once it is complete."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host
+        return self.host
 
 
 def _padded(array: Array) -> int:
