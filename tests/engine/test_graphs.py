@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,6 +145,28 @@ def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
     assert np.diff(bounds.query_ends).tolist() == bounds.key_counts.tolist() == sizes
     starts, ends = bounds.key_starts, bounds.query_ends
     assert starts[: len(lengths) + 1].tolist() == ends[: len(lengths) + 1].tolist()
+
+
+@pytest.mark.parametrize("lengths", [[33], [20, 13, 40]])
+def test_a_step_that_lies_where_the_one_before_did_writes_its_tokens_alone(
+    lengths: list[int],
+) -> None:
+    made = list(map(canvas, lengths))
+    batch = batch_of(*made)
+    bucket = DENSE.find(batch)
+    assert bucket is not None
+    inputs, bounds = padded_inputs(batch, bucket)
+    others = (inputs.positions, inputs.slot_mapping, *bounds)
+    before = [array.copy() for array in others]
+    later = replace(batch, token_ids=batch.token_ids + 1)
+    fill(inputs, later, batch.packing)
+    assert inputs.token_ids[: batch.num_rows].tolist() == (batch.token_ids + 1).tolist()
+    assert not inputs.token_ids[batch.num_rows :].any()  # padding stays
+    assert all(map(np.array_equal, others, before))
+    shorter = batch_of(*map(canvas, [length - 1 for length in lengths]))
+    fill(inputs, shorter, batch.packing)  # of other windows all is written
+    total = shorter.num_rows
+    assert inputs.positions.tolist() == [*shorter.positions, *[0] * (bucket.rows - total)]
 
 
 def test_padding_of_windows_reads_and_writes_nothing() -> None:

@@ -8,6 +8,7 @@ rows go through the last layer and the sampler outside of the graph, while it st
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,8 @@ from vllm.diffusion.engine.forward import Attending, BodyInputs, BodyOutputs, ru
 from vllm.diffusion.spans import AttentionLayout, PageTable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from vllm.diffusion.engine.agreement import Agreement
@@ -69,7 +72,8 @@ class _Captured:
     inputs: ops.GraphInputs
     outputs: BodyOutputs
     generation: int  # of the store whose addresses the graph holds
-    packing: Packing | None = None  # of what the inputs hold
+    # Of what the inputs hold. It knows requests, which are not to be kept when they have gone.
+    packing: Callable[[], Packing | None] = lambda: None
 
 
 class GraphRunner:
@@ -130,8 +134,8 @@ class GraphRunner:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
-        step_inputs.fill(captured.inputs.to_write(), batch, captured.packing)
-        captured.packing = batch.packing
+        step_inputs.fill(captured.inputs.to_write(), batch, captured.packing())
+        captured.packing = weakref.ref(batch.packing)
         ops.align_ranks()
         captured.graph.replay()
         return captured.outputs
