@@ -549,3 +549,30 @@ SLOTS = torch.zeros(4, dtype=torch.int32)
 def test_arguments_are_checked(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_attention_without_a_kernel_refuses():
+    q, ends = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.tensor([0, 4], dtype=torch.int32)
+    attended = fused_ops.Attended(ends, ends, ends[1:])
+    assert not fused_ops.has_attention(q, 1)
+    with pytest.raises(
+        ValueError, match=r"attention: no kernel for q torch.bfloat16 \[4, 2, 128\]"
+    ):
+        fused_ops.attention(q, q, q, attended)
+
+
+@pytest.mark.gpu
+def test_attention_checks_its_arguments():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel for Hopper")
+    q = torch.zeros(4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    ends = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    attended = fused_ops.Attended(ends, ends, ends[1:])
+    with pytest.raises(ValueError, match=r"attention: k must be torch.bfloat16"):
+        fused_ops.attention(q, q.float(), q, attended)
+    with pytest.raises(ValueError, match=r"v must be \[N, KV, 128\] with KV dividing 2"):
+        fused_ops.attention(q, q, q.repeat(1, 2, 1), attended)
+    with pytest.raises(ValueError, match=r"query_ends must be int32"):
+        fused_ops.attention(q, q, q, attended._replace(query_ends=ends.long()))
+    with pytest.raises(ValueError, match=r"out must be torch.bfloat16"):
+        fused_ops.attention(q, q, q, attended, q.float())

@@ -56,7 +56,7 @@ def attention(
     queries times the query heads of a head of the keys) as the card has multiprocessors.
 
     Args:
-        q: [R, H, hd] bf16, hd = `ATTENTION_WIDTH`; rows and heads may be strided.
+        q: [R, H, hd] bf16, hd = 128; rows and heads may be strided.
         k, v: [N, KV, hd] bf16; rows may be strided. Query head h reads key/value head
             h // (H / KV).
         attended: the sequences; their queries tile the R rows. Values are not checked.
@@ -68,6 +68,34 @@ def attention(
     Raises:
         ValueError: There is no kernel for these (`has_attention`), or an argument is not as above.
     """
+    _check(q, k, v, attended)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"attention: out must be {q.dtype} {list(q.shape)} contiguous, got {out.dtype} "
+            f"{list(out.shape)} with strides {out.stride()}"
+        )
+    if out.numel():
+        assert native is not None
+        addresses = [0 if vector is None else vector.data_ptr() for vector in attended]
+        launch(
+            native.attention,
+            q,
+            q=rows_of(q),
+            k=rows_of(k),
+            v=rows_of(v),
+            out=out.data_ptr(),
+            attended=(*addresses, len(attended.key_counts)),
+            num_keys=len(k),
+            num_values=len(v),
+            scale=math.log2(math.e) / math.sqrt(q.shape[2]),
+            num_blocks=hopper_multiprocessors(q.device.index),
+        )
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> None:
     name, num_sequences = "attention", len(attended.key_counts)
     if not has_attention(q, num_sequences):
         raise ValueError(
@@ -82,33 +110,9 @@ def attention(
                 f"{name}: {argument} must be [N, KV, {q.shape[2]}] with KV dividing {q.shape[1]} "
                 f"and heads side by side, got {list(heads.shape)} with strides {heads.stride()}"
             )
-    assert native is not None
     for field, vector in attended._asdict().items():
         if vector is not None:
             check_vector(name, field, vector, (torch.int32,), (-1,), q.device)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"{name}: out must be {q.dtype} {list(q.shape)} contiguous, got {out.dtype} "
-            f"{list(out.shape)} with strides {out.stride()}"
-        )
-    if out.numel():
-        addresses = [0 if vector is None else vector.data_ptr() for vector in attended]
-        launch(
-            native.attention,
-            q,
-            q=rows_of(q),
-            k=rows_of(k),
-            v=rows_of(v),
-            out=out.data_ptr(),
-            attended=(*addresses, num_sequences),
-            num_keys=len(k),
-            num_values=len(v),
-            scale=math.log2(math.e) / math.sqrt(q.shape[2]),
-            num_blocks=hopper_multiprocessors(q.device.index),
-        )
-    return out
 
 
 def _check_heads(name: str, argument: str, heads: Tensor, like: Tensor) -> None:
