@@ -556,7 +556,7 @@ def test_attention_without_a_kernel_refuses():
     attended = fused_ops.Attended(ends, ends, ends[1:])
     assert not fused_ops.has_attention(q, 1)
     with pytest.raises(
-        ValueError, match=r"attention: no kernel for q torch.bfloat16 \[4, 2, 128\]"
+        ValueError, match=r"attention: no kernel for q torch.bfloat16"
     ):
         fused_ops.attention(q, q, q, attended)
 
