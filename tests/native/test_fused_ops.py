@@ -555,9 +555,7 @@ def test_attention_without_a_kernel_refuses():
     q, ends = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.tensor([0, 4], dtype=torch.int32)
     attended = fused_ops.Attended(ends, ends, ends[1:])
     assert not fused_ops.has_attention(q, 1)
-    with pytest.raises(
-        ValueError, match=r"attention: no kernel for q torch.bfloat16"
-    ):
+    with pytest.raises(ValueError, match=r"attention: no kernel for q torch.bfloat16"):
         fused_ops.attention(q, q, q, attended)
 
 
