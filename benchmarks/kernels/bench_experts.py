@@ -9,7 +9,8 @@ All times are replays of CUDA graphs over the weights of several layers in turn,
 holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
 writes it; "floor" is the bytes of the experts that the rows touch, at the bandwidth of a copy
 measured in the same run, or the arithmetic at the rate of a large matrix product, whichever is
-longer. "route" is the product with the router and the choice.
+longer. "route" is the product with the router and the choice. "fp8" are the two products with
+matrices of fp8, the passes that make their rows fp8 included.
 
 With --sweep the launches of each kernel that could be chosen are timed instead, and printed with
 the fastest first; the tiles that `gather_gemm` takes, and what `vllm.diffusion.ops` runs, are
@@ -33,6 +34,7 @@ from benchmarks.gpu_timing import random_rows as random
 from gather_gemm import route, sum_terms
 from gather_gemm.launch import GroupedConfig, choose_gated, choose_product
 from gather_gemm.scoring import Scoring
+from vllm.diffusion.ops import quantise_weight
 from vllm.diffusion.ops.experts import Matrices, gated_products, route_rows, weighted_terms
 from vllm_add_llada.cuda_kernels import fused_ops
 
@@ -49,7 +51,7 @@ NUM_LAYERS = 3
 NUM_ROUNDS = 4  # over the layers in one graph, so that its own launch does not count
 EPS = 1e-5
 NAMES = ("experts touched", "floor us", "stage us", "of floor", "torch stage us", "gated us")
-NAMES += ("weighted us", "route us", "sum us", "torch route us")
+NAMES += ("weighted us", "route us", "sum us", "torch route us", "fp8 gated us", "fp8 weighted us")
 COLUMNS = dict.fromkeys(("rows", *NAMES), ">15.4g")
 # Launches to be timed: columns, depth, warps and stages of a tile, of as many rows as are chosen
 # today and of half as many.
@@ -74,6 +76,7 @@ class Layer:
     gate: Tensor  # [E, D]
     w1: Tensor  # [E, 2I, D]
     w2: Tensor  # [E, D, I]
+    quantised: tuple[Matrices, Matrices]  # w1 and w2 as fp8
     x: Tensor  # [R, D]
     routing: Routing
     inner: Tensor  # [R * k, I]
@@ -103,26 +106,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(options.json, title, COLUMNS, (measure(each, options.repeats) for each in layers))
 
 
-def make_weights(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm, router, w1 and w2 with the spread of trained weights."""
+def make_weights(
+    options: argparse.Namespace,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Matrices, Matrices]]:
+    """Norm, router, w1 and w2 with the spread of trained weights, and these as fp8."""
     hidden, num_experts, width = options.hidden, options.experts, options.width
+    w1 = random(num_experts, 2 * width, hidden, scale=hidden**-0.5)
+    w2 = random(num_experts, hidden, width, scale=width**-0.5)
     return (
         torch.rand(hidden, device="cuda").bfloat16(),
         random(num_experts, hidden, scale=hidden**-0.5),
-        random(num_experts, 2 * width, hidden, scale=hidden**-0.5),
-        random(num_experts, hidden, width, scale=width**-0.5),
+        *(w1, w2),
+        (as_fp8(w1), as_fp8(w2)),
     )
 
 
+def as_fp8(matrices: Tensor) -> Matrices:
+    """Each row of [E, N, K] with a scale of its own."""
+    values = torch.empty(matrices.shape, dtype=fused_ops.FP8, device=matrices.device)
+    scales = torch.empty(matrices.shape[:2], device=matrices.device)
+    quantise_weight(matrices.flatten(0, 1), values.flatten(0, 1), scales.flatten())
+    return Matrices(values, scales)
+
+
 def make_layer(
-    num_rows: int, num_chosen: int, norm: Tensor, gate: Tensor, w1: Tensor, w2: Tensor
+    num_rows: int,
+    num_chosen: int,
+    norm: Tensor,
+    gate: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    quantised: tuple[Matrices, Matrices],
 ) -> Layer:
     x = random(num_rows, len(norm))
     normed = fused_ops.rms_norm(x, norm, EPS)
     routing = route_rows(normed, gate, num_chosen)
     inner = gated_products(normed, Matrices(w1), routing)
     terms = weighted_terms(inner, Matrices(w2), routing)
-    return Layer(num_chosen, norm, gate, w1, w2, x, routing, inner, terms)
+    return Layer(num_chosen, norm, gate, w1, w2, quantised, x, routing, inner, terms)
 
 
 def measure(layers: list[Layer], repeats: int) -> list[float]:
@@ -133,11 +154,13 @@ def measure(layers: list[Layer], repeats: int) -> list[float]:
 
     us = time(stage=stage, torch=torch_stage)
     us |= time(gated=gated, weighted=weighted, route=routed, sum=summed, torch_route=torch_routed)
+    us |= time(fp8_gated=gated_fp8, fp8_weighted=weighted_fp8)
     num_touched = sum(count_touched(layer) for layer in layers) / len(layers)
     floor = floor_us(layers[0], num_touched)
     return [
         *(len(layers[0].x), num_touched, floor, us["stage"], us["stage"] / floor, us["torch"]),
         *(us["gated"], us["weighted"], us["route"], us["sum"], us["torch_route"]),
+        *(us["fp8_gated"], us["fp8_weighted"]),
     ]
 
 
@@ -279,6 +302,14 @@ def gated(layer: Layer) -> Tensor:
 
 def weighted(layer: Layer) -> Tensor:
     return weighted_terms(layer.inner, Matrices(layer.w2), layer.routing)
+
+
+def gated_fp8(layer: Layer) -> Tensor:
+    return gated_products(layer.x, layer.quantised[0], layer.routing)
+
+
+def weighted_fp8(layer: Layer) -> Tensor:
+    return weighted_terms(layer.inner, layer.quantised[1], layer.routing)
 
 
 def routed(layer: Layer) -> Routing:
