@@ -11,8 +11,8 @@ from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,
     ArenaBacking,
+    Backing,
     PoolExhaustedError,
-    TorchBacking,
     activation_pool,
 )
 from vllm.diffusion.memory.usage import UsageMeter
@@ -27,7 +27,7 @@ BACKINGS.append(pytest.param("arena", marks=pytest.mark.gpu))
 def make(backing, budget=64 * MIB):
     if backing == "arena":
         return ActivationPool(budget, ArenaBacking(CUDA, budget))
-    return ActivationPool(budget, TorchBacking(CPU if backing == "torch" else CUDA))
+    return ActivationPool(budget, Backing(CPU if backing == "torch" else CUDA))
 
 
 @pytest.fixture(params=BACKINGS)
@@ -108,7 +108,7 @@ def test_the_budget_is_kept_and_named(pool):
 
 def test_a_budget_is_positive():
     with pytest.raises(ValueError, match="budget_bytes must be at least 1, got 0"):
-        ActivationPool(0, TorchBacking(CPU))
+        ActivationPool(0, Backing(CPU))
 
 
 def test_random_steps_keep_every_buffer(pool):

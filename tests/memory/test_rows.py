@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vllm.diffusion.buffers import Buffer
-from vllm.diffusion.memory import ActivationPool, DeviceRows, HostRows, Rows, chunks
-from vllm.diffusion.memory.activation_pool import TorchBacking
+from vllm.diffusion.memory import ActivationPool, HostRows, Rows, chunks
+from vllm.diffusion.memory.activation_pool import Backing
 
 NUM_ROWS, WIDTH = 23, 5
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -17,10 +17,10 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 def rows_of(place: str, device: str, name: str = "x") -> tuple[Rows, torch.Tensor, ActivationPool]:
     """Rows that hold their numbers, the same numbers, and the pool of the chunks."""
-    pool = ActivationPool(1 << 20, TorchBacking(torch.device(device)))
+    pool = ActivationPool(1 << 20, Backing(torch.device(device)))
     wanted = torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
     if place == "device":
-        return DeviceRows(wanted.clone().to(device)), wanted, pool
+        return Rows(wanted.clone().to(device)), wanted, pool
     on_host = wanted.clone()
     if device == "cuda":
         on_host = on_host.pin_memory()

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader import get_model
 
 from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from tests.engine.harness import models_inspected_here
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.visibility import FULL
@@ -105,21 +106,22 @@ def staged_logits(
     total = len(ids)
     chunks = list(_chunks(total, rows or total))
     x = model.embed(ids, torch.empty(total, model.hidden_size, dtype=model.dtype))
-    rotary = model.rotary(positions)
+    rotary, buffers = model.rotary(positions), FreshBuffers(x.device)
     num_heads = (model.num_heads if keep_queries else 0) + 2 * model.num_kv_heads
     product = x.new_empty(total, num_heads * model.head_dim)
     for layer in model.layers:
         for start, end in chunks:
             part = slice(start, end)
-            layer.keys_values(x[part], rotary.rows(part), product[part])
+            layer.attention.keys_values(x[part], rotary.rows(part), product[part], buffers)
         q, k, v = layer.attention.split(product)
         for start, end in chunks:
             part = slice(start, end)
             layout = AttentionLayout.of(_spans(lengths, start, end, visibility), x.device)
             sources = [KeySource(slice(0, end - start), k, v, layout)]
-            layer.attend(x[part], rotary.rows(part), sources, None if q is None else q[part])
+            queries = None if q is None else q[part]
+            layer.attention.attend(x[part], rotary.rows(part), sources, queries, buffers)
         for start, end in chunks:
-            layer.feed_forward(x[start:end])
+            layer.mlp_stage.feed_forward(x[start:end], buffers)
     parts = [model.compute_logits(model.final_norm(x[start:end])) for start, end in chunks]
     return list(torch.cat(parts).split(lengths))
 

@@ -23,6 +23,7 @@ from tests.models.support import (
 )
 from tests.reference.families import load_reference
 from tests.reference.layers import rms_norm
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture
 from vllm.diffusion.models.base import DiffusionModel
@@ -80,10 +81,11 @@ def test_no_rows(name: str, case_model: ModelOf) -> None:
     x = torch.empty(0, model.hidden_size)
     product = torch.empty(0, 2 * model.num_kv_heads * model.head_dim)
     rotary = model.rotary(torch.empty(0, dtype=torch.int64))
+    buffers = FreshBuffers(x.device)
     for layer in model.layers:
-        layer.keys_values(x, rotary, product)
-        layer.attend(x, rotary, [])
-        layer.feed_forward(x)
+        layer.attention.keys_values(x, rotary, product, buffers)
+        layer.attention.attend(x, rotary, [], None, buffers)
+        layer.mlp_stage.feed_forward(x, buffers)
     assert model.compute_logits(model.final_norm(x)).shape == (0, model.vocab_size)
 
 
@@ -146,7 +148,7 @@ def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[.
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(8)).to(torch.bfloat16)
     given = x.clone()
     with torch.no_grad():
-        model.layers[1].feed_forward(given)
+        model.layers[1].mlp_stage.feed_forward(given, FreshBuffers(given.device))
     norm = reference.weights["model.layers.1.post_attention_layernorm.weight"]
     h = rms_norm(x, norm, reference.config["rms_norm_eps"])
     wanted = x + reference.experts("model.layers.1.mlp", h[None])[0]

@@ -79,11 +79,12 @@ def test_stages_take_what_is_planned(
     layer, x = model.layers[-1], torch.ones(rows, model.hidden_size)
     rotary = model.rotary(torch.arange(rows))
     product = torch.zeros(rows, 2 * model.num_kv_heads * model.head_dim)
-    layer.keys_values(x, rotary, product, wrote := Recorder())
+    layer.attention.keys_values(x, rotary, product, wrote := Recorder())
     _, k, v = layer.attention.split(product)
     keys = AttentionLayout.of([Span(0, rows, 0, rows)], "cpu")
-    layer.attend(x, rotary, [KeySource(slice(rows), k, v, keys)], None, attended := Recorder())
-    layer.feed_forward(x, fed := Recorder())
+    sources = [KeySource(slice(rows), k, v, keys)]
+    layer.attention.attend(x, rotary, sources, None, attended := Recorder())
+    layer.mlp_stage.feed_forward(x, fed := Recorder())
     footprint = Footprint(model_shape(engine_config(path, quantization=quantization)))
     for scratch, phases in (
         (wrote, footprint.keys_values(layout)),

@@ -189,7 +189,7 @@ def run_body(
             yield seconds.keys_values
             target = _target_of(rows, num_rows, index, inputs.slot_mapping, caches)
             with scratch.scope("keys-values"):
-                layer.keys_values(x[rows], tables(rows), product[rows], scratch, target)
+                layer.attention.keys_values(x[rows], tables(rows), product[rows], scratch, target)
 
     for index, layer in enumerate(before_last):
         yield from keys_values(index, product)
@@ -199,10 +199,10 @@ def run_body(
             with scratch.scope("attend"):
                 sources = sources_of(groups, k, v, index, caches)
                 queries = None if q is None else q[rows]
-                layer.attend(x[rows], tables(rows), sources, queries, scratch)
+                layer.attention.attend(x[rows], tables(rows), sources, queries, scratch)
         for rows in feeding:
             yield seconds.feed_forward
-            layer.feed_forward(x[rows], scratch)
+            layer.mlp_stage.feed_forward(x[rows], scratch)
     product = projections(0)
     yield from keys_values(len(before_last), product)
     _, k, v = last.attention.split(product)
@@ -232,8 +232,8 @@ def run_last_layer(
             else:
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(attending, body.k, body.v, index, caches)
-            layer.attend(x, rotary, sources, None, scratch)
-            layer.feed_forward(x, scratch)
+            layer.attention.attend(x, rotary, sources, None, scratch)
+            layer.mlp_stage.feed_forward(x, scratch)
             yield x
 
 

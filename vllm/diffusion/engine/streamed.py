@@ -16,7 +16,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.forward import keep, sources_of
-from vllm.diffusion.memory import DeviceRows, HostRows
+from vllm.diffusion.memory import HostRows, Rows
 from vllm.diffusion.spans import HeadGroup
 from vllm.diffusion.stages import keys_values, residual
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.buffers import Buffer
     from vllm.diffusion.engine.division import Chunk, Cuts, Division
     from vllm.diffusion.engine.forward import Attending, BodyInputs, Chunked
-    from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan, Rows
+    from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
 
@@ -68,7 +68,7 @@ class StreamedForward:
                 rows = host.take(store.name, shape, model.dtype)
                 stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
             else:
-                stores.append(DeviceRows(store.take(pool, division.longest)))
+                stores.append(Rows(store.take(pool, division.longest)))
         self._x, self._updated = stores[0], stores[-1]
         self._group_heads = model.num_kv_heads // plan.head_groups
         heads = self._group_heads // division.peers.size, model.head_dim
@@ -184,4 +184,4 @@ class StreamedForward:
         with self._pool.scope("feed-forward"), closing(visiting) as visits:
             for x in visits:
                 yield self._seconds.feed_forward
-                self._model.layers[index].feed_forward(x, self._pool)
+                self._model.layers[index].mlp_stage.feed_forward(x, self._pool)

@@ -17,13 +17,12 @@ from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.plans import rows_read_alike
 from vllm.diffusion.memory.rates import rates_of
-from vllm.diffusion.memory.rows import DeviceRows, HostRows, Rows
+from vllm.diffusion.memory.rows import HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
 
 __all__ = [
     "ActivationPool",
     "Demand",
-    "DeviceRows",
     "Experts",
     "Frame",
     "GraphMemory",

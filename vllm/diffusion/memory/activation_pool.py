@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,97 +49,71 @@ class PoolExhaustedError(DiffusionError):
         self.available_bytes = available_bytes
 
 
-class Backing(Protocol):
-    """Where a pool's bytes come from."""
+class Backing:
+    """Where a pool's bytes come from; here from PyTorch's allocator, a tensor for every buffer."""
 
-    name: str  # as metrics have it
-    keeps_places: bool  # the same offset is the same memory for as long as it is held
-    sees_temporaries: bool  # what PyTorch allocates within `temporaries` is in `temporary_bytes`
-
-    def reserve(self, num_bytes: int) -> None:
-        """Have the first `num_bytes` ready. Raises PoolExhaustedError."""
-
-    def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
-
-    def keep(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Bytes [num_bytes] that stay, in the place of what was kept under this name before."""
-
-    def temporaries(self) -> AbstractContextManager[None]:
-        """Within it, PyTorch's own allocations count against the budget where that can be."""
-
-    def drop_unused(self) -> None:
-        """Give back what PyTorch caches for nobody."""
-
-    def graph_pool(self) -> tuple[int, int] | None:
-        """The `pool` argument of a graph's capture; None leaves the choice to PyTorch."""
-
-    @property
-    def graph_bytes(self) -> int | None:
-        """Memory of graphs; None where the backing does not see it."""
-
-    def trim(self, num_bytes: int) -> None:
-        """Give back what lies beyond the first `num_bytes`, and what nothing refers to."""
-
-    def close(self) -> None:
-        """Give everything back, what tensors and graphs refer to when they are gone."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Physical memory that is taken from the device."""
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Memory of what is kept, and, where the backing sees them, of temporaries and graphs."""
-
-
-class TorchBacking:
-    """PyTorch's allocator: a tensor for every buffer, gone with its scope."""
-
-    name = "torch"
-    keeps_places = False
-    sees_temporaries = False
-    graph_bytes = None
+    name = "torch"  # as metrics have it
+    keeps_places = False  # the same offset is the same memory for as long as it is held
+    sees_temporaries = False  # what PyTorch allocates within `temporaries` is in `temporary_bytes`
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[str, int] = {}
 
     def reserve(self, num_bytes: int) -> None:
-        """Nothing: PyTorch's allocator keeps freed memory itself."""
+        """Have the first `num_bytes` ready. Raises PoolExhaustedError.
+
+        Here nothing: PyTorch's allocator keeps freed memory itself.
+        """
 
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def keep(self, name: str, num_bytes: int) -> torch.Tensor:
+        """Bytes [num_bytes] that stay, in the place of what was kept under this name before."""
         self._kept[name] = num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def temporaries(self) -> AbstractContextManager[None]:
+        """Within it, PyTorch's own allocations count against the budget where that can be."""
         return nullcontext()
 
     def drop_unused(self) -> None:
+        """Give back what PyTorch caches for nobody."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def graph_pool(self) -> tuple[int, int] | None:
+        """The `pool` argument of a graph's capture; None leaves the choice to PyTorch."""
+        return None
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """Memory of graphs; None where the backing does not see it."""
         return None
 
     def trim(self, num_bytes: int) -> None:
+        """Give back what lies beyond the first `num_bytes`, and what nothing refers to."""
         self.drop_unused()
 
     def close(self) -> None:
+        """Give everything back, what tensors and graphs refer to when they are gone."""
         self._kept.clear()
         self.trim(0)
 
-    held_bytes = 0  # PyTorch counts them
+    @property
+    def held_bytes(self) -> int:
+        """Physical memory that is taken from the device; 0 where PyTorch counts it."""
+        return 0
 
     @property
     def temporary_bytes(self) -> int:
+        """Memory of what is kept, and, where the backing sees them, of temporaries and graphs."""
         return sum(self._kept.values())
 
 
-class ArenaBacking:
+class ArenaBacking(Backing):
     """CUDA virtual memory: buffers at the front of one arena, PyTorch's memory in pools behind.
 
     Args:
@@ -156,7 +130,7 @@ class ArenaBacking:
         self, device: torch.device, budget_bytes: int, chunk_bytes: int | None = None
     ) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
+        super().__init__(torch.device("cuda", index))
         card = torch.cuda.get_device_properties(index).total_memory
         # Addresses cost next to nothing: each of the three regions could hold the whole card.
         self._arena = vmm.Arena(
@@ -576,10 +550,10 @@ def activation_pool(
         use_vmm: False takes PyTorch's allocator everywhere.
         chunk_bytes: unit of physical memory; None for the allocator's default.
     """
-    backing: Backing | None = None
+    backing = None
     if use_vmm and device.type == "cuda" and vmm.is_built():
         try:
             backing = ArenaBacking(device, budget_bytes, chunk_bytes)
         except vmm.VmmError as error:
             logger.warning("activation pool on PyTorch's allocator: %s", error)
-    return ActivationPool(budget_bytes, backing or TorchBacking(device))
+    return ActivationPool(budget_bytes, backing or Backing(device))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     Chunks = Sequence[slice]
 
 
-class Rows(Protocol):
-    """T rows of D numbers, most of which need not be on the device at a time."""
+class Rows:
+    """T rows of D numbers on the device, visited chunk by chunk; chunks are views."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
 
     def visit(
         self, chunks: Chunks, *, reads: bool = True, writes: bool = False
@@ -35,29 +38,16 @@ class Rows(Protocol):
             reads: what the rows hold is wanted; else they come uninitialised.
             writes: what is written into a chunk stays.
         """
-
-    def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
-        """Copy single rows [R] int64, given on the device and on the host, to `out` [R, D]."""
-
-
-class DeviceRows:
-    """All rows lie on the device; chunks are views."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = x
-
-    def visit(
-        self, chunks: Chunks, *, reads: bool = True, writes: bool = False
-    ) -> Generator[torch.Tensor]:
         for rows in chunks:
             yield self._x[rows]
 
     def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
+        """Copy single rows [R] int64, given on the device and on the host, to `out` [R, D]."""
         torch.index_select(self._x, 0, rows, out=out)
 
 
-class HostRows:
-    """All rows lie in host memory; the next chunk is on its way while one is worked on.
+class HostRows(Rows):
+    """Rows in host memory; the next chunk is on its way while one is worked on.
 
     Copies run on streams of their own, one for each way, so that they overlap with computing and
     with each other. On the CPU they are plain copies.
@@ -72,7 +62,8 @@ class HostRows:
     def __init__(
         self, x: torch.Tensor, pool: ActivationPool, store: Buffer, device: torch.device
     ) -> None:
-        self._x, self._pool, self._chunks = x, pool, visiting(store)
+        super().__init__(x)
+        self._pool, self._chunks = pool, visiting(store)
         self._copies = CopyStreams(device)
 
     def visit(

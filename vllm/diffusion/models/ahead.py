@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.layers.split_attention import split_attention
 from vllm.diffusion.pages import PAGE_SIZE
 from vllm.diffusion.spans import AttentionLayout, PageTable
@@ -82,7 +83,8 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
     ):  # else it is summed over ranks, in one order
         layer = model.layers[max(layers)]
         for rows in _EXPERT_ROWS:
-            yield functools.partial(layer.feed_forward, zeros(rows, model.hidden_size))
+            x = zeros(rows, model.hidden_size)
+            yield functools.partial(layer.mlp_stage.feed_forward, x, FreshBuffers(device))
 
 
 def _attend(

@@ -27,7 +27,7 @@ from vllm.diffusion.layers.parallel import embed_rows, keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import MixtureMLP, unstacked
-from vllm.diffusion.models.modules import AttentionWeights, DenseMLP, MLPWeights
+from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
 from vllm.diffusion.models.weights import (
     Destination,
     checkpoint_name,
@@ -50,18 +50,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.layers.attention import SelfAttention
+    from vllm.diffusion.layers.mlp import GatedMLP
+    from vllm.diffusion.layers.moe import ExpertsMLP
     from vllm.diffusion.models.config import DiffusionConfig
-    from vllm.diffusion.models.modules import FeedForward
-    from vllm.diffusion.spans import KeyTarget
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
 
 class DiffusionLayer(nn.Module):
     """One layer as three stages; all but the attention between rows is row-wise.
 
-    Every stage accepts any chunk of rows, also none. Under tensor parallelism `attend` and
-    `feed_forward` end in one all-reduce each, so all ranks must use the same chunks. What a stage
-    needs besides its results is taken from `buffers`; without them PyTorch allocates it.
+    Every stage accepts any chunk of rows, also none. Under tensor parallelism the attend and the
+    feed-forward stage end in one all-reduce each, so all ranks must use the same chunks.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class DiffusionLayer(nn.Module):
         self.self_attn = AttentionWeights(config, quant_config, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         kind = MixtureMLP if index in config.architecture.expert_layers else DenseMLP
-        self.mlp: MLPWeights = kind(config, quant_config, f"{prefix}.mlp")
+        self.mlp: MixtureMLP | DenseMLP = kind(config, quant_config, f"{prefix}.mlp")
 
     @functools.cached_property
     def attention(self) -> SelfAttention:
@@ -84,43 +83,9 @@ class DiffusionLayer(nn.Module):
         return self.self_attn.stage(self.input_layernorm)
 
     @functools.cached_property
-    def mlp_stage(self) -> FeedForward:
+    def mlp_stage(self) -> GatedMLP | ExpertsMLP:
         """The feed-forward stage; not to be asked for before the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
-
-    def keys_values(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        out: Tensor,
-        buffers: Buffers | None = None,
-        target: KeyTarget | None = None,
-    ) -> None:
-        """Write the projections of x [R, D] to out, queries and keys rotated.
-
-        `out` is [R, (H + 2 KV) hd], or [R, 2 KV hd] where the queries are not wanted. Keys and
-        values of some rows go to `target`, too.
-        """
-        self.attention.keys_values(x, rotary, out, buffers or FreshBuffers(x.device), target)
-
-    def attend(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        sources: Sequence[KeySource],
-        q: Tensor | None = None,
-        buffers: Buffers | None = None,
-    ) -> None:
-        """x [R, D] += output projection of attention to the keys of `sources`, in place.
-
-        Without q [R, H, hd] the queries are computed from x, which this layer must not have
-        updated yet.
-        """
-        self.attention.attend(x, rotary, sources, q, buffers or FreshBuffers(x.device))
-
-    def feed_forward(self, x: Tensor, buffers: Buffers | None = None) -> None:
-        """x [R, D] += feed-forward of its norm, in place."""
-        self.mlp_stage.feed_forward(x, buffers or FreshBuffers(x.device))
 
     def destinations(self, path: str) -> dict[str, Destination]:
         """Each module of a checkpoint's layer `path`, by Llama's names, and where it goes."""
@@ -353,15 +318,16 @@ class DiffusionModel(nn.Module, SupportsQuant):
             x = self.embed_input_ids(input_ids)
         else:
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
-        num_rows = x.shape[0]
+        num_rows, buffers = x.shape[0], FreshBuffers(x.device)
         rotary = self.rotary(positions)
         product = x.new_empty(num_rows, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
         span = Span(0, num_rows, 0, num_rows, visibility.block_length)
         layout = AttentionLayout.of([span], x.device)
         for layer in self.layers:
-            layer.keys_values(x, rotary, product)
+            layer.attention.keys_values(x, rotary, product, buffers)
             q, k, v = layer.attention.split(product)
-            layer.attend(x, rotary, [KeySource(slice(0, num_rows), k, v, layout)], q)
-            layer.feed_forward(x)
+            sources = [KeySource(slice(0, num_rows), k, v, layout)]
+            layer.attention.attend(x, rotary, sources, q, buffers)
+            layer.mlp_stage.feed_forward(x, buffers)
         return self.final_norm(x)

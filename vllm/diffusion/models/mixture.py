@@ -13,7 +13,7 @@ from vllm.diffusion.errors import CheckpointError
 from vllm.diffusion.layers.moe import ExpertsMLP
 from vllm.diffusion.layers.parallel import keep_plain
 from vllm.diffusion.models.expert_matrices import expert_matrices, scheme_of_experts
-from vllm.diffusion.models.modules import DenseMLP, MLPWeights
+from vllm.diffusion.models.modules import DenseMLP
 from vllm.diffusion.models.weights import Destination
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PART = {"gate_proj": 0, "up_proj": 1}
 
 
-class MixtureMLP(MLPWeights):
+class MixtureMLP(nn.Module):
     """Router and experts of one layer, and the expert of all rows where there is one.
 
     The experts' matrices are stacked, so that one grouped product multiplies by all of them. That
@@ -77,6 +77,7 @@ class MixtureMLP(MLPWeights):
         return getattr(self.gate, "expert_bias", None) if bias is None else bias
 
     def stage(self, norm: RMSNorm) -> ExpertsMLP:
+        """The stage over these weights, once they are loaded."""
         return ExpertsMLP(
             norm,
             self.gate.weight,
@@ -89,6 +90,7 @@ class MixtureMLP(MLPWeights):
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
+        """Each module of a checkpoint below `path`, and where its tensors go."""
         inward, outward = self.shape, self.shape[::-1]
         destinations = {f"{path}.gate": Destination(f"{path}.gate", (self.num_experts, inward[1]))}
         if self.expert_bias_of == "mlp":

@@ -7,8 +7,7 @@ by Llama's names where they go.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,22 +24,8 @@ from vllm.model_executor.layers.linear import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm.diffusion.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
-
-
-class FeedForward(Protocol):
-    """The feed-forward stage of a layer."""
-
-    @property
-    def products(self) -> tuple[ops.Projection, ...]:
-        """Products of all rows, in the order of their use."""
-
-    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
-        """x [R, D] += feed-forward of its norm, in place."""
 
 
 class AttentionWeights(nn.Module):
@@ -116,19 +101,7 @@ class AttentionWeights(nn.Module):
         return destinations
 
 
-class MLPWeights(nn.Module, ABC):
-    """The weights of a layer's feed-forward stage."""
-
-    @abstractmethod
-    def stage(self, norm: RMSNorm) -> FeedForward:
-        """The stage over these weights, once they are loaded."""
-
-    @abstractmethod
-    def destinations(self, path: str) -> dict[str, Destination]:
-        """Each module of a checkpoint below `path`, and where its tensors go."""
-
-
-class DenseMLP(MLPWeights):
+class DenseMLP(nn.Module):
     """The matrices of a gated MLP, of the width `inner` or that of dense layers."""
 
     def __init__(
@@ -162,6 +135,7 @@ class DenseMLP(MLPWeights):
         )
 
     def stage(self, norm: RMSNorm) -> GatedMLP:
+        """The stage over these weights, once they are loaded."""
         return GatedMLP(
             norm,
             ops.projection_of(self.gate_up_proj),
@@ -170,6 +144,7 @@ class DenseMLP(MLPWeights):
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
+        """Each module of a checkpoint below `path`, and where its tensors go."""
         fused = f"{path}.gate_up_proj"
         return {
             f"{path}.gate_proj": Destination(fused, self.shape, 0),
