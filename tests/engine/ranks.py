@@ -7,6 +7,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -133,13 +134,13 @@ def fail_once(worker: Any, error: str) -> None:
     if worker.worker.rank != 1:
         return
     layer = runner.model.layers[1]
-    feed_forward = layer.feed_forward
+    stage = layer.mlp_stage
 
     def fail(*_: Any) -> None:
-        layer.feed_forward = feed_forward
+        layer.mlp_stage = stage
         raise PoolExhaustedError("x", 2, 1) if error == "memory" else RuntimeError("it broke")
 
-    layer.feed_forward = fail
+    layer.mlp_stage = SimpleNamespace(feed_forward=fail)
 
 
 @contextmanager

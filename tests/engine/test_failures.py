@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +88,7 @@ def test_a_launch_that_fails_leaves_nothing_switched_on(
         raise RuntimeError("the device broke")
 
     with monkeypatch.context() as broken:
-        broken.setattr(runner.model.layers[1], "feed_forward", fail)
+        broken.setattr(runner.model.layers[1], "mlp_stage", SimpleNamespace(feed_forward=fail))
         (answer,) = engine.ask(as_request(prompt, **BLOCKS))
     assert "the device broke" in answer.report["error"]
     assert engine.is_idle()
@@ -196,7 +197,8 @@ def test_a_full_disk_for_logs_ends_nothing(
     try:
         (good,) = engine.ask(as_request(prompt, **BLOCKS))
         with monkeypatch.context() as broken:
-            broken.setattr(engine.runner.model.layers[1], "feed_forward", fail)
+            stage = SimpleNamespace(feed_forward=fail)
+            broken.setattr(engine.runner.model.layers[1], "mlp_stage", stage)
             (bad,) = engine.ask(as_request(prompt, **BLOCKS))
     finally:
         logger.removeHandler(handler)

@@ -212,14 +212,14 @@ def test_a_step_that_fails_in_a_slice_ends_its_request_alone(
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     slicer = Slicer(engine, monkeypatch, seconds=2.0)
     layer = engine.runner.model.layers[1]
-    feed_forward = layer.feed_forward
+    feed_forward = layer.mlp_stage.feed_forward
 
     def fail_in_slices(*arguments: Any) -> Any:
         if engine.runner.pool.has_frame and len(slicer.paused) > 4:
             raise RuntimeError("the device broke")
         return feed_forward(*arguments)
 
-    monkeypatch.setattr(layer, "feed_forward", fail_in_slices)
+    monkeypatch.setattr(layer, "mlp_stage", SimpleNamespace(feed_forward=fail_in_slices))
     slicer.long = {start(engine, "long", LONG)}
     engine.llm.llm_engine.step()
     answers = finish(engine)
@@ -242,7 +242,7 @@ def test_a_step_that_runs_out_of_memory_in_a_slice_begins_anew_once(
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     slicer = Slicer(engine, monkeypatch, seconds=2.0)
     layer = engine.runner.model.layers[1]
-    feed_forward, failures = layer.feed_forward, []
+    feed_forward, failures = layer.mlp_stage.feed_forward, []
 
     def fail_in_slices(*arguments: Any) -> Any:
         if engine.runner.pool.has_frame and len(slicer.paused) > 4 and len(failures) < times:
@@ -250,7 +250,7 @@ def test_a_step_that_runs_out_of_memory_in_a_slice_begins_anew_once(
             raise PoolExhaustedError("gate_up", 2, 1)
         return feed_forward(*arguments)
 
-    monkeypatch.setattr(layer, "feed_forward", fail_in_slices)
+    monkeypatch.setattr(layer, "mlp_stage", SimpleNamespace(feed_forward=fail_in_slices))
     slicer.long = {start(engine, "long", LONG)}
     answer = finish(engine)["long"]
     assert len(failures) == times
