@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from tests.engine.harness import running
-from vllm.diffusion.config import SequenceParallel
+from vllm.diffusion.config import Settings
 from vllm.diffusion.engine import sizes
 from vllm.diffusion.engine.agreement import Agreement
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
@@ -148,9 +148,9 @@ def ranked(
     folder: Path, size: int, min_tokens: int = 0, **settings: Any
 ) -> Iterator[tuple[Engine, Ranked]]:
     """An engine whose steps of so many rows are divided over threads."""
-    division = SequenceParallel(size, min_tokens)
+    division = Settings(sequence_parallel_size=size, sequence_parallel_min_tokens=min_tokens)
     with (
-        mock.patch.object(sizes, "sequence_parallel", lambda _: division),
+        mock.patch.object(sizes, "settings_of", lambda _: division),
         running(folder, **settings) as engine,
     ):
         worker = engine.core.model_executor.driver_worker.worker

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.config import Sharing
+from vllm.diffusion.config import Settings
 from vllm.diffusion.engine import slicing
 from vllm.diffusion.engine.messages import Paused, Worked
 from vllm.diffusion.engine.scheduled import Scheduled
@@ -45,9 +45,9 @@ class Device:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0, lag: int = 0, **sharing: float
+        self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0, lag: int = 0, **settings: float
     ) -> None:
-        self.slicing = slicing.Slicing(Sharing(**sharing))
+        self.slicing = slicing.Slicing(Settings(**settings))
         self.now = self.long_s = 0.0
         self.slices: list[str] = []
         self._factor, self._unheard = factor, [None] * lag
@@ -170,5 +170,5 @@ def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut(
 def test_settings_out_of_range_stop_the_start(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ServerConfigError, match=f"dllm settings: {name}: given .*; wanted"):
-        Sharing.of(wrong)
-    assert Sharing.of({"long_share": 0, "longest_pause_ms": 0}).longest_pause_s == 0
+        Settings.of(wrong)
+    assert Settings.of({"long_share": 0, "longest_pause_ms": 0}).longest_pause_s == 0

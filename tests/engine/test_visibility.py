@@ -21,7 +21,7 @@ from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.memory import chunks
 from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.diffusion.spans import AttentionLayout
-from vllm.diffusion.visibility import BlockCausal, Forward, Full
+from vllm.diffusion.visibility import FULL, BlockCausal, Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +46,7 @@ def sees(visibility: Visibility, query: int, key: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("visibility", [Full(), BlockCausal(4), BlockCausal(7), BlockCausal(100)])
+@pytest.mark.parametrize("visibility", [FULL, BlockCausal(4), BlockCausal(7), BlockCausal(100)])
 @pytest.mark.parametrize(
     ("window", "kept"), [(range(30), 0), (range(8, 12), 8), (range(8, 16), 30), (range(14, 29), 14)]
 )
@@ -64,9 +64,9 @@ def test_the_first_keys_are_seen_as_far_as_a_query_may_see(
 
 def test_keys_are_final_when_no_token_that_they_depend_on_may_change() -> None:
     whole, later = range(32), range(8, 16)
-    assert not Full().final(Forward(whole, committed=31))
-    assert Full().final(Forward(whole, committed=32)) == whole
-    assert not Full().final(Forward(later, kept=32, committed=32))  # its keys saw stale ones
+    assert not FULL.final(Forward(whole, committed=31))
+    assert FULL.final(Forward(whole, committed=32)) == whole
+    assert not FULL.final(Forward(later, kept=32, committed=32))  # its keys saw stale ones
     blocks = BlockCausal(8)
     assert blocks.final(Forward(whole, committed=7)) == range(0)
     assert blocks.final(Forward(whole, committed=23)) == range(16)
@@ -74,7 +74,7 @@ def test_keys_are_final_when_no_token_that_they_depend_on_may_change() -> None:
     assert blocks.final(Forward(later, kept=8, committed=16)) == later
     assert blocks.final(Forward(range(8, 24), kept=8, committed=19)) == later
     assert blocks.with_blocks_of(4).final(Forward(later, kept=8, committed=15)) == range(8, 12)
-    assert Full().with_blocks_of(4) == Full()
+    assert FULL.with_blocks_of(4) == FULL
 
 
 # ---- through the batch ----
@@ -162,7 +162,7 @@ def wanted_rows(tensors: Tensors, batch: StepBatch, made: list[Canvas]) -> torch
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("visibility", [Full(), BlockCausal()])
+@pytest.mark.parametrize("visibility", [FULL, BlockCausal()])
 @pytest.mark.parametrize("rows_per_chunk", [1000, 13])
 def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_chunk: int) -> None:
     """Block lengths differ in a batch; one request is guided, three keep their keys and values.

@@ -83,7 +83,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_none_counts_as_not_given() -> None:
-    everything: dict[str, Any] = dict.fromkeys(fields.CANONICAL)
+    everything: dict[str, Any] = dict.fromkeys(fields.SPELLINGS)
     assert resolve(**everything) == resolve()
 
 
@@ -1087,7 +1087,7 @@ VALUES = (
 
 @settings(max_examples=200, deadline=None)
 @given(
-    asked=st.dictionaries(st.sampled_from(sorted(fields.CANONICAL)), VALUES, max_size=6),
+    asked=st.dictionaries(st.sampled_from(sorted(fields.SPELLINGS)), VALUES, max_size=6),
     prompt=st.lists(st.integers(-2, 260), max_size=4),
 )
 def test_resolve_decides_or_refuses_and_nothing_else(
@@ -1111,7 +1111,7 @@ def test_every_field_is_documented() -> None:
         "joint_threshold 0.95; hierarchy_block 1"
     )
     assert fields.BY_NAME["early_stop"].documented_default == "false"
-    assert len(fields.CANONICAL) == sum(1 + len(f.aliases) for f in fields.FIELDS)
+    assert len(fields.SPELLINGS) == sum(1 + len(f.aliases) for f in fields.FIELDS)
 
 
 def test_a_family_may_have_defaults_of_its_own() -> None:

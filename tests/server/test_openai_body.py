@@ -15,7 +15,7 @@ from vllm.diffusion.api import openai_protocol
 from vllm.diffusion.api.openai_protocol import ChatCompletionBody, CompletionBody, prepare
 from vllm.diffusion.decision import AUTOREGRESSIVE
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import CANONICAL
+from vllm.diffusion.fields import SPELLINGS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -83,8 +83,8 @@ def test_bodies_type_and_describe_every_parameter() -> None:
         (CompletionBody, CompletionRequest),
     ):
         properties = body.model_json_schema()["properties"]
-        assert properties.keys() >= CANONICAL.keys() | upstreams.model_fields.keys()
-        for name in CANONICAL:
+        assert properties.keys() >= SPELLINGS.keys() | upstreams.model_fields.keys()
+        for name in SPELLINGS:
             assert properties[name].get("type") or properties[name].get("anyOf"), name
             assert properties[name]["description"], name
 

@@ -107,7 +107,7 @@ def _divide_rows(vllm_config: VllmConfig) -> None:
     Raises:
         ServerConfigError: the model or the machine cannot be divided so.
     """
-    size, parallel = sequence_parallel(vllm_config).size, vllm_config.parallel_config
+    size, parallel = settings_of(vllm_config).sequence_parallel_size, vllm_config.parallel_config
     if size == 1:
         return
     wanted = _why_not_divided(vllm_config, size)
@@ -200,23 +200,32 @@ def server_settings(additional_config: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """What long and short requests may expect of each other (`engine/slicing.py`).
+class Settings:
+    """The `dllm` settings of an engine and its server that are no defaults of requests.
 
     Attributes:
-        long_share: of the time, that long requests have while short ones run.
+        long_share: of the time, that long requests have while short ones run (`engine/slicing.py`).
         longest_pause_ms: that a short request sees; 0 for no bound, so that no step is cut.
+        sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
+        sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
+        page: the server has its web pages.
+        fp8_head: the output head is quantised, too.
     """
 
     long_share: float = 0.5
     longest_pause_ms: float = 100.0
+    sequence_parallel_size: int = 1
+    sequence_parallel_min_tokens: int | None = None
+    page: bool = True
+    fp8_head: bool = False
 
     @property
     def longest_pause_s(self) -> float:
         return self.longest_pause_ms / 1000
 
-    def __str__(self) -> str:
-        """For the log of the start."""
+    @property
+    def sharing(self) -> str:
+        """What long and short requests may expect of each other, for the log of the start."""
         if not self.longest_pause_ms:
             return "no step is cut (longest_pause_ms 0)"
         return (
@@ -225,18 +234,33 @@ class Sharing:
         )
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Sharing:
-        """As settings of the server say.
+    def of(cls, settings: Mapping[str, Any]) -> Settings:
+        """Those among the settings of a server.
 
         Raises:
             ServerConfigError: naming the setting, the given and the wanted value.
         """
-        names = (field.name for field in fields(cls))
-        found = cls(**{name: settings[name] for name in names if name in settings})
+        found = cls(**{name: settings[name] for name in _OF_THE_ENGINE if name in settings})
         _check_number("long_share", found.long_share, 0, 0.95)
         if found.longest_pause_ms is False or found.longest_pause_ms != 0:
             _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
+        _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
+        if found.sequence_parallel_min_tokens is not None:
+            _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
+        for name, given in (("page", found.page), ("fp8_head", found.fp8_head)):
+            if not isinstance(given, bool):
+                raise ServerConfigError(
+                    f"dllm settings: {name}: given {given!r}; wanted true or false"
+                )
         return found
+
+
+_OF_THE_ENGINE = tuple(field.name for field in fields(Settings))
+
+
+def settings_of(vllm_config: VllmConfig) -> Settings:
+    """The settings of an engine."""
+    return Settings.of(server_settings(vllm_config.additional_config))
 
 
 def _check_number(name: str, value: Any, least: float, most: float, also: str = "") -> None:
@@ -247,32 +271,6 @@ def _check_number(name: str, value: Any, least: float, most: float, also: str = 
         )
 
 
-@dataclass(frozen=True)
-class SequenceParallel:
-    """Into how many ranks the rows of a long step are divided.
-
-    Attributes:
-        size: ranks; 1 divides nothing.
-        min_tokens: rows of a step from which it is divided; None for where that pays.
-    """
-
-    size: int = 1
-    min_tokens: int | None = None
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> SequenceParallel:
-        """As settings of the server say. Raises as `Sharing.of` does."""
-        names = {field.name: f"{_PREFIX}{field.name}" for field in fields(cls)}
-        found = cls(**{own: settings[name] for own, name in names.items() if name in settings})
-        _check_count(f"{_PREFIX}size", found.size, 1)
-        if found.min_tokens is not None:
-            _check_count(f"{_PREFIX}min_tokens", found.min_tokens, 0)
-        return found
-
-
-_PREFIX = "sequence_parallel_"
-
-
 def _check_count(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ServerConfigError(
@@ -280,54 +278,15 @@ def _check_count(name: str, value: Any, least: int) -> None:
         )
 
 
-def sequence_parallel(vllm_config: VllmConfig) -> SequenceParallel:
-    """How the engine of a configuration divides rows."""
-    return SequenceParallel.of(server_settings(vllm_config.additional_config))
-
-
-_FLAGS = {"page": True, "fp8_head": False}  # and what they are where nothing is said
-_OF_THE_ENGINE = frozenset(
-    {
-        *_FLAGS,
-        *(field.name for field in fields(Sharing)),
-        *(f"{_PREFIX}{field.name}" for field in fields(SequenceParallel)),
-    }
-)
-
-
-def sharing(vllm_config: VllmConfig) -> Sharing:
-    """How requests share the engine of a configuration."""
-    return Sharing.of(server_settings(vllm_config.additional_config))
-
-
 def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
     """Check all settings of the server; returns those that are defaults of requests.
 
     Raises:
-        ServerConfigError: as `Sharing.of` and `server_defaults`.
+        ServerConfigError: as `Settings.of` and `server_defaults`.
     """
-    Sharing.of(settings)
-    SequenceParallel.of(settings)
-    for name, usual in _FLAGS.items():
-        given = settings.get(name, usual)
-        if not isinstance(given, bool):
-            raise ServerConfigError(f"dllm settings: {name}: given {given!r}; wanted true or false")
+    Settings.of(settings)
     rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
     return server_defaults(rest, family)
-
-
-def serves_page(vllm_config: VllmConfig) -> bool:
-    """Whether the server has its web pages (`page` of the settings)."""
-    return _flag(vllm_config, "page")
-
-
-def has_fp8_head(vllm_config: VllmConfig) -> bool:
-    """Whether the output head is to be quantised too (`fp8_head` of the settings)."""
-    return _flag(vllm_config, "fp8_head")
-
-
-def _flag(vllm_config: VllmConfig, name: str) -> bool:
-    return bool(server_settings(vllm_config.additional_config).get(name, _FLAGS[name]))
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:

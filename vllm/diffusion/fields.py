@@ -205,10 +205,24 @@ FIELDS: tuple[Field, ...] = (
 )
 
 BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
-CANONICAL: dict[str, str] = {spelling: f.name for f in FIELDS for spelling in (f.name, *f.aliases)}
+
+
+def by_spelling(table: Iterable[Field]) -> dict[str, Field]:
+    """The parameters of a table by each of their names."""
+    return {spelling: field for field in table for spelling in (field.name, *field.aliases)}
+
+
+SPELLINGS = by_spelling(FIELDS)
 
 
 def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[str, Any]:
+    """`checked`, by the table of all requests, of which some values stand for others."""
+    return checked(_expand_shorthands(given), SPELLINGS, also_known)
+
+
+def checked(
+    given: Mapping[str, Any], spellings: Mapping[str, Field], also_known: Iterable[str] = ()
+) -> dict[str, Any]:
     """Rename accepted spellings to canonical names and check each value on its own.
 
     None counts as not given. `also_known` are names that the refusal of an unknown one lists too.
@@ -218,19 +232,20 @@ def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[
             one parameter that disagree.
     """
     result: dict[str, Any] = {}
-    for spelling, value in _expand_shorthands(given).items():
+    for spelling, value in given.items():
         if value is None:
             continue
-        name = CANONICAL.get(spelling)
-        if name is None:
-            known = ", ".join(sorted({*CANONICAL, *also_known}))
+        field = spellings.get(spelling)
+        if field is None:
+            known = ", ".join(sorted({*spellings, *also_known}))
             raise InvalidParameterError(spelling, value, f"unknown parameter; known: {known}")
-        checked = check(BY_NAME[name], spelling, value)
-        if name in result and result[name] != checked:
+        own = check(field, spelling, value)
+        if result.setdefault(field.name, own) != own:
             raise InvalidParameterError(
-                spelling, value, f"it contradicts another spelling of {name}: {result[name]!r}"
+                spelling,
+                value,
+                f"it contradicts another spelling of {field.name}: {result[field.name]!r}",
             )
-        result[name] = checked
     return result
 
 

@@ -67,10 +67,10 @@ def _register_configurations() -> None:
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
             from vllm.diffusion import ops
             from vllm.diffusion.api import validator
-            from vllm.diffusion.config import configure, has_fp8_head
+            from vllm.diffusion.config import configure, settings_of
 
             configure(vllm_config)
-            ops.adopt_scheme(vllm_config, has_fp8_head=has_fp8_head(vllm_config))
+            ops.adopt_scheme(vllm_config, has_fp8_head=settings_of(vllm_config).fp8_head)
             validator.install()
 
     for model_type, config_class in config_classes().items():

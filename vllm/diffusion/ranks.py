@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
-class Peers(Protocol):
+class Peers:
     """The ranks of one group and what they tell each other, all of them at the same place.
+
+    Here one by itself, which has nobody to tell anything.
 
     Attributes:
         rank: this one's number in the group.
         size: how many there are.
     """
 
-    rank: int
-    size: int
+    rank, size = 0, 1
 
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -49,47 +50,29 @@ class Peers(Protocol):
             received: of the first dimension of `out`, the part of every rank.
             sent: of the first dimension of `given`, the part of every rank.
         """
-
-    def gather(self, given: Tensor) -> Tensor:
-        """[size, ...]: a tensor of each rank, all of one shape."""
-
-    def follow(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, in place of this rank's."""
-
-    def least(self, number: int) -> int:
-        """The least number of any rank; the host waits for all of them."""
-
-    def join_board(self) -> Board | None:
-        """A board of these ranks, if they are several on one host; all of them come here."""
-
-
-class Alone:
-    """One rank, which has nobody to tell anything."""
-
-    rank, size = 0, 1
-
-    def exchange(
-        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> None:
         out.copy_(given)
 
     def gather(self, given: Tensor) -> Tensor:
+        """[size, ...]: a tensor of each rank, all of one shape."""
         return given[None]
 
     def follow(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0, in place of this rank's."""
         return tensor
 
     def least(self, number: int) -> int:
+        """The least number of any rank; the host waits for all of them."""
         return number
 
     def join_board(self) -> Board | None:
+        """A board of these ranks, if they are several on one host; all of them come here."""
         return None
 
 
-ALONE = Alone()
+ALONE = Peers()
 
 
-class Group:
+class Group(Peers):
     """Ranks in processes of their own, by torch's collectives.
 
     Once they listen to a board, hosts look at it while they wait for others, and go on where one of

@@ -8,7 +8,6 @@ tensors.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,30 +32,34 @@ class Forward(NamedTuple):
         return max(self.kept, self.window.stop)
 
 
-class Visibility(ABC):
-    """Who sees whom.
+@dataclass(frozen=True)
+class Visibility:
+    """Who sees whom: here every position sees every other one.
+
+    A key depends on all tokens then, so it is final only when they all are: keys that are kept
+    while tokens change are an approximation.
 
     Attributes:
         block_length: positions of a block, before which a position sees nothing else; 0 where every
             position sees all.
     """
 
-    block_length: int
+    block_length: int = 0
 
-    @abstractmethod
     def with_blocks_of(self, block_length: int) -> Visibility:
         """The same rule for a request whose blocks have so many positions."""
+        return self
 
-    @abstractmethod
     def in_whole_blocks(self, length: int) -> int:
         """Positions of a sequence that is to hold so many: those of all blocks that it touches."""
+        return length
 
-    @abstractmethod
     def num_seen(self, query: int, num_keys: int) -> int:
         """How many of `num_keys` keys, those of the first positions, the query at a position reads.
 
         They are the first ones of these.
         """
+        return num_keys
 
     def seen_by(self, window: range, num_keys: int) -> tuple[int, int]:
         """The keys that are read by a window, and 0; the block length where not all read the same.
@@ -68,34 +71,11 @@ class Visibility(ABC):
             return num_seen, 0
         return num_keys, self.block_length
 
-    @abstractmethod
     def final(self, forward: Forward) -> range:
         """Positions of the window whose keys and values no later forward would change.
 
         The keys that were kept from before the window are taken to be final.
         """
-
-
-@dataclass(frozen=True)
-class Full(Visibility):
-    """Every position sees every other one.
-
-    A key depends on all tokens, so it is final only when they all are: keys that are kept while
-    tokens change are an approximation.
-    """
-
-    block_length = 0
-
-    def with_blocks_of(self, block_length: int) -> Visibility:
-        return self
-
-    def in_whole_blocks(self, length: int) -> int:
-        return length
-
-    def num_seen(self, query: int, num_keys: int) -> int:
-        return num_keys
-
-    def final(self, forward: Forward) -> range:
         sees_all_final = forward.committed >= forward.num_keys and forward.window.start == 0
         return forward.window if sees_all_final else range(0)
 
@@ -106,9 +86,6 @@ class BlockCausal(Visibility):
 
     Blocks lie on a grid from position 0; the last one may be cut. A key depends on the tokens of
     its block and of those before, so the keys of committed blocks are final, and exact to keep.
-
-    Attributes:
-        block_length: positions of a block.
     """
 
     block_length: int = 32
@@ -128,4 +105,4 @@ class BlockCausal(Visibility):
         return range(start, max(start, min(forward.window.stop, whole_blocks)))
 
 
-FULL = Full()
+FULL = Visibility()

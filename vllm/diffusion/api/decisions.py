@@ -20,11 +20,11 @@ from pydantic import create_model
 from vllm.diffusion.api.choices import RequestTimedOut
 from vllm.diffusion.api.protocol import set_priority
 from vllm.diffusion.api.readings import MOST_AT_ONCE, TERMS, Group, Reader, Reading
-from vllm.diffusion.api.schema import checked, described
+from vllm.diffusion.api.schema import described
 from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.families import FAMILIES
-from vllm.diffusion.fields import BY_NAME
+from vllm.diffusion.fields import BY_NAME, by_spelling, checked
 from vllm.diffusion.values import Field as Parameter
 from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionRequest
@@ -67,6 +67,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     BY_NAME["timeout_s"],
 )
+
+_TIMEOUT = by_spelling([BY_NAME["timeout_s"]])
 
 DecisionRequest = create_model(
     "DecisionRequest",
@@ -314,7 +316,7 @@ def _asked(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
     own = StructuredDecisionRequest.model_fields
     given = {k: v for k, v in request.model_dump(exclude_unset=True).items() if k not in own}
     try:
-        asked = checked(given, PARAMETERS, also_known=own)
+        asked = checked(given, by_spelling(PARAMETERS), also_known=own)
         if asked.get("passes", 1) > strategy.most_passes:
             raise InvalidParameterError(
                 "passes", asked["passes"], "wanted 1: this model reads each question by itself"
@@ -332,7 +334,7 @@ class DiffusionScoring(ServingGenerativeScoring):
     async def create_generative_scoring(self, request: Any, raw_request: Any = None) -> Any:
         try:
             known = type(request).model_fields
-            terms = checked(request.model_extra or {}, (BY_NAME["timeout_s"],), also_known=known)
+            terms = checked(request.model_extra or {}, _TIMEOUT, also_known=known)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         if raw_request is not None:

@@ -34,7 +34,7 @@ from vllm.diffusion.api.page.routes import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.api.welcome import log_welcome, warn_of_arguments_without_effect
-from vllm.diffusion.config import served_model, serves_page
+from vllm.diffusion.config import served_model, settings_of
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
@@ -220,7 +220,7 @@ class DiffusionEndpoint:
         adopt_decisions(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
-        has_page = serves_page(engine_client.vllm_config)
+        has_page = settings_of(engine_client.vllm_config).page
         if has_page:
             options = page_options(served, model_names[0], __version__)
             page.install(self._app, options, Status(engine_client))

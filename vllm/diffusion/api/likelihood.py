@@ -13,11 +13,11 @@ from vllm.diffusion.api.choices import answers, last
 from vllm.diffusion.api.estimator import draw_maskings, estimate
 from vllm.diffusion.api.protocol import Usage, check_model
 from vllm.diffusion.api.readings import TERMS, Reader, Reading
-from vllm.diffusion.api.schema import checked, described
+from vllm.diffusion.api.schema import described
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import BY_NAME
+from vllm.diffusion.fields import BY_NAME, by_spelling, checked
 from vllm.diffusion.params import SEED_BITS
 from vllm.diffusion.values import Field as Parameter
 from vllm.inputs.engine import tokens_input
@@ -226,7 +226,7 @@ class LikelihoodHandler:
         self._validator.refuse_blocks("/v1/loglikelihood", "POST /v1/completions: echo, logprobs")
         own = LikelihoodBody.model_fields
         given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
-        values = checked(given, PARAMETERS, also_known=own)
+        values = checked(given, by_spelling(PARAMETERS), also_known=own)
         context, continuation = self._token_ids(body, values.get("add_special_tokens", True))
         for name, ids in (("context", context), ("continuation", continuation)):
             if self._validator.mask_id in ids:

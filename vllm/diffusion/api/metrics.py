@@ -31,7 +31,7 @@ _REASONS = frozenset(
     {
         *("api_key", "body_size", "draining", "memory"),
         *GenerateBody.model_fields,
-        *(name for field in fields.FIELDS for name in (field.name, *field.aliases)),
+        *fields.SPELLINGS,
     }
 )
 _installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion engine

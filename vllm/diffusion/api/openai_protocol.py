@@ -18,7 +18,7 @@ from vllm.diffusion.api.tools import asked_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.decision import AUTOREGRESSIVE, RESERVED_EXTRA_ARGS
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import BY_NAME, CANONICAL, canonical
+from vllm.diffusion.fields import BY_NAME, SPELLINGS, canonical
 from vllm.diffusion.guided.guides import SPEC, STRUCTURED, asked_spec, packed, spec_of_tools
 from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -63,7 +63,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # Parameters that upstream's bodies declare and hand on. Its seeds have 63 bits; ours, which answers
 # report, have 64.
-_UPSTREAMS = (CANONICAL.keys() & CompletionRequest.model_fields.keys()) - {"seed"}
+_UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed"}
 
 
 class _CompletionBase(CompletionRequest):
@@ -165,7 +165,7 @@ def _plain(given: Any) -> Any:
 def _given(request: Any) -> dict[str, Any]:
     """The diffusion parameters of a body under canonical names."""
     unknown = request.model_extra.keys() - _WITHOUT_EFFECT - _NOT_SUPPORTED.keys()
-    names = [*CANONICAL, *sorted(unknown)]
+    names = [*SPELLINGS, *sorted(unknown)]
     given = {name: getattr(request, name) for name in names if name in request.model_fields_set}
     most = getattr(request, "max_completion_tokens", None)
     if most is not None:
@@ -192,7 +192,7 @@ def check_body(body: Any) -> None:
         asked_spec(body.get("response_format"), body.get(STRUCTURED))
         if not isinstance(body.get("messages", []), list):
             raise InvalidParameterError("messages", body["messages"], "wanted a list of messages")
-        for name in sorted(body.keys() - CANONICAL.keys()):
+        for name in sorted(body.keys() - SPELLINGS.keys()):
             if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
                 raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
     except InvalidParameterError as error:

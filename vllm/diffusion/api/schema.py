@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model
 
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import FIELDS, check
+from vllm.diffusion.fields import FIELDS, by_spelling
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     from pydantic import BaseModel
 
@@ -53,37 +53,7 @@ def with_diffusion_fields(
 
 def described(table: Iterable[Parameter]) -> dict[str, Any]:
     """Every spelling of the parameters, as `create_model` takes them; values are checked later."""
-    return {
-        spelling: (Any, _described(field))
-        for field in table
-        for spelling in (field.name, *field.aliases)
-    }
-
-
-def checked(
-    given: Mapping[str, Any], table: Iterable[Parameter], also_known: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Values under the canonical names of a route's own table; None counts as not given.
-
-    Raises:
-        InvalidParameterError: for an unknown name, a value that is none of the parameter's, or two
-            spellings of one that disagree.
-    """
-    fields = {spelling: f for f in table for spelling in (f.name, *f.aliases)}
-    found: dict[str, Any] = {}
-    for spelling, value in given.items():
-        if spelling not in fields:
-            known = ", ".join(sorted({*fields, *also_known}))
-            raise InvalidParameterError(spelling, value, f"unknown parameter; known: {known}")
-        if value is None:
-            continue
-        name = fields[spelling].name
-        own = check(fields[spelling], spelling, value)
-        if found.setdefault(name, own) != own:
-            raise InvalidParameterError(
-                spelling, value, f"it contradicts another spelling of {name}: {found[name]!r}"
-            )
-    return found
+    return {name: (Any, _described(field)) for name, field in by_spelling(table).items()}
 
 
 def check_logprobs(name: str, given: int | None, model_config: Any) -> None:

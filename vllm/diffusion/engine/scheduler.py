@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import startup_log, watchdog
-from vllm.diffusion.config import row_budget, served_model, sharing
+from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.decision import decision_of
 from vllm.diffusion.engine import outputs
 from vllm.diffusion.engine.admission import Gathering, WaitingLine
@@ -85,9 +85,9 @@ class DiffusionScheduler(SchedulerInterface):
         self._siblings = Siblings()
         self._gathering = Gathering()
         self._launched: list[list[str]] = []  # requests of each step that is under way already
-        shares = sharing(vllm_config)
-        logger.info("long requests: %s", shares)
-        self.slicing = Slicing(shares)
+        settings = settings_of(vllm_config)
+        logger.info("long requests: %s", settings.sharing)
+        self.slicing = Slicing(settings)
         self._observer = Observer(enabled=log_stats)
         self._finished_req_ids: set[str] = set()
         self._tells_finished = include_finished_set

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import envs, ops, stages
-from vllm.diffusion.config import row_budget, sequence_parallel
+from vllm.diffusion.config import row_budget, settings_of
 from vllm.diffusion.engine.budget import host_cache_budget
 from vllm.diffusion.engine.windows import num_positions
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
@@ -36,7 +36,8 @@ def make_planner(
     device itself, which only they may ask, long chunks count for a little more than they take; what
     fits at all is the same.
     """
-    division, parallel = sequence_parallel(vllm_config), vllm_config.parallel_config
+    settings, parallel = settings_of(vllm_config), vllm_config.parallel_config
+    shards = settings.sequence_parallel_size
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
     shape = model_shape(vllm_config, device)
     if not shape.collects_keys:  # there is the kernel that reads pages, and splits keys
@@ -48,11 +49,11 @@ def make_planner(
         budget_bytes,
         row_budget(vllm_config),
         uses_host=envs.use_host_residual(),
-        host_bytes=host_cache_budget(parallel.tensor_parallel_size * division.size),
+        host_bytes=host_cache_budget(parallel.tensor_parallel_size * shards),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
         rates=rates,
-        shards=division.size,
-        min_rows=division.min_tokens,
+        shards=shards,
+        min_rows=settings.sequence_parallel_min_tokens,
     )
 
 

@@ -22,7 +22,7 @@ from vllm.diffusion.errors import ActivationBudgetError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.config import Sharing
+    from vllm.diffusion.config import Settings
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Worked
     from vllm.diffusion.engine.scheduled import Scheduled
     from vllm.diffusion.memory import Planner
@@ -50,15 +50,15 @@ class Slicing:
     """Says which requests are long, and names the next slice.
 
     Args:
-        sharing: what the two kinds may expect.
+        settings: what the two kinds may expect of each other.
 
     Attributes:
         longest_pause_s: seconds that a short request may see nothing happen; 0 for no bound.
         pace: of the device.
     """
 
-    def __init__(self, sharing: Sharing) -> None:
-        self._share, self.longest_pause_s = sharing.long_share, sharing.longest_pause_s
+    def __init__(self, settings: Settings) -> None:
+        self._share, self.longest_pause_s = settings.long_share, settings.longest_pause_s
         self.pace = Pace()
         self._paused: Paused | None = None
         self._is_shared = False  # both kinds took part in the step that runs

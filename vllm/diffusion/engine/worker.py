@@ -11,7 +11,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import envs, ops, pages, startup_log, watchdog
 from vllm.diffusion.board import processes_here
-from vllm.diffusion.config import row_budget, sequence_parallel, served_model
+from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.engine.agreement import Agreement, Meets
 from vllm.diffusion.engine.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
@@ -80,7 +80,7 @@ class DiffusionWorker(WorkerBase):
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         )
         self.ranks = Ranks.join(
-            parallel.tensor_parallel_size, sequence_parallel(self.vllm_config).size
+            parallel.tensor_parallel_size, settings_of(self.vllm_config).sequence_parallel_size
         )
         self.ranks.connect(self.device)
 

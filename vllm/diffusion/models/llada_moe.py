@@ -10,50 +10,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.models.config import Architecture, DiffusionConfig
+from vllm.diffusion.models.config import Architecture
 from vllm.diffusion.models.config_checks import (
-    check_mask_id,
-    check_only,
     check_positive,
     check_quantised_experts,
     check_rotary_share,
-    head_width,
-    plain_rope_theta,
     refuse,
 )
+from vllm.diffusion.models.standard_config import StandardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class LLaDAMoEConfig(DiffusionConfig):
-    """config.json of LLaDA-MoE.
+class LLaDAMoEConfig(StandardConfig):
+    """config.json of LLaDA-MoE; see `StandardConfig`.
 
     Sizes must be written out; options that are absent or null take the value of the released
     models. `moe_layer_freq` says which layers have experts: a list of a 0 or 1 per layer, or a
     number n for "every n-th layer, from the first on" (0: none, absent: all).
-
-    Raises:
-        ModelConfigError: naming the key, its value and what would be accepted.
     """
 
     model_type: ClassVar[str] = "lladamoe"
 
     SIZES: ClassVar[tuple[str, ...]] = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_experts",
-        "num_experts_per_tok",
-        "expert_intermediate_size",
-        "max_position_embeddings",
+        *(key for key in StandardConfig.SIZES if key != "intermediate_size"),
+        *("num_experts", "num_experts_per_tok", "expert_intermediate_size"),
     )
     DEFAULTS: ClassVar[dict[str, Any]] = {
+        "num_attention_heads": None,
         "num_key_value_heads": None,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
+        "rope_theta": None,
         "tie_word_embeddings": False,
+        "use_sliding_window": False,
         "attention_bias": False,
         "clip_qkv": None,
         "qk_layernorm": True,
@@ -67,11 +58,15 @@ class LLaDAMoEConfig(DiffusionConfig):
         "pad_token_id": 156892,
         "mask_token_id": 156895,
     }
+    ONLY: ClassVar[dict[str, bool | str]] = {
+        **StandardConfig.ONLY,
+        "attention_bias": False,
+        "moe_router_score_function": "softmax",
+    }
 
     if TYPE_CHECKING:
         dense_intermediate_size: int
         expert_intermediate_size: int
-        max_position_embeddings: int
         partial_rotary_factor: float
         clip_qkv: float | None
         qk_layernorm: bool
@@ -79,22 +74,20 @@ class LLaDAMoEConfig(DiffusionConfig):
         moe_layer_freq: int | list[int]
         eos_token_id: int
         pad_token_id: int
-        mask_token_id: int
 
     def __init__(self, **values: Any) -> None:
-        theta = plain_rope_theta(values)
-        given = {key: value for key, value in values.items() if value is not None}
-        complete = {**self.DEFAULTS, "rope_theta": theta, **given}
-        for key in self.SIZES:
-            check_positive(complete, key)
-        if complete["num_key_value_heads"] is None:
-            complete["num_key_value_heads"] = complete["num_attention_heads"]
-        _check_supported(complete)
-        complete["head_dim"] = _checked_head_dim(complete)
-        check_rotary_share(complete)
-        _check_experts(complete)
-        check_mask_id(complete)
-        super().__init__(**complete)
+        super().__init__(**{key: value for key, value in values.items() if value is not None})
+
+    def check_more(self, values: dict[str, Any]) -> None:
+        super().check_more(values)
+        check_rotary_share(values)
+        for key in ("shared_expert_intermediate_size", "num_shared_experts"):
+            if values.get(key):
+                refuse(values, key, "only null or 0 is supported: the experts are all routed")
+        if values["clip_qkv"] is not None:
+            check_positive(values, "clip_qkv", whole=False)
+        check_quantised_experts(values)
+        _check_experts(values)
 
     @property
     def architecture(self) -> Architecture:
@@ -118,33 +111,6 @@ def _has_experts(freq: int | list[int], layer: int) -> bool:
     if isinstance(freq, list):
         return bool(freq[layer])
     return freq > 0 and layer % freq == 0
-
-
-def _check_supported(values: Mapping[str, Any]) -> None:
-    """Refuse every option whose value asks for a forward that is not the released models'."""
-    check_only(
-        values,
-        {
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "moe_router_score_function": "softmax",
-        },
-    )
-    for key in ("shared_expert_intermediate_size", "num_shared_experts"):
-        if values.get(key):
-            refuse(values, key, "only null or 0 is supported: the experts are all routed")
-    check_quantised_experts(values)
-    if values.get("use_sliding_window"):
-        refuse(values, "use_sliding_window", "only false is supported")
-
-
-def _checked_head_dim(values: Mapping[str, Any]) -> int:
-    check_positive(values, "num_key_value_heads")
-    for key in ("rope_theta", "rms_norm_eps"):
-        check_positive(values, key, whole=False)
-    if values["clip_qkv"] is not None:
-        check_positive(values, "clip_qkv", whole=False)
-    return head_width(values)
 
 
 def _check_experts(values: Mapping[str, Any]) -> None:
