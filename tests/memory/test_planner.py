@@ -752,12 +752,14 @@ def test_four_ranks_hold_a_million_tokens() -> None:
     assert 200 < plan.predicted_seconds < 300
 
 
-def test_steps_that_read_a_little_less_have_one_plan() -> None:
+def test_steps_that_are_a_little_smaller_have_one_plan() -> None:
     """Where it is whole; else, and where memory is short, it is that of the step itself."""
-    step = StepShape(rows=160, sample_rows=32, longest=160)
+    step = StepShape(rows=160, sample_rows=32, longest=256, num_sequences=16, kept_keys=256)
     planner = Planner(LLADA_8B, GIB, row_budget=8_192)
-    plans = {id(planner.plan_alike(step._replace(sample_rows=n))) for n in range(1, 33)}
-    assert len(plans) == planner.num_found == 1
+    smaller = [step._replace(sample_rows=n) for n in range(1, 33)]
+    smaller += [step._replace(longest=n, kept_keys=n) for n in (1, 100, 255)]
+    smaller += [step._replace(num_sequences=n) for n in range(2, 17)]
+    assert len({id(planner.plan_alike(step)) for step in smaller}) == planner.num_found == 1
     exact = planner.plan(step)
     assert planner.plan_alike(step) == exact
 

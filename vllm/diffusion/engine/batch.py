@@ -120,15 +120,24 @@ class Packing:
         windows: per request, what is computed.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, the store's row of each of the last W rows, which are of windows.
-        sequences: they tile the rows; those that keep keys come last, after windows of all
-            positions those of some.
+        fields: [number of fields of PackedSequence, S] int64, of all sequences. They tile the rows;
+            those that keep keys come last, after windows of all positions those of some.
     """
 
     canvases: tuple[Canvas, ...]
     windows: tuple[Window, ...]
     positions: Array
     slot_mapping: Array
-    sequences: Sequence[PackedSequence]
+    fields: Array
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.fields.shape[1])
+
+    @cached_property
+    def sequences(self) -> tuple[PackedSequence, ...]:
+        """One by one; a graph does without."""
+        return tuple([PackedSequence(*fields) for fields in self.fields.T.tolist()])
 
     @cached_property
     def own(self) -> tuple[tuple[PackedSequence, ...], ...]:
@@ -139,18 +148,19 @@ class Packing:
     @cached_property
     def longest(self) -> int:
         """Keys of the sequence that reads most."""
-        return max([sequence.num_keys for sequence in self.sequences])
+        return int(self.fields[PackedSequence._fields.index("num_keys")].max())
 
     @cached_property
     def kept_keys(self) -> int:
         """The same of those that read keys which this step does not compute; 0 without any."""
-        return max([s.num_keys for s in self.sequences if s.is_cached], default=0)
+        _, _, _, _, counts, is_cached, _, _ = self.fields
+        return int((counts * is_cached).max())
 
-    @cached_property
+    @property
     def bounds(self) -> tuple[Array, ...]:
         """[S] int64 each: `end`, `first_kept`, `num_keys`, `block_length` and `first` of all."""
-        _, ends, firsts, _, counts, _, kept, block_lengths = zip(*self.sequences, strict=True)
-        return tuple([np.array(field) for field in (ends, kept, counts, block_lengths, firsts)])
+        _, ends, firsts, _, counts, _, kept, block_lengths = self.fields
+        return ends, kept, counts, block_lengths, firsts
 
 
 @dataclass(frozen=True)
@@ -201,7 +211,7 @@ class StepBatch:
             rows=self.num_rows,
             sample_rows=self.sample_rows,
             longest=self.packing.longest,
-            num_sequences=len(self.sequences),
+            num_sequences=self.packing.num_sequences,
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
         )
@@ -347,7 +357,7 @@ def build_batch(
     rows = [
         tokens[window.first : window.stop]
         for canvas, window in zip(own, windows, strict=True)
-        for tokens, _ in canvas.sequences
+        for tokens in canvas.sequences
     ]
     if before is None or before.canvases != own or before.windows != windows:
         before = _pack(own, windows)
@@ -362,28 +372,35 @@ def _kind(forward: tuple[Canvas, Work, Window]) -> int:
 
 def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
     """Row by row, without padding, in this order."""
-    slots = [_NO_SLOTS]
-    sequences: list[PackedSequence] = []
-    offsets, counts, end = [], [], 0
+    slots, kept_starts, placed = [_NO_SLOTS], [], []
     for canvas, window in zip(canvases, windows, strict=True):
-        _, first, stop, num_keys, block_length, reads_kept = window
-        cache = canvas.cache
-        for _, kept_start in canvas.sequences:
-            start, end = end, end + stop - first
-            first_key = first_kept = start - first
-            offsets.append(first_key)
-            counts.append(stop - first)
-            if cache is not None:
-                slots.append(cache.slots[kept_start + first : kept_start + stop])
-                first_kept = cache.start + kept_start
-                first_key = first_kept if reads_kept else first_key
-            place = start, end, first, first_key, num_keys, reads_kept, first_kept, block_length
-            sequences.append(PackedSequence(*place))
-    positions = np.arange(end) - np.repeat(offsets, counts)
-    return Packing(canvases, windows, positions, np.concatenate(slots), sequences)
+        cache, place = canvas.cache, window[1:]
+        for kept_start in canvas.kept_starts:
+            placed.append(place)
+            if cache is None:
+                kept_starts.append(_NOT_KEPT)
+                continue
+            kept_starts.append(cache.start + kept_start)
+            slots.append(cache.slots[kept_start + window.first : kept_start + window.stop])
+    firsts, stops, num_keys, block_lengths, reads_kept = np.array(placed, dtype=np.int64).T
+    counts, kept = stops - firsts, np.array(kept_starts)
+    ends = counts.cumsum()
+    starts = ends - counts
+    offsets = starts - firsts
+    first_kept = np.where(kept == _NOT_KEPT, offsets, kept)
+    first_keys = np.where(reads_kept, first_kept, offsets)
+    return Packing(
+        canvases,
+        windows,
+        positions=np.arange(ends[-1]) - np.repeat(offsets, counts),
+        slot_mapping=np.concatenate(slots),
+        fields=np.array(
+            (starts, ends, firsts, first_keys, num_keys, reads_kept, first_kept, block_lengths)
+        ),
+    )
 
 
-_NO_SLOTS = np.empty(0, dtype=np.int64)
+_NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1
 
 
 class _PartBuilder:

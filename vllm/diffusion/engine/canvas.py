@@ -71,6 +71,7 @@ class Canvas:
         req_id: the request.
         params: its parameters.
         num_sequences: that are computed of it; with guidance a second one hides what was known.
+        kept_starts: of each, where its position 0 is among the kept positions.
         tokens: [T] int64, in whole blocks.
         length: T.
         rule: its decoding, at its present state.
@@ -96,7 +97,7 @@ class Canvas:
         self.prompt_length = len(new.prompt_token_ids)
         self.tokens = self._masked_row(new.prompt_token_ids, self.params)
         self.length = self.tokens.size
-        self._alone = ((self.tokens, 0),)  # see `sequences`
+        self.kept_starts = (0,) if self.num_sequences == 1 else (0, self.unconditional_start)
         self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
         if self.params.score is not None:  # the target of a likelihood stays where it is known
@@ -183,8 +184,7 @@ class Canvas:
     def frozen_positions(self) -> tuple[range, ...]:
         """Kept positions that no forward writes once the prompt is frozen."""
         frozen = max(self.prompt_length - self.params.logit_shift, 0)
-        starts = (0, self.unconditional_start) if self.num_sequences > 1 else (0,)
-        return tuple(range(start, start + frozen) for start in starts)
+        return tuple(range(start, start + frozen) for start in self.kept_starts)
 
     def read_prompt(self, cache: KeptSequence) -> None:
         """The prompt's keys and values are there, from the first forward of another request."""
@@ -192,15 +192,11 @@ class Canvas:
         self._windows.computed(Forward(range(self.length)), self.length)
 
     @property
-    def sequences(self) -> tuple[tuple[Array, int], ...]:
-        """Tokens [T] of each sequence, and where its position 0 is among the kept positions.
-
-        In the unconditional one everything is hidden that was known at the start.
-        """
+    def sequences(self) -> tuple[Array, ...]:
+        """Tokens [T] of each sequence; of the unconditional one all is hidden that was known."""
         if self.num_sequences == 1:
-            return self._alone
-        hidden = np.where(self._known, self.params.mask_id, self.tokens)
-        return *self._alone, (hidden, self.unconditional_start)
+            return (self.tokens,)
+        return self.tokens, np.where(self._known, self.params.mask_id, self.tokens)
 
     @property
     def num_kept(self) -> int:

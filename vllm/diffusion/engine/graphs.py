@@ -214,7 +214,7 @@ class Buckets:
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """The smallest bucket that holds a batch, if there is one."""
-        num_sequences = len(batch.sequences)
+        num_sequences = batch.packing.num_sequences
         is_cached = batch.num_whole == 0
         if not is_cached and batch.num_whole < batch.num_rows:
             return None

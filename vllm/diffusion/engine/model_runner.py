@@ -27,7 +27,7 @@ from vllm.diffusion.engine.slices import Slices
 from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.memory import HostBuffers, PageStore, rows_read_alike
+from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
 from vllm.diffusion.ranks import Ranks
 from vllm.diffusion.sampling import PhiloxNoise
 
@@ -224,8 +224,8 @@ class DiffusionModelRunner:
         it is wanted.
         """
         started = time.perf_counter()
-        rows = batch.num_rows, rows_read_alike(batch.num_rows, batch.sample_rows)
-        asked = batch.packing, *rows, self.planner, self._ledger.kept_bytes, longest_chunk_s
+        shape = planned_as(batch.shape)
+        asked = shape, self.planner, self._ledger.kept_bytes, longest_chunk_s
         if asked != self._asked:  # most often it is the question of the step before
             self._answer = plan = self._new_plan(batch.shape, longest_chunk_s)
             is_for_all = plan.is_whole(batch.num_rows) and not self.planner.divides(batch.shape)
@@ -267,7 +267,9 @@ class DiffusionModelRunner:
         unused = self.caches.unused_bytes
         if not unused or self.pool.has_frame:
             return False
-        roomy = self._found_plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
+        is_sliced = longest_chunk_s < math.inf
+        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
+        roomy = find(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
         return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
 
     # ---- requests ----
@@ -343,7 +345,7 @@ class DiffusionModelRunner:
             self._slices.drop()
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
-        self._packing = None
+        self._packing = self._asked = None
         self._compute.first_forwards.forget(req_id)
         self._loop.forget()
 

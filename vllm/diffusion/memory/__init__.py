@@ -15,7 +15,7 @@ from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
-from vllm.diffusion.memory.plans import rows_read_alike
+from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.rows import HostRows, Rows
 from vllm.diffusion.memory.usage import Usage, UsageMeter
@@ -42,6 +42,6 @@ __all__ = [
     "UsageMeter",
     "activation_pool",
     "chunks",
+    "planned_as",
     "rates_of",
-    "rows_read_alike",
 ]

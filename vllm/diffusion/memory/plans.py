@@ -34,15 +34,27 @@ LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 MAX_KNOWN_PLANS = 4_096
 # Steps may have one plan that differ in the rows that are read by less than one part in so many of
 READ_UNITS = 16  # their rows,
-LEAST_READ_UNIT = 32  # or by less than so many.
+LEAST_READ_UNIT = 32  # or by less than so many;
+KEYS_UNIT = 256  # in the keys of the longest sequence by less than so many,
+SEQUENCES_UNIT = 16  # and in the sequences, if there are several.
 WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 
 
-def rows_read_alike(num_rows: int, sample_rows: int) -> int:
-    """For so many rows a step is planned that reads `sample_rows` of its `num_rows`."""
-    unit = max(num_rows // READ_UNITS, LEAST_READ_UNIT)
-    return min(-(-sample_rows // unit) * unit, num_rows)
+def planned_as(step: StepShape) -> StepShape:
+    """The largest of the steps that may have one plan with this one."""
+    is_alone = step.num_sequences == 1
+    unit = max(step.rows // READ_UNITS, LEAST_READ_UNIT)
+    return step._replace(
+        sample_rows=min(_in_whole(unit, step.sample_rows), step.rows),
+        longest=_in_whole(KEYS_UNIT, step.longest),
+        num_sequences=1 if is_alone else _in_whole(SEQUENCES_UNIT, step.num_sequences),
+        kept_keys=_in_whole(KEYS_UNIT, step.kept_keys),
+    )
+
+
+def _in_whole(unit: int, count: int) -> int:
+    return -(-count // unit) * unit
 
 
 class Plans:
@@ -124,14 +136,14 @@ class Plans:
     def plan_alike(
         self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf
     ) -> Plan:
-        """The same, or, where that is whole, the plan of a step that reads some rows more.
+        """The same, or, where that is whole, the plan of a step that is a little larger.
 
-        As tokens are committed, every step reads fewer rows than the one before, and to find a plan
-        takes the host as long as to look up a hundred. Arguments and errors as of `plan`.
+        As tokens are committed, every step reads fewer rows than the one before, and sequences
+        become longer; to find a plan takes the host as long as to look up a hundred. Arguments and
+        errors as of `plan`.
         """
-        sample_rows = rows_read_alike(step.rows, step.sample_rows)
         try:
-            plan = self.plan(step._replace(sample_rows=sample_rows), kept_bytes, longest_chunk_s)
+            plan = self.plan(planned_as(step), kept_bytes, longest_chunk_s)
         except ActivationBudgetError:
             return self.plan(step, kept_bytes, longest_chunk_s)
         return plan if plan.is_whole(step.rows) else self.plan(step, kept_bytes, longest_chunk_s)
