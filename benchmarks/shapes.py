@@ -11,25 +11,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.models.config import DiffusionConfig
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-FAMILY_OF_ARCHITECTURE = {
-    "LLaDAModelLM": "llada",
-    "DreamModel": "dream",
-    "LLaDAMoEModelLM": "llada-moe",
-    "LLaDA2MoeModelLM": "llada2",
-    "SDARForCausalLM": "sdar",
-    "SDARMoeForCausalLM": "sdar-moe",
-    "Fast_dLLM_QwenForCausalLM": "fast-dllm",
-}
 BLOCK_FAMILIES = ("llada2", "sdar", "sdar-moe", "fast-dllm")  # under a block-causal mask
-EXPERT_WIDTHS = {  # key of an expert's inner width, by family
-    "llada-moe": "expert_intermediate_size",
-    "llada2": "moe_intermediate_size",
-    "sdar-moe": "moe_intermediate_size",
-}
 
 
 @dataclass(frozen=True)
@@ -42,7 +30,7 @@ class Shape:
         mask_id: None where config.json does not say.
         num_experts: 0 where the feed-forward is dense.
         num_chosen: experts that one row passes.
-        num_dense: first layers without experts, `dense_width` wide.
+        num_dense: layers without experts, `dense_width` wide.
         shared_width: inner width of the expert that every row passes.
         shifts_rows: position i is read from row i - 1.
         block_length: of a block-causal mask; 0 where every position sees every other one.
@@ -87,60 +75,37 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
-        """The shape that a config.json with the released models' keys describes.
+        """The shape that a config.json describes.
 
         Raises:
-            ValueError: the architecture is none of the families'.
+            ModelConfigError: it is none that the engine would run.
         """
-        architecture = config["architectures"][0]
-        family = FAMILY_OF_ARCHITECTURE.get(architecture)
-        if family is None:
-            wanted = ", ".join(FAMILY_OF_ARCHITECTURE)
-            raise ValueError(f"architectures: wanted one of {wanted}, got {architecture}")
-        if family == "llada":
-            names = ("d_model", "n_layers", "n_heads", "n_kv_heads", "mlp_hidden_size")
-        else:
-            names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-            names += ("num_key_value_heads", EXPERT_WIDTHS.get(family, "intermediate_size"))
-        width, num_layers, num_heads, num_kv_heads, mlp_width = (config[name] for name in names)
+        found = DiffusionConfig.from_dict(dict(config))
+        family, architecture = found.family, found.architecture
+        num_experts = found.num_experts if architecture.expert_layers else 0
         return cls(
-            family=family,
-            width=width,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim", width // num_heads),
-            mlp_width=mlp_width,
-            vocab_size=config["embedding_size" if family == "llada" else "vocab_size"],
-            mask_id=config.get("mask_token_id"),
-            shifts_rows=family in ("dream", "fast-dllm"),
-            **experts_of(family, config),
-            **blocks_of(family, config),
+            family=family.name,
+            width=found.hidden_size,
+            num_layers=found.num_hidden_layers,
+            num_heads=found.num_attention_heads,
+            num_kv_heads=found.num_key_value_heads,
+            head_dim=found.head_dim,
+            mlp_width=architecture.expert_width if num_experts else architecture.dense_width,
+            vocab_size=architecture.num_embeddings,
+            mask_id=getattr(found, "mask_token_id", None),
+            num_experts=num_experts,
+            num_chosen=found.num_experts_per_tok if num_experts else 0,
+            num_dense=found.num_hidden_layers - len(architecture.expert_layers),
+            dense_width=architecture.dense_width,
+            shared_width=architecture.shared_expert_width,
+            shifts_rows=family.logit_shift > 0,
+            block_length=found.block_length if family.is_block_causal else 0,
         )
 
     @classmethod
     def of_folder(cls, folder: Path) -> Shape:
         """The shape of a checkpoint."""
         return cls.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-
-
-def experts_of(family: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """Fields of `Shape` about experts; none where the feed-forward is dense."""
-    if family not in EXPERT_WIDTHS:
-        return {}
-    found = {"num_experts": config["num_experts"], "num_chosen": config["num_experts_per_tok"]}
-    if family == "llada2":
-        found["num_dense"] = config["first_k_dense_replace"]
-        found["dense_width"] = config["intermediate_size"]
-        found["shared_width"] = config["num_shared_experts"] * config["moe_intermediate_size"]
-    return found
-
-
-def blocks_of(family: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """Fields of `Shape` about blocks; none where every position sees every other one."""
-    if family not in BLOCK_FAMILIES:
-        return {}
-    return {"block_length": config.get("block_size", config.get("bd_size", 32))}
 
 
 @dataclass(frozen=True)
@@ -249,10 +214,8 @@ def window_stages(
         found.append(products("experts", read, passed, num_sparse))
         always = shape.width * (shape.num_experts + 3 * shape.shared_width)
         found.append(products("router, shared expert", always, count=num_sparse))
-        dense = 3 * shape.width * shape.dense_width
-        found.append(products("feed-forward", dense, count=shape.num_dense))
-    else:
-        found.append(products("feed-forward", shape.mlp_parameters, count=num_layers))
+    dense = 3 * shape.width * shape.dense_width
+    found.append(products("feed-forward", dense, count=shape.num_dense))
     sampled = num_requests * (window if head_rows is None else head_rows)
     head_bytes = bytes_per_element * shape.head_parameters
     return [*found, Stage("head", head_bytes, 2.0 * sampled * shape.head_parameters)]
