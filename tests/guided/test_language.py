@@ -139,7 +139,7 @@ def test_texts_of_a_schema_are_valid(schema: Any) -> None:
 )
 def test_a_schema_leaves_what_it_should(schema: Any, texts: list[str]) -> None:
     automaton = build(from_schema(schema))
-    assert [text for text in texts if not automaton.accepts(text.encode())] == []
+    assert [text for text in texts if not accepts(automaton, text.encode())] == []
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -203,6 +203,13 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, name: str) -> N
         from_schema(schema)
 
 
+def accepts(automaton: Automaton, data: bytes) -> bool:
+    state = 0
+    for byte in data:
+        state = int(automaton.table[state, automaton.classes[byte]])
+    return bool(automaton.accepting[state])
+
+
 @pytest.mark.parametrize(
     "pattern",
     [r"a*b+?c{2,3}", r"(x|yz)?[^\W\d]", r"\d{1,2}:\d\d", r"é|[à-ü]+", r"^ab$", r"a.c", r"[^b]\S\s"],
@@ -216,9 +223,9 @@ def test_a_regex_matches_as_pythons(pattern: str) -> None:
         for letter in itertools.product(letters, repeat=length):
             text = "".join(letter)
             wanted = re.fullmatch(pattern, text) is not None
-            assert automaton.accepts(text.encode()) <= wanted
+            assert accepts(automaton, text.encode()) <= wanted
             if text.isascii():
-                assert automaton.accepts(text.encode()) == wanted, text
+                assert accepts(automaton, text.encode()) == wanted, text
 
 
 @pytest.mark.parametrize("pattern", ["(", "(?i)a", "a\\b", "(?<=a)b", "a++", "(^a|b)c"])

@@ -15,7 +15,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.diffusion.values import Field, in_words
+from vllm.diffusion.values import Field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -562,34 +562,3 @@ PARAMETERS: tuple[Field, ...] = tuple(
         ),
     )
 )
-
-
-def documented_algorithms(
-    table: Mapping[str, Algorithm], default_of: Mapping[str, str]
-) -> list[str]:
-    """The rows of a table in docs/decoding.md.
-
-    Args:
-        table: the algorithms.
-        default_of: algorithm by name of the family whose default it is.
-    """
-    return [
-        f"| `{a.name}` | {a.commits} | {'; '.join(_documented_parameters(a))} | "
-        f"{', '.join(f for f, name in default_of.items() if name == a.name)} | [{a.source}] |"
-        for a in table.values()
-    ]
-
-
-def _documented_parameters(algorithm: Algorithm) -> list[str]:
-    by_steps = algorithm.pace == "steps" and not algorithm.is_block_causal
-    found = ["`steps` one per canvas token"] if by_steps else []
-    for spec in PARAMETERS:
-        if spec.name in algorithm.parameters:
-            default = spec.documented_default_for(algorithm.name)
-            found.append(f"`{spec.name}` {in_words(spec.choices) if spec.choices else default}")
-    if algorithm.blocks != "none":
-        whose = "the checkpoint's" if algorithm.is_block_causal else "32"
-        found.append(f"`block_length` {whose}")
-    if algorithm.random_scores != "none":
-        found.append("`remasking` low_confidence or random")
-    return found

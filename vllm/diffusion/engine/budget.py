@@ -104,7 +104,7 @@ class StepMemory(NamedTuple):
         """To be asked when the step is over, with what is so without one."""
         plan, peak = self.plan, self.unseen_bytes + self.peak_bytes
         if self.meter is not None:
-            average = self.unseen_bytes + self.meter.usage().average_bytes
+            average = self.unseen_bytes + self.meter.average_bytes()
         else:
             average = peak * plan.predicted_average_bytes / max(plan.predicted_peak_bytes, 1)
         return replace(

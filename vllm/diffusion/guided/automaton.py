@@ -41,12 +41,6 @@ class Automaton:
     def num_states(self) -> int:
         return len(self.table) - 1
 
-    def accepts(self, data: bytes) -> bool:
-        state = 0
-        for byte in data:
-            state = int(self.table[state, self.classes[byte]])
-        return bool(self.accepting[state])
-
 
 def build(node: Node) -> Automaton:
     """The automaton of an expression.

@@ -18,7 +18,7 @@ from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.rows import HostRows, Rows
-from vllm.diffusion.memory.usage import Usage, UsageMeter
+from vllm.diffusion.memory.usage import UsageMeter
 
 __all__ = [
     "ActivationPool",
@@ -38,7 +38,6 @@ __all__ = [
     "Rates",
     "Rows",
     "StepShape",
-    "Usage",
     "UsageMeter",
     "activation_pool",
     "chunks",

@@ -1,35 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak and time-weighted average of the bytes in use over the stages of a step."""
+"""The average of the bytes in use over the stages of a step, weighted by time."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Bytes in use from the start of a measurement to its last mark.
+class Mark(NamedTuple):
+    """The end of a stage, or of a part of one."""
 
-    Attributes:
-        peak_bytes: the most in use at any time.
-        average_bytes: weighted by time; a stage counts with its own peak throughout.
-        seconds: time from start to last mark; on a CUDA device, of its current stream.
-        stage_peak_bytes: the most in use in each stage, by name.
-    """
-
-    peak_bytes: int
-    average_bytes: float
-    seconds: float
-    stage_peak_bytes: dict[str, int] = field(default_factory=dict)
-
-
-class _Mark(NamedTuple):
     stage: str
-    peak_bytes: int
+    peak_bytes: int  # the most that it had in use
     time: float | torch.cuda.Event
 
 
@@ -38,7 +23,7 @@ class UsageMeter:
 
     Args:
         device: where the stages run. On a CUDA device times are those of events on the current
-            stream, so marks cost no synchronisation; `usage` waits for the last one.
+            stream, so marks cost no synchronisation; the average waits for the last one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,23 +32,20 @@ class UsageMeter:
 
     def start(self) -> None:
         """Forget all marks; time runs from here."""
-        self._marks: list[_Mark] = [_Mark("", 0, self._now())]
+        self.marks = [Mark("", 0, self._now())]
 
     def mark(self, stage: str, peak_bytes: int) -> None:
         """A stage, or a part of one, ends here; `peak_bytes` is the most it had in use."""
-        self._marks.append(_Mark(stage, peak_bytes, self._now()))
+        self.marks.append(Mark(stage, peak_bytes, self._now()))
 
-    def usage(self) -> Usage:
-        """What has been measured since `start`."""
-        stages: dict[str, int] = {}
+    def average_bytes(self) -> float:
+        """Of all stages since `start`; each counts with its own peak throughout."""
         weighted = seconds = 0.0
-        for before, mark in zip(self._marks, self._marks[1:], strict=False):
-            stages[mark.stage] = max(stages.get(mark.stage, 0), mark.peak_bytes)
+        for before, mark in pairwise(self.marks):
             elapsed = _seconds_between(before.time, mark.time)
             weighted += elapsed * mark.peak_bytes
             seconds += elapsed
-        peak = max(stages.values(), default=0)
-        return Usage(peak, weighted / seconds if seconds else float(peak), seconds, stages)
+        return weighted / seconds if seconds else max(mark.peak_bytes for mark in self.marks)
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_cuda:

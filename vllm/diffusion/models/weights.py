@@ -22,22 +22,13 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import Architecture
 
 
-class QuantisedSizes(NamedTuple):
-    """What the quantised matrices of a model take on this rank.
+def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int]:
+    """What the matrices that our schemes store take on this rank; see `StreamedParameter`.
 
-    Attributes:
-        num_matrices: of experts, stacks of them.
-        num_bytes: with their scales.
-        plain_bytes: of the same in the model dtype.
+    Returns:
+        how many they are, of experts stacks of them; their bytes, with scales; and those of the
+        same in `dtype`, that of the model.
     """
-
-    num_matrices: int
-    num_bytes: int
-    plain_bytes: int
-
-
-def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> QuantisedSizes:
-    """Of the matrices that our schemes store; see `StreamedParameter`."""
     count = num_bytes = num_weights = 0
     for module in model.modules():
         own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
@@ -46,7 +37,7 @@ def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> QuantisedSizes:
             count += len(found)
             num_weights += sum(found)
             num_bytes += sum(p.nbytes for p in own if p is not getattr(module, "bias", None))
-    return QuantisedSizes(count, num_bytes, num_weights * dtype.itemsize)
+    return count, num_bytes, num_weights * dtype.itemsize
 
 
 class Destination(NamedTuple):
