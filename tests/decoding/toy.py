@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion.decoding import Candidates, make_rule
-from vllm.diffusion.sampling import PhiloxNoise, RowGroup, sample_group
+from vllm.diffusion.sampling import RowGroup, sample_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,7 @@ class Decoding:
             adjust=self.rule.adjust_logits if self.rule.adjusts_logits else None,
         )
         model: Any = self.toy
-        found = sample_group(logits, group, model, PhiloxNoise())
+        found = sample_group(logits, group, model)
         sampled = (x.numpy() for x in (found.token, found.score.double(), found.greedy))
         candidates = Candidates(positions, *sampled)
         commit = self.rule.decide(candidates)

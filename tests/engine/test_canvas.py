@@ -20,7 +20,6 @@ from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.step_inputs import fill
 from vllm.diffusion.families import LLADA, SDAR
 from vllm.diffusion.params import ServedModel, SpecialIds
-from vllm.diffusion.sampling import PhiloxNoise
 
 if TYPE_CHECKING:
     from vllm.diffusion.families import Family
@@ -61,7 +60,7 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     inputs = Bucket(16, 4, is_cached=True).inputs()
     sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
-        for one, found in zip(made, batch.found(sampled, PhiloxNoise()), strict=True):
+        for one, found in zip(made, batch.found(sampled), strict=True):
             one.commit(found)
         assert all(one.wish.rows == 4 for one in made)
         fill(inputs, build_batch(made, logit_shift=0))

@@ -15,7 +15,7 @@ from tests.reference.philox import uniform_matrix
 from vllm.diffusion import decision, fields
 from vllm.diffusion.families import DREAM, SDAR
 from vllm.diffusion.params import ServedModel, SpecialIds
-from vllm.diffusion.sampling import PhiloxNoise, RowGroup, sample_group
+from vllm.diffusion.sampling import RowGroup, sample_group
 from vllm.diffusion.sampling.plain import draw_categorical
 from vllm.diffusion.scoring import CATEGORICAL, Scoring
 
@@ -42,7 +42,7 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
         unconditional_rows=None,
         positions=rows + 3,
     )
-    return draw_categorical(logits.clone(), part, PhiloxNoise())
+    return draw_categorical(logits.clone(), part)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def of_block(logits: Tensor, scoring: Scoring, **asked: Any) -> ops.Sampled:
         positions=torch.arange(len(logits), device=logits.device),
     )
     model: Any = SimpleNamespace(vocab_start=0, vocab_size=logits.shape[1])
-    return sample_group(logits.clone(), part, model, PhiloxNoise())
+    return sample_group(logits.clone(), part, model)
 
 
 def test_top_k_comes_before_top_p() -> None:

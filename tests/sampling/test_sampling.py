@@ -21,8 +21,6 @@ from vllm.diffusion.families import LLADA
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 from vllm.diffusion.sampling import (
-    NoiseSource,
-    PhiloxNoise,
     RowGroup,
     sample,
     sample_group,
@@ -111,13 +109,12 @@ def group(
 def chosen(
     logits: Tensor,
     part: RowGroup,
-    noise: NoiseSource | None = None,
     start: int = 0,
     vocab_size: int | None = None,
 ) -> ops.Sampled:
     """`sample_group` on whole rows, or on the columns from `start` of `vocab_size`."""
     model = HeadModel(torch.empty(0, 16), start, vocab_size or logits.shape[1])
-    return sample_group(logits.clone(), part, model, noise or PhiloxNoise())
+    return sample_group(logits.clone(), part, model)
 
 
 def sampled(
@@ -125,10 +122,9 @@ def sampled(
     hidden: Tensor,
     groups: list[RowGroup],
     rows_per_chunk: int = 1000,
-    noise: NoiseSource | None = None,
 ) -> tuple[Tensor, Tensor]:
     parts = packed_parts(hidden, groups, rows_per_chunk)
-    found = sample(model, parts, noise or PhiloxNoise())
+    found = sample(model, parts)
     assert (found.shape[0], found.dtype) == (3, torch.float64)
     return found[0].long(), found[1]
 
@@ -327,7 +323,7 @@ def test_rows_whose_logits_are_copied_go_a_few_at_a_time(
 
     def candidates(part: RowGroup) -> Tensor:
         first = dataclasses.replace(part, rows=slice(0, len(part.positions)))
-        return sample(model, [(hidden[part.rows], [first])], PhiloxNoise())
+        return sample(model, [(hidden[part.rows], [first])])
 
     plain = group(list(range(7)), temperature=0.8)
     groups = [
@@ -372,30 +368,28 @@ def test_empty_groups_among_others() -> None:
 def test_noise_is_the_published_counter_generator() -> None:
     positions = torch.tensor([0, 1, 7, 1000, -2])
     for seed in (0, 1, 2**32 + 5, 2**63 + 9, 2**64 - 1):
-        whole = PhiloxNoise().uniform(seed, 0, 3, positions, range(30))
+        whole = ops.philox_uniform(seed, 0, 3, positions, range(30))
         wanted = uniform_matrix(seed, 0, 3, positions.tolist(), 30)
         assert torch.equal(whole, wanted)
-        part = PhiloxNoise().uniform(seed, 0, 3, positions, range(13, 22))
+        part = ops.philox_uniform(seed, 0, 3, positions, range(13, 22))
         assert torch.equal(part, wanted[:, 13:22])
 
 
-def test_injected_numbers_are_used() -> None:
+def test_the_largest_number_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """One column with U near 1 has nearly infinite noise, so it is chosen."""
 
-    class OneColumn:
-        def uniform(
-            self, seed: int, purpose: int, step: int, positions: Tensor, columns: range
-        ) -> Tensor:
-            assert (seed, step) == (77, 6)
-            u = torch.full((positions.numel(), len(columns)), 0.5, dtype=torch.float64)
-            if purpose == 1:
-                return u * positions[:, None] / 10
-            u[:, positions % 7] = 1 - 1e-15
-            return u
+    def uniform(seed: int, purpose: int, step: int, positions: Tensor, columns: range) -> Tensor:
+        assert (seed, step) == (77, 6)
+        u = torch.full((positions.numel(), len(columns)), 0.5, dtype=torch.float64)
+        if purpose == 1:
+            return u * positions[:, None] / 10
+        u[:, positions % 7] = 1 - 1e-15
+        return u
 
-    noise: NoiseSource = OneColumn()
-    part = group([0, 1, 2], step=6, temperature=1.0, remasking="random")
-    tokens, scores = sampled(head_model(), hidden_rows(3) / 100, [part], 1, noise)
+    monkeypatch.setattr(ops, "philox_uniform", uniform)
+    asked = {"temperature": 1.0, "remasking": "random", "confidence_dtype": "float64"}
+    part = group([0, 1, 2], step=6, **asked)
+    tokens, scores = sampled(head_model(), hidden_rows(3) / 100, [part], 1)
     assert tokens.tolist() == [3, 4, 5]
     assert scores.tolist() == pytest.approx([0.15, 0.2, 0.25])
 
@@ -419,11 +413,10 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
 
 def test_draws_of_steps_seeds_and_purposes_differ() -> None:
     logits = torch.zeros(64, NUM_COLUMNS)
-    noise = PhiloxNoise()
 
     def tokens(**changes: Any) -> list[int]:
         part = group(list(range(64)), **{"temperature": 1.0, **changes})
-        found: list[int] = chosen(logits, part, noise=noise).token.tolist()
+        found: list[int] = chosen(logits, part).token.tolist()
         return found
 
     assert tokens() == tokens()

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.canvas import Canvas, Window
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
-    from vllm.diffusion.sampling import NoiseSource
 
 
 class PackedSequence(NamedTuple):
@@ -310,12 +309,11 @@ class StepBatch:
             choose_all(sampled, joints)
         return sampled
 
-    def found(self, sampled: ops.HostCopy, noise: NoiseSource) -> list[Candidates | Choice]:
+    def found(self, sampled: ops.HostCopy) -> list[Candidates | Choice]:
         """What was sampled, request by request: candidates, or already the choice among them.
 
         Args:
             sampled: [3 or more, R] float64, as `sample` returns it; is waited for.
-            noise: source of the numbers that some rules want for each candidate.
         """
         picks = [canvas.pick for canvas in self.canvases]
         together = None
@@ -326,7 +324,7 @@ class StepBatch:
         for canvas, work in zip(self.canvases, self.works, strict=True):
             start, end = end, end + work.eligible.size
             logprobs = rows[3:, start:end] if canvas.wants_logprobs else None
-            given = rows[1, start:end], canvas.draws(work.eligible, noise), logprobs
+            given = rows[1, start:end], canvas.draws(work.eligible), logprobs
             awaited.append((work.eligible, slice(start, end), *given))
         sampled.wait()  # the device waits from here on
         tokens, greedy = rows[0].astype(np.int64), rows[2].astype(np.int64)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from vllm.diffusion import ops
 from vllm.diffusion.decoding import Candidates, Choice, Work, make_rule, select
 from vllm.diffusion.engine.guided import Guided
 from vllm.diffusion.engine.messages import StepResult
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.params import DiffusionParams
-    from vllm.diffusion.sampling import NoiseSource
     from vllm.diffusion.visibility import Visibility
 
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
@@ -304,14 +304,15 @@ class Canvas:
                 self._proposals.fill(start - self.prompt_length, token)
         return work
 
-    def draws(self, positions: Array, noise: NoiseSource) -> Array | None:
+    def draws(self, positions: Array) -> Array | None:
         """A uniform number per position [R] of the next commit, where the rule wants them."""
         purpose = self.rule.draw_purpose
         if purpose is None or self.params.seed is None:
             return None
         on_canvas = torch.from_numpy(positions - self.prompt_length)
         seed, step = self.params.seed, self.num_forwards
-        return noise.uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
+        drawn: Array = ops.philox_uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
+        return drawn
 
     @property
     def pick(self) -> Pick | None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ranks import Peers
-    from vllm.diffusion.sampling import NoiseSource
 
 
 SHORT_ROWS = 4_096  # of a step, what PyTorch keeps of which is not worth a wait
@@ -48,7 +47,6 @@ class Compute:
         pool: the memory of steps.
         caches: kept keys and values.
         graphs: of the layers at small row counts, if there are any.
-        noise: source of random numbers.
         device: where the model lives.
         ranks: that compute the same steps.
 
@@ -62,13 +60,12 @@ class Compute:
         pool: ActivationPool,
         caches: PageStore,
         graphs: GraphRunner | None,
-        noise: NoiseSource,
         device: torch.device,
         ranks: Ranks,
     ) -> None:
         self._ranks = ranks
         self._model, self._pool, self._caches = model, pool, caches
-        self._graphs, self._noise, self._device = graphs, noise, device
+        self._graphs, self._device = graphs, device
         self._head = PooledHead(model, pool)
         self._last_sizes: tuple[int, ...] = ()
         self._most_rows = SHORT_ROWS
@@ -176,7 +173,7 @@ class Compute:
     ) -> torch.Tensor:
         """What `sample` returns of a part, with its `positions` and `hidden` states."""
         groups = batch.row_groups(part, positions)
-        return sample(self._head, [(hidden, groups)], self._noise)
+        return sample(self._head, [(hidden, groups)])
 
     def _agreed(self, found: torch.Tensor) -> torch.Tensor:
         """Of a step that every rank has computed by itself, what the first has found."""

@@ -29,7 +29,6 @@ from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
 from vllm.diffusion.ranks import Ranks
-from vllm.diffusion.sampling import PhiloxNoise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,7 +83,6 @@ class DiffusionModelRunner:
         self.model = model
         self.planner = planner
         self.device = device
-        self.noise = PhiloxNoise()
         self.pool = pool
         self.host = HostBuffers(is_pinned=device.type == "cuda")
         self.caches = PageStore(
@@ -101,9 +99,7 @@ class DiffusionModelRunner:
         self.runs_ahead = device.type == "cuda"
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
         self._ranks = ranks or Ranks()
-        self._compute = Compute(
-            model, pool, self.caches, self.graphs, self.noise, device, self._ranks
-        )
+        self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
         self._log = StepLog(is_on=is_reporting)
         self._loop = StepLoop(self, self._agreement)
@@ -164,7 +160,7 @@ class DiffusionModelRunner:
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
-        found = step.batch.found(step.sampled, self.noise)
+        found = step.batch.found(step.sampled)
         outcomes = {
             canvas.req_id: commit(canvas, own)
             for canvas, own in zip(step.batch.canvases, found, strict=True)
@@ -324,7 +320,7 @@ class DiffusionModelRunner:
         sampled = self._compute.known(batch, new.prompt_of)
         if sampled is None:
             return {}
-        (found,) = batch.found(ops.HostCopy(sampled), self.noise)
+        (found,) = batch.found(ops.HostCopy(sampled))
         return {new.req_id: commit(canvas, found)}
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:

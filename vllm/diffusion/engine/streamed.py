@@ -159,8 +159,10 @@ class StreamedForward:
                 with pool.scope("attend"):
                     rotary = self._model.rotary(positions[chunk.own], pool)
                     sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
-                    layer.attention.attend_of(
-                        group, x, rotary, sources, updated, pool, chunk.exchange
+                    layer.attention.attend(
+                        *(x, rotary, sources, None, pool, group),
+                        updated=updated,
+                        exchange=chunk.exchange,
                     )
 
     def _visit_both(

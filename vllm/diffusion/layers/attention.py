@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.spans import KeySource, KeyTarget
 
 
+ALL_HEADS = HeadGroup(0, 1)
+
+
 @dataclass(frozen=True)
 class SelfAttention:
     """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
@@ -99,30 +102,6 @@ class SelfAttention:
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         return (q if num_heads else None), k, v
 
-    def attend(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        sources: Sequence[KeySource],
-        q: Tensor | None,
-        buffers: Buffers,
-    ) -> None:
-        """x += Wo attention(q, k, v), in place, summed over the ranks.
-
-        Args:
-            x: [R, D], the residual stream, not yet updated by this layer; written.
-            rotary: the table rows of these rows' positions.
-            sources: what the rows read; they tile the rows. Keys and values are complete.
-            q: [R, H, hd] as `keys_values` wrote them; None computes them from x.
-            buffers: scratch memory.
-        """
-        if x.shape[0] == 0:
-            return
-        with buffers.scope("attend"):
-            if q is None:
-                q = self._queries(x, rotary, HeadGroup(0, 1), buffers)
-            self._add(x, _attend_all(q, sources, buffers), HeadGroup(0, 1), buffers)
-
     def keys_values_of(
         self, group: HeadGroup, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, buffers: Buffers
     ) -> None:
@@ -147,36 +126,42 @@ class SelfAttention:
                 self._project(normed, columns, heads.flatten(1), buffers)
             self._rotate(None, k, rotary)
 
-    def attend_of(
+    def attend(
         self,
-        group: HeadGroup,
         x: Tensor,
         rotary: Rotary,
         sources: Sequence[KeySource],
-        updated: Tensor,
+        q: Tensor | None,
         buffers: Buffers,
+        group: HeadGroup = ALL_HEADS,
+        *,
+        updated: Tensor | None = None,
         exchange: HeadExchange | None = None,
     ) -> None:
         """updated += Wo attention(q, k, v) of one group of heads, summed over the ranks.
 
         Args:
-            group: which heads.
             x: [R, D], the residual stream, not yet updated by this layer.
             rotary: the table rows of these rows' positions.
-            sources: what the rows read; keys and values of this group.
-            updated: [R, D], written; x itself where there is one group.
+            sources: what the rows read; they tile the rows. Keys and values of the group, complete.
+            q: [R, H, hd] as `keys_values` wrote them; None computes them from x.
             buffers: scratch memory.
+            group: which heads.
+            updated: [R, D], written; None: x itself, which is right where there is one group.
             exchange: with ranks that have other rows; `sources` are then of the rows of all, and of
                 the heads of this one.
         """
+        if x.shape[0] == 0 and exchange is None:
+            return
         with buffers.scope("attend"):
-            q = self._queries(x, rotary, group, buffers)
+            if q is None:
+                q = self._queries(x, rotary, group, buffers)
             if exchange is None:
                 heads = _attend_all(q, sources, buffers)
             else:
                 theirs = exchange.to_heads(q, buffers)
                 heads = exchange.to_rows(_attend_all(theirs, sources, buffers), q, buffers)
-            self._add(updated, heads, group, buffers)
+            self._add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""

@@ -26,6 +26,8 @@ def philox_uniform(
 ) -> torch.Tensor:
     """Uniform numbers [R, len(columns)] float64 in (0, 1) for canvas `positions` [R] int64.
 
+    Of the counter-based generator Philox4x32-10 (Salmon et al., SC 2011). A number is a function of
+    its five arguments alone, so it does not depend on batch neighbours, chunks, device or rank.
     Seed and step may be int64 [R], for rows of different requests.
     """
     return flash_sample.uniform(seed, purpose, step, positions, (columns.start, columns.stop))

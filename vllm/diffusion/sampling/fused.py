@@ -14,13 +14,12 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.params import SEED_BITS
-from vllm.diffusion.sampling.rows import PhiloxNoise
 from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.sampling.rows import NoiseSource, RowGroup
+    from vllm.diffusion.sampling.rows import RowGroup
 
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",
@@ -49,17 +48,17 @@ class LaunchKey(NamedTuple):
     dtype: torch.dtype
 
 
-def launch_key(group: RowGroup, logits: torch.Tensor, noise: NoiseSource) -> LaunchKey | None:
+def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
     """What `group` has in common with others, or None where it needs more than a launch does.
 
-    That is: float64, scores that each operation rounds to a narrow dtype, top-p and top-k, or
-    other noise than Philox's. Dream's draw on CPU stays as its reference rounds it, where
-    probabilities that are equal in fp32 compete.
+    That is: float64, scores that each operation rounds to a narrow dtype, or top-p and top-k.
+    Dream's draw on CPU stays as its reference rounds it, where probabilities that are equal in fp32
+    compete.
     """
     scoring = group.scoring
     dtype = group.confidence_dtype(logits)
     is_categorical = scoring.is_categorical
-    if not isinstance(noise, PhiloxNoise) or dtype == torch.float64:
+    if dtype == torch.float64:
         return None
     if is_categorical and (group.filters or not logits.is_cuda):
         return None
@@ -102,7 +101,7 @@ def sample_fused(
 
 
 def sample_in_head(
-    normed: torch.Tensor, groups: Sequence[RowGroup], matrix: torch.Tensor, noise: NoiseSource
+    normed: torch.Tensor, groups: Sequence[RowGroup], matrix: torch.Tensor
 ) -> ops.Sampled | None:
     """`sample_fused` of groups that all take their most likely tokens, without storing logits.
 
@@ -110,14 +109,13 @@ def sample_in_head(
         normed: [R, D], the groups' rows one after another.
         groups: requests.
         matrix: [V, D], the output matrix.
-        noise: source of random numbers.
 
     Returns:
         None where some group wants more of its logits than that, or where storing them is faster.
     """
     if not groups or not ops.samples_in_head(normed, matrix):
         return None
-    key = launch_key(groups[0], normed, noise)
+    key = launch_key(groups[0], normed)
     if key is None or key.score != "confidence":
         return None
     end = 0
@@ -126,7 +124,7 @@ def sample_in_head(
         is_plain &= not group.joints
         follows, end = group.rows.start == end, group.rows.stop
         is_noisy = group.params.temperature > 0
-        if not is_plain or not follows or is_noisy or launch_key(group, normed, noise) != key:
+        if not is_plain or not follows or is_noisy or launch_key(group, normed) != key:
             return None
     rows, is_random = _parameters(groups, key, normed.device)
     return _scored(ops.most_likely_in_head(normed, matrix, rows), rows, is_random, key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one request in PyTorch's arithmetic, at any precision and from any noise.
+"""The rows of one request in PyTorch's arithmetic, at any precision.
 
 A token is the argmax of noisy logits, or drawn from its distribution and scored by what is left:
 
@@ -20,12 +20,12 @@ from vllm.diffusion import ops
 from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
-    from vllm.diffusion.sampling.rows import NoiseSource, RowGroup
+    from vllm.diffusion.sampling.rows import RowGroup
     from vllm.diffusion.scoring import Scoring
 
 
 def sample_plain(
-    logits: torch.Tensor, group: RowGroup, first_column: int, vocab_size: int, noise: NoiseSource
+    logits: torch.Tensor, group: RowGroup, first_column: int, vocab_size: int
 ) -> ops.Sampled:
     """Token, score (larger is more certain) and greedy token of every row.
 
@@ -34,7 +34,6 @@ def sample_plain(
         group: whose rows they are.
         first_column: token id of the first column.
         vocab_size: columns of all ranks.
-        noise: source of random numbers.
     """
     params, scoring = group.params, group.scoring
     if scoring.is_categorical:  # works on whole rows, so ranks exchange their columns
@@ -45,7 +44,7 @@ def sample_plain(
             logits[:, token - first_column] = -torch.inf
     dtype = group.confidence_dtype(logits)
     if scoring.is_categorical:
-        tokens, scores = draw_categorical(logits.to(dtype), group, noise)
+        tokens, scores = draw_categorical(logits.to(dtype), group)
         is_drawn = scoring.greedy and params.temperature > 0
         return ops.Sampled(tokens, scores, logits.argmax(dim=-1) if is_drawn else tokens)
     whole_rows = logits.shape[1] == vocab_size
@@ -55,14 +54,14 @@ def sample_plain(
     noisy, excluded = logits, group.excluded
     if params.temperature > 0:
         # argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
-        u = noise.uniform(group.seed, TOKEN, group.step, group.positions, columns)
+        u = ops.philox_uniform(group.seed, TOKEN, group.step, group.positions, columns)
         noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
     tokens, scores = most_likely(noisy, excluded=excluded)
     greedy = tokens
     if scoring.greedy and params.temperature > 0:
         greedy, _ = most_likely(logits, excluded=())
     if params.remasking == "random":
-        u = noise.uniform(group.seed, REMASKING, group.step, group.positions, range(1))
+        u = ops.philox_uniform(group.seed, REMASKING, group.step, group.positions, range(1))
         # Where entropies are compared, the number stands for the entropy.
         scores = -u[:, 0] if scoring.score == "negative_entropy" else u[:, 0]
     elif scoring.score == "negative_entropy":
@@ -77,9 +76,7 @@ def sample_plain(
     return ops.Sampled(tokens, scores, greedy)
 
 
-def draw_categorical(
-    logits: torch.Tensor, group: RowGroup, noise: NoiseSource
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Token [R] int64 and score [R] of every row of `logits` [R, V].
 
     At temperature 0 the token is the argmax of the probabilities (the lowest id among those that
@@ -91,7 +88,7 @@ def draw_categorical(
     probabilities = torch.softmax(kept, dim=-1)
     if group.params.temperature > 0:
         columns = range(logits.shape[1])
-        u = noise.uniform(group.seed, CATEGORICAL, group.step, group.positions, columns)
+        u = ops.philox_uniform(group.seed, CATEGORICAL, group.step, group.positions, columns)
         tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
     else:
         tokens = probabilities.argmax(dim=-1)

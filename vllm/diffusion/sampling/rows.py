@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sampling is given: rows of requests, the end of a model that makes logits of them, noise."""
+"""What sampling is given: rows of requests, and the end of a model that makes logits of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vllm.diffusion import ops
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.diffusion import ops
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.params import DiffusionParams
     from vllm.diffusion.scoring import Scoring
@@ -126,26 +125,3 @@ class RowGroup:
         return replace(
             self, positions=self.positions[rows], token_ids=token_ids, joints=tuple(joints)
         )
-
-
-class NoiseSource(Protocol):
-    """Where uniform random numbers come from.
-
-    A number is a function of (seed, purpose, step, canvas position, column) alone, so it does not
-    depend on batch neighbours, chunks, vocabulary tiles, device or rank.
-    """
-
-    def uniform(
-        self, seed: int, purpose: int, step: int, positions: torch.Tensor, columns: range
-    ) -> torch.Tensor:
-        """[R, len(columns)] float64 in (0, 1) for canvas positions [R] int64."""
-        ...
-
-
-class PhiloxNoise:
-    """Counter-based generator Philox4x32-10 (Salmon et al., SC 2011)."""
-
-    def uniform(
-        self, seed: int, purpose: int, step: int, positions: torch.Tensor, columns: range
-    ) -> torch.Tensor:
-        return ops.philox_uniform(seed, purpose, step, positions, columns)

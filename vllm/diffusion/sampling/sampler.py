@@ -23,7 +23,7 @@ from vllm.diffusion.sampling.plain import sample_plain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vllm.diffusion.sampling.rows import LogitsModel, NoiseSource, RowGroup
+    from vllm.diffusion.sampling.rows import LogitsModel, RowGroup
 
 
 BYTES_OF_COPIES = 24  # of a logit, where PyTorch sorts, draws or takes logarithms in fp32
@@ -33,7 +33,6 @@ COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
 def sample(
     model: LogitsModel,
     parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
-    noise: NoiseSource,
 ) -> torch.Tensor:
     """Candidates of all groups, concatenated.
 
@@ -41,7 +40,6 @@ def sample(
         model: final norm and output head.
         parts: hidden states [r, D] after the last layer and the groups whose rows they are, one
             after another. The logits of one part exist at a time, if they are stored at all.
-        noise: source of random numbers.
 
     Returns:
         [3, R] float64 on the model's device: token, score, greedy token of every row. Where a group
@@ -54,13 +52,13 @@ def sample(
     for hidden, groups in parts:
         normed = model.final_norm(hidden)
         if model.head_matrix is not None:
-            whole = sample_in_head(normed, groups, model.head_matrix, noise)
+            whole = sample_in_head(normed, groups, model.head_matrix)
             if whole is not None:
                 found.append(_packed(whole))
                 continue
         logits = model.compute_logits(normed)
-        for run, key in _runs(groups, logits, noise):
-            found.append(_sample_run(logits, run, key, model, noise))
+        for run, key in _runs(groups, logits):
+            found.append(_sample_run(logits, run, key, model))
     return joined(found)
 
 
@@ -74,9 +72,7 @@ def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([_padded(part, height) for part in found], dim=1)
 
 
-def sample_group(
-    logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource
-) -> ops.Sampled:
+def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> ops.Sampled:
     """Token, score (larger is more certain) and greedy token of every row of one group.
 
     The greedy token is the argmax of the noise-free logits where the scoring wants it, else the
@@ -86,21 +82,20 @@ def sample_group(
         logits: [R, columns of this rank]; may be overwritten.
         group: whose rows they are; guidance has been applied.
         model: whose columns they are.
-        noise: source of random numbers.
     """
     first_column = model.vocab_start
     if group.adjust is not None:  # works on whole rows, so ranks exchange their columns
         logits, first_column = ops.gather_columns(logits, model.vocab_size), 0
         logits = group.adjust(logits, group.positions)
         _read_jointly(logits, [group], group.rows.start)
-    key = launch_key(group, logits, noise)
+    key = launch_key(group, logits)
     if key is not None:
         return sample_fused(logits, [group], key, first_column, model.vocab_size)
-    return sample_plain(logits, group, first_column, model.vocab_size, noise)
+    return sample_plain(logits, group, first_column, model.vocab_size)
 
 
 def _runs(
-    groups: Sequence[RowGroup], logits: torch.Tensor, noise: NoiseSource
+    groups: Sequence[RowGroup], logits: torch.Tensor
 ) -> Iterator[tuple[list[RowGroup], LaunchKey | None]]:
     """Neighbouring groups that one launch serves, and its key.
 
@@ -109,7 +104,7 @@ def _runs(
     run: list[RowGroup] = []
     key: LaunchKey | None = None
     for group in groups:
-        own = None if group.has_extras else launch_key(group, logits, noise)
+        own = None if group.has_extras else launch_key(group, logits)
         if run:
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
@@ -127,7 +122,6 @@ def _sample_run(
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
-    noise: NoiseSource,
 ) -> torch.Tensor:
     """What `sample` returns for a run of groups, whose rows are among those of `logits`."""
     lead = run[0]
@@ -143,9 +137,7 @@ def _sample_run(
     # The others make copies of their logits: of a few rows at a time.
     most = max(COPIES_BYTES // (BYTES_OF_COPIES * model.vocab_size), 1)
     pieces = [slice(start, start + most) for start in range(0, max(len(own), 1), most)]
-    return torch.cat(
-        [_sample_alone(own[rows], lead.piece(rows), model, noise) for rows in pieces], dim=1
-    )
+    return torch.cat([_sample_alone(own[rows], lead.piece(rows), model) for rows in pieces], dim=1)
 
 
 def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -> None:
@@ -166,12 +158,10 @@ def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) 
         read_all(logits, found)
 
 
-def _sample_alone(
-    logits: torch.Tensor, group: RowGroup, model: LogitsModel, noise: NoiseSource
-) -> torch.Tensor:
+def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> torch.Tensor:
     """What `sample` returns for a group without a key; arguments as for `sample_group`."""
     if not group.has_extras:
-        return _packed(sample_plain(logits, group, model.vocab_start, model.vocab_size, noise))
+        return _packed(sample_plain(logits, group, model.vocab_start, model.vocab_size))
     # Log probabilities before the choice, which may overwrite the logits.
     if group.token_ids is not None:
         (token_ids,) = ops.to_device([group.token_ids], logits.device)
@@ -183,14 +173,14 @@ def _sample_alone(
         scores = ops.token_logprobs(
             logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
         )
-        parts = [_packed(sample_group(logits, group, model, noise)), scores.T]
+        parts = [_packed(sample_group(logits, group, model)), scores.T]
         return torch.cat(parts if top is None else [*parts, top.T.double()])
     if group.params.num_logprobs is None:
-        return _packed(sample_group(logits, group, model, noise))
+        return _packed(sample_group(logits, group, model))
     # Ranks exchange their columns for ranks among all tokens.
     whole = ops.gather_columns(logits, model.vocab_size)
     distribution = distribution_of(whole, group.forbidden)
-    found = sample_group(logits, group, model, noise)
+    found = sample_group(logits, group, model)
     named = None
     if group.params.logprob_token_ids:
         ids = np.array(group.params.logprob_token_ids, dtype=np.int64)
