@@ -56,6 +56,8 @@ def random_model(
     """A model with the weights of `randomise`, in eval mode."""
     model = _empty_model(config, device, dtype)
     randomise(model)
+    for buffer in model.buffers():
+        buffer.zero_()
     return model
 
 
@@ -212,20 +214,11 @@ def load_blocks(folder: Path, device: str, dtype: torch.dtype, *, has_weights: b
     Raises:
         BenchmarkError: there is no plain network of its family.
     """
-    config = read_config(folder)
-    name = Shape.of(config).family
+    name = Shape.of_folder(folder).family
     if name not in FAMILY_NAMES:
         raise BenchmarkError(f"no plain loop of {name}: leave it out (--no-reference)")
     family = load_family(name)
-    with torch.device("meta"):
-        network = family.network(config)
-    network = network.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    if has_weights:
-        load_weights(folder, network)
-    else:
-        randomise(network)
-        for buffer in network.buffers():
-            buffer.zero_()
+    network = load_model(folder, device, dtype, has_weights=has_weights).network
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     added = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
     return PlainBlocks(network, family.decode, added[family.special_tokens.mask], device)

@@ -29,11 +29,6 @@ class DreamConfig(StandardConfig):
         "mask_token_id": 151666,
     }
 
-    if TYPE_CHECKING:
-        eos_token_id: int
-        pad_token_id: int
-        mask_token_id: int
-
     def check_more(self, values: dict[str, Any]) -> None:
         check_mask_id(values)
 

@@ -107,23 +107,16 @@ class LLaDAConfig(DiffusionConfig):
 
     if TYPE_CHECKING:
         d_model: int
-        n_heads: int
-        n_kv_heads: int
         n_layers: int
         mlp_hidden_size: int
         rope_full_precision: bool
-        max_sequence_length: int
         attention_layer_norm: bool
         block_group_size: int
         include_bias: bool
         include_qkv_bias: bool
         input_emb_norm: bool
         scale_logits: bool
-        weight_tying: bool
         embedding_size: int
-        eos_token_id: int
-        pad_token_id: int
-        mask_token_id: int
 
     def __init__(self, **values: Any) -> None:
         given = _primary_names(values, self.attribute_map)

@@ -72,8 +72,6 @@ class LLaDAMoEConfig(StandardConfig):
         qk_layernorm: bool
         moe_router_enable_expert_bias: bool
         moe_layer_freq: int | list[int]
-        eos_token_id: int
-        pad_token_id: int
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**{key: value for key, value in values.items() if value is not None})

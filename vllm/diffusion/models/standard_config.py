@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.diffusion.models.config import DiffusionConfig
 from vllm.diffusion.models.config_checks import (
@@ -53,10 +53,6 @@ class StandardConfig(DiffusionConfig):
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
     )
-
-    if TYPE_CHECKING:
-        max_position_embeddings: int
-        mask_token_id: int | None
 
     def __init__(self, **values: Any) -> None:
         theta = plain_rope_theta(values)
