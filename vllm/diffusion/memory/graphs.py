@@ -25,19 +25,17 @@ class GraphMemory:
     Args:
         device: a CUDA device.
         pool: whose memory the graphs take, where it has some of its own for them.
-        budget_bytes: what the graphs may take; by default a share of the device's memory and of
-            the pool, whichever is less.
+
+    Attributes:
+        budget_bytes: what the graphs may take: a share of the device's memory and of the pool,
+            whichever is less.
     """
 
-    def __init__(
-        self, device: torch.device, pool: ActivationPool, budget_bytes: int | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, pool: ActivationPool) -> None:
         self._device, self._activation_pool = device, pool
         self._own_pool = torch.cuda.graph_pool_handle()
-        if budget_bytes is None:
-            total = torch.cuda.mem_get_info(device)[1]
-            budget_bytes = int(min(total * DEVICE_SHARE, pool.budget_bytes * POOL_SHARE))
-        self.budget_bytes = budget_bytes
+        total = torch.cuda.mem_get_info(device)[1]
+        self.budget_bytes = int(min(total * DEVICE_SHARE, pool.budget_bytes * POOL_SHARE))
         self._measured_bytes = 0
         self._settled_bytes = 0
 

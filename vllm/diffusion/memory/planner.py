@@ -30,7 +30,7 @@ class Planner(Plans):
     """Plans and admission for one model under a budget."""
 
     @cached_property
-    def _placed(self) -> dict[tuple[Demand, int], Demand]:
+    def _placed(self) -> dict[Demand, Demand]:
         """Of requests that have been checked, where they keep what they keep."""
         return {}
 
@@ -65,13 +65,7 @@ class Planner(Plans):
             predicted_average_bytes=plan.predicted_average_bytes - reserved,
         )
 
-    def admits(
-        self,
-        running: Sequence[Demand],
-        new: Demand,
-        kept_bytes: int = 0,
-        long: Collection[Demand] = (),
-    ) -> bool:
+    def admits(self, running: Sequence[Demand], new: Demand, long: Collection[Demand] = ()) -> bool:
         """Whether a request may join those that run.
 
         In most steps all of them fit together. When the larger forwards of several meet, they are
@@ -82,7 +76,6 @@ class Planner(Plans):
         Args:
             running: those that run.
             new: who may join them.
-            kept_bytes: of the budget, taken by what outlives steps besides.
             long: of all these, whose steps come in slices: they share none.
         """
         together = [*running, new]
@@ -92,7 +85,7 @@ class Planner(Plans):
         keeping = [d.cached_positions for d in together if d.cached_positions]
         if len(keeping) > 1 and sum(keeping) > self.cached_positions:
             return False
-        kept_bytes += self.kept_bytes(together)
+        kept_bytes = self.kept_bytes(together)
         try:
             for step in self._largest_steps(together, sharing):
                 self.plan(step, kept_bytes)
@@ -109,7 +102,7 @@ class Planner(Plans):
             for d in demands
         )
 
-    def check(self, new: Demand, kept_bytes: int = 0) -> Demand:
+    def check(self, new: Demand) -> Demand:
         """Refuse a request that would not fit alone with what it keeps.
 
         Returns:
@@ -120,19 +113,18 @@ class Planner(Plans):
             ActivationBudgetError: with the bytes it would take, those there are, and the longest
                 request of its kind that fits.
         """
-        if (new, kept_bytes) not in self._placed:
+        if new not in self._placed:
             if len(self._placed) >= MAX_KNOWN_PLANS:
                 self._placed.clear()
-            self._placed[new, kept_bytes] = self._place(new, kept_bytes)
-        return self._placed[new, kept_bytes]
+            self._placed[new] = self._place(new)
+        return self._placed[new]
 
-    def _place(self, new: Demand, kept_bytes: int) -> Demand:
-        available = self.budget_bytes - kept_bytes
+    def _place(self, new: Demand) -> Demand:
         for num_chunks in (FEW_CHUNKS, new.length):
             for placed in self._placements(new):
-                if self._smallest_alone(placed, num_chunks) <= available:
+                if self._smallest_alone(placed, num_chunks) <= self.budget_bytes:
                     return placed
-        raise self._refusal_of(new, kept_bytes)
+        raise self._refusal_of(new)
 
     def _placements(self, demand: Demand) -> Iterator[Demand]:
         """The request without room for others, then with more and more of what it keeps in host
@@ -156,14 +148,14 @@ class Planner(Plans):
         rows = -(-step.rows // num_chunks)
         return self._smallest_bytes(step, rows) + self.kept_bytes([demand])
 
-    def _refusal_of(self, demand: Demand, kept_bytes: int) -> ActivationBudgetError:
+    def _refusal_of(self, demand: Demand) -> ActivationBudgetError:
         """With the numbers of the way to place what it keeps that takes least."""
 
         def smallest(length: int) -> int:
             sampled = -(-demand.sample_positions * length // demand.length)
             shorter = replace(demand, length=length, sample_positions=sampled)
             places = self._placements(shorter)
-            return kept_bytes + min(self._smallest_alone(placed, length) for placed in places)
+            return min(self._smallest_alone(placed, length) for placed in places)
 
         fits = bisect_right(range(1, demand.length), self.budget_bytes, key=smallest)
         required = smallest(demand.length)
