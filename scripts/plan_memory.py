@@ -90,10 +90,10 @@ def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
 def print_terms(shape: ModelShape, plan: Plan) -> None:
     """Bytes of one row of every stage under a plan."""
     from vllm.diffusion.buffers import row_bytes
-    from vllm.diffusion.memory.footprint import Footprint, Layout
+    from vllm.diffusion.memory.footprint import Footprint
 
     footprint = Footprint(shape)
-    layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
+    layout = plan.layout
     stages = {
         "resident": (footprint.resident(layout),),
         "keys-values": footprint.keys_values(layout),

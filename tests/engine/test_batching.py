@@ -199,15 +199,10 @@ def test_chunked_steps_give_the_same_tokens(
     keep_queries: bool,
 ) -> None:
     """Chunk sizes that divide nothing, so that chunks cross sequences and requests."""
-    from vllm.diffusion.memory import Plan
+    from vllm.diffusion.memory.footprint import Layout
+    from vllm.diffusion.memory.plan import Plan, Sizes
 
-    plan = Plan(
-        keep_queries=keep_queries,
-        keys_values_rows=17,
-        attend_rows=11,
-        feed_forward_rows=7,
-        logits_rows=3,
-    )
+    plan = Plan(Layout(keep_queries), Sizes(17, 11, 7, 3))
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     asks, wanted = mixed
     assert_decoded(engine.ask(*asks[2:5]), wanted[2:5])

@@ -7,7 +7,6 @@ import functools
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running, shrink
 from vllm.diffusion.buffers import row_bytes
-from vllm.diffusion.memory import Plan
 from vllm.diffusion.memory.footprint import Footprint, Layout
+from vllm.diffusion.memory.plan import Plan, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,17 +47,15 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (71, {**SHORT, "cache": "frozen", "cfg_scale": 1.0}),
 ]
 # Sizes that divide nothing, so that chunks cross sequences and requests.
-CUT = Plan(
-    keep_queries=False, keys_values_rows=37, attend_rows=29, feed_forward_rows=23, logits_rows=5
-)
+CUT = Plan(Layout(keep_queries=False), Sizes(37, 29, 23, 5))
 PLANS = {
     "chunks": CUT,
-    "chunks, queries kept": replace(CUT, keep_queries=True),
-    "2 head groups": replace(CUT, head_groups=2),
-    "rows in host memory": replace(CUT, host_residual=True),
-    "2 head groups, rows in host memory": replace(CUT, head_groups=2, host_residual=True),
-    "one chunk, 2 head groups": Plan(False, 1000, 1000, 1000, 1000, head_groups=2),
-    "one chunk in host memory": Plan(False, 1000, 1000, 1000, 1000, host_residual=True),
+    "chunks, queries kept": Plan(Layout(keep_queries=True), CUT.rows),
+    "2 head groups": Plan(Layout(False, 2), CUT.rows),
+    "rows in host memory": Plan(Layout(False, host_residual=True), CUT.rows),
+    "2 head groups, rows in host memory": Plan(Layout(False, 2, host_residual=True), CUT.rows),
+    "one chunk, 2 head groups": Plan(Layout(False, 2), Sizes.equal(1000)),
+    "one chunk in host memory": Plan(Layout(False, host_residual=True), Sizes.equal(1000)),
 }
 
 
@@ -130,7 +127,7 @@ def test_every_head_may_be_a_group(
 ) -> None:
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(*asks()))
-        plan = replace(CUT, head_groups=4, host_residual=True)
+        plan = Plan(Layout(False, 4, host_residual=True), CUT.rows)
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         assert tokens(engine.ask(*asks())) == wanted
 
@@ -181,7 +178,7 @@ def test_measured_peaks_are_the_predicted_ones(
             assert tokens([answer]) == wanted
             largest = largest or max(usage.peak_bytes for _, usage in found)
             for plan, usage in found:
-                seen.add((plan.is_whole(1024), plan.is_streamed))
+                seen.add((plan.is_whole(1024), plan.layout.is_streamed))
                 assert usage.peak_bytes <= engine.runner.pool.budget_bytes
                 assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
                 assert 0 < usage.average_bytes <= usage.peak_bytes
@@ -243,7 +240,7 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
         footprint = Footprint(engine.runner.planner.shape)
         layout = Layout(False, head_groups, host_residual)
         planned = 2048 * row_bytes(footprint.resident(layout))
-        plan = Plan(False, 32, 32, 32, 5, head_groups, host_residual)
+        plan = Plan(layout, Sizes(32, 32, 32, 5))
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         with LiveBytes(engine.runner.model.parameters()) as live:
             engine.ask(Ask(prompt, asked))
@@ -298,7 +295,7 @@ def test_long_steps_on_a_gpu_stay_within_the_pool(
         (answer,) = engine.ask(Ask([5] * half, asked))
         assert len(answer.token_ids) == half
         for plan, usage in found:
-            assert plan.host_residual == (uses_host == "1")
+            assert plan.layout.host_residual == (uses_host == "1")
             assert usage.peak_bytes <= engine.runner.pool.budget_bytes
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.1)
             assert 0 < usage.average_bytes <= usage.peak_bytes

@@ -25,6 +25,8 @@ from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.budget import planning_budget
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.memory import Plan, Planner
+from vllm.diffusion.memory.footprint import Layout
+from vllm.diffusion.memory.plan import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
 
     from tests.engine.ranks import Ranked
 
-DIVIDED = replace(CUT, shards=2)
-GROUPED = replace(DIVIDED, head_groups=2)
+DIVIDED = Plan(Layout(False, shards=2), CUT.rows)
 # Read at the first and the last row of every 16.
 READ = [0, 15, 16, 31, 32, 47, 48, 63]
 SCORED = Ask(random_prompt(64, 9), {"score": {"positions": READ, "token_ids": [[5, 6]] * 8}})
@@ -46,10 +47,9 @@ def whole_asks() -> list[Ask]:
 
 def use(plan: Plan, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all ranks follow a plan; where keys and values are kept that of one rank."""
+    alone = replace(plan, layout=plan.layout._replace(shards=1))
     for runner in ranks.runners:
-        monkeypatch.setattr(
-            runner.planner, "plan", lambda step, *_: replace(plan, shards=1) if step.keeps else plan
-        )
+        monkeypatch.setattr(runner.planner, "plan", lambda step, *_: alone if step.keeps else plan)
 
 
 @pytest.mark.parametrize("family", ["mha", "dream", "moe_dense_mix", "diffullama", "qk_norm"])
@@ -78,8 +78,8 @@ def test_head_groups_host_rows_and_kept_keys_give_the_same_tokens(
     with ranked(checkpoint("mha"), 2) as (engine, ranks):
         assert tokens(engine.ask(*asks())) == wanted
         assert ranks.num_exchanges == 0
-        for plan in (GROUPED, replace(GROUPED, host_residual=True)):
-            use(plan, ranks, monkeypatch)
+        for on_host in (False, True):
+            use(Plan(Layout(False, 2, on_host, shards=2), CUT.rows), ranks, monkeypatch)
             assert tokens(engine.ask(*whole_asks())) == whole
         assert engine.is_idle() and ranks.are_idle()
 
@@ -93,9 +93,10 @@ def test_four_ranks_divide_few_rows(
         wanted, whole = tokens(engine.ask(few)), tokens(engine.ask(*whole_asks()))
     with ranked(checkpoint("mha"), 4) as (engine, ranks):
         assert tokens(engine.ask(few)) == wanted
-        use(replace(DIVIDED, shards=4, attend_rows=1, host_residual=True), ranks, monkeypatch)
+        on_host = Layout(False, host_residual=True, shards=4)
+        use(Plan(on_host, CUT.rows._replace(attend=1)), ranks, monkeypatch)
         assert tokens(engine.ask(few)) == wanted
-        use(replace(DIVIDED, shards=4), ranks, monkeypatch)
+        use(Plan(Layout(False, shards=4), CUT.rows), ranks, monkeypatch)
         assert tokens(engine.ask(*whole_asks())) == whole
         assert engine.is_idle() and ranks.are_idle()
 
@@ -104,13 +105,12 @@ def test_records_are_bit_equal(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where chunks have as many rows on one rank as on two, no number is another one."""
-    rows = {"keys_values_rows": 16, "attend_rows": 16, "feed_forward_rows": 16, "logits_rows": 4}
-    # In host memory, so that one rank runs the same products, too.
-    plan = replace(DIVIDED, host_residual=True, **rows)
     answers = []
     for shards in (1, 2):
         with ranked(checkpoint("mha"), shards) as (engine, ranks):
-            use(replace(plan, shards=shards), ranks, monkeypatch)
+            # In host memory, so that one rank runs the same products, too.
+            layout = Layout(False, host_residual=True, shards=shards)
+            use(Plan(layout, Sizes(16, 16, 16, 4)), ranks, monkeypatch)
             answers += engine.ask(replace(SCORED, sampling={"max_tokens": 1}))
             assert (ranks.num_exchanges > 0) == (shards > 1)
     one, two = (answer.report["scores"] for answer in answers)
@@ -184,7 +184,7 @@ def test_measured_peaks_are_at_most_the_predicted_ones(
         monkeypatch.setattr(planner, "plan", lambda *a: planned.append(plan(*a)) or planned[-1])
         again = engine.ask(asked)[0]
         assert again.token_ids == answer.token_ids
-        assert all(plan.shards == 2 for plan in planned)
+        assert all(plan.layout.shards == 2 for plan in planned)
         predicted = max(plan.predicted_peak_bytes for plan in planned)
         assert 0.85 < again.report["peak_bytes"] / predicted <= 1.0
 

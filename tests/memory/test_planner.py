@@ -241,9 +241,9 @@ def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_s
     while True:
         plan = plan_within(budget)
         assert 0 < plan.predicted_average_bytes <= plan.predicted_peak_bytes <= budget
-        sizes = (plan.keys_values_rows, plan.attend_rows, plan.feed_forward_rows)
+        sizes = (plan.rows.keys_values, plan.rows.attend, plan.rows.feed_forward)
         assert all(1 <= size <= length for size in sizes)
-        assert 1 <= plan.logits_rows <= max(step.sample_rows, 1)
+        assert 1 <= plan.rows.read <= max(step.sample_rows, 1)
         # more memory never costs more than the rounding of chunks to whole tiles
         assert plan.predicted_seconds <= 1.05 * slowest
         slowest = min(slowest, plan.predicted_seconds)
@@ -264,14 +264,14 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
             plan = Planner(shape, budget, row_budget=1).plan(step)
         except ActivationBudgetError:
             continue
-        layout = Layout(plan.keep_queries, plan.head_groups, plan.host_residual)
+        layout = plan.layout
         resident = row_bytes(footprint.resident(layout)) * step.rows
         resident += row_bytes(footprint.read_results(layout)) * step.sample_rows
         stages = (
-            (plan.keys_values_rows, footprint.keys_values(layout)),
-            (plan.attend_rows, footprint.attend(layout, is_packed=False)),
-            (plan.feed_forward_rows, footprint.feed_forward(layout)),
-            (plan.logits_rows, footprint.read(layout, is_packed=False)),
+            (plan.rows.keys_values, footprint.keys_values(layout)),
+            (plan.rows.attend, footprint.attend(layout, is_packed=False)),
+            (plan.rows.feed_forward, footprint.feed_forward(layout)),
+            (plan.rows.read, footprint.read(layout, is_packed=False)),
         )
         most = max(rows * row_bytes(phase) for rows, phases in stages for phase in phases)
         assert plan.predicted_peak_bytes == resident + most + ROUNDING_BYTES
@@ -291,13 +291,13 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
             LLADA_8B, int(share * resident), row_budget=1, uses_host=False, is_split=True
         )
         plan = planner.plan(step)
-        if plan.is_streamed:
+        if plan.layout.is_streamed:
             continue
         stages = (
-            (plan.keys_values_rows, footprint.keys_values(layout)),
-            (plan.attend_rows, attend),
-            (plan.feed_forward_rows, footprint.feed_forward(layout)),
-            (plan.logits_rows, footprint.read(layout, is_packed=False)),
+            (plan.rows.keys_values, footprint.keys_values(layout)),
+            (plan.rows.attend, attend),
+            (plan.rows.feed_forward, footprint.feed_forward(layout)),
+            (plan.rows.read, footprint.read(layout, is_packed=False)),
         )
         phases = [(rows, phase) for rows, phases in stages for phase in phases]
         buffers = max(rows * row_bytes(phase, is_temporary=False) for rows, phase in phases)
@@ -341,7 +341,7 @@ def test_what_fits_is_not_cut(length: int, shape: ModelShape, is_split: bool) ->
     planner = Planner(shape, 100 * GIB, row_budget=4096, is_split=is_split)
     plan = planner.plan(half_masked(length))
     assert plan.is_whole(length)
-    assert not plan.is_streamed
+    assert not plan.layout.is_streamed
     just = Planner(shape, plan.predicted_peak_bytes, row_budget=4096, is_split=is_split)
     assert just.plan(half_masked(length)) == plan
 
@@ -350,12 +350,12 @@ def test_only_the_stage_that_is_the_peak_is_cut() -> None:
     step = half_masked(4096)
     whole = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(step)
     plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 2 // 3, row_budget=4096).plan(step)
-    assert (plan.keys_values_rows, plan.attend_rows) == (4096, 4096)
-    assert plan.feed_forward_rows == 2048  # in two equal parts
+    assert (plan.rows.keys_values, plan.rows.attend) == (4096, 4096)
+    assert plan.rows.feed_forward == 2048  # in two equal parts
     few = StepShape(rows=512, sample_rows=512, longest=512)
     whole = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(few)
     plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 3 // 4, row_budget=4096).plan(few)
-    assert (plan.is_whole(512), plan.logits_rows) == (True, 256)
+    assert (plan.is_whole(512), plan.rows.read) == (True, 256)
 
 
 def test_the_ladder_as_the_budget_shrinks() -> None:
@@ -367,10 +367,10 @@ def test_the_ladder_as_the_budget_shrinks() -> None:
     ]
     seconds = [plan.predicted_seconds for plan in plans]
     assert seconds == sorted(seconds) and seconds[-1] < 1.2 * seconds[0]
-    assert not any(plan.is_streamed for plan in plans[:3]) and plans[3].is_streamed
-    on_host = [plan.host_residual for plan in plans]
+    assert not any(plan.layout.is_streamed for plan in plans[:3]) and plans[3].layout.is_streamed
+    on_host = [plan.layout.host_residual for plan in plans]
     assert on_host == sorted(on_host)
-    assert plans[-1].head_groups >= 8 and plans[-1].host_residual
+    assert plans[-1].layout.head_groups >= 8 and plans[-1].layout.host_residual
     with pytest.raises(ActivationBudgetError):
         Planner(LLADA_8B, GIB, row_budget=4096, uses_host=False).plan(step)
 
@@ -397,7 +397,7 @@ def test_long_steps_level_their_stages() -> None:
     """With all the memory there is, peak over average stays small."""
     for length in (32_768, 65_536, 204_800):
         plan = Planner(LLADA_8B, 120 * GIB, row_budget=4096).plan(half_masked(length))
-        assert not plan.is_streamed and plan.attend_rows == length
+        assert not plan.layout.is_streamed and plan.rows.attend == length
         assert plan.predicted_peak_bytes <= 1.25 * plan.predicted_average_bytes
         assert plan.predicted_peak_bytes <= 42 * KIB * length
 
@@ -406,7 +406,7 @@ def test_twenty_five_kibibytes_a_token_suffice_without_the_host() -> None:
     for length in (65_536, 204_800):
         planner = Planner(LLADA_8B, 25 * KIB * length, row_budget=4096, uses_host=False)
         plan = planner.plan(half_masked(length))
-        assert not plan.host_residual
+        assert not plan.layout.host_residual
 
 
 def test_half_a_million_tokens_fit_beside_the_weights_of_a_24_gib_card() -> None:
@@ -447,11 +447,13 @@ def test_the_chunks_of_a_step_take_as_long_as_the_step() -> None:
     planner = Planner(LLADA_8B, 8 * GIB, 4096)
     for bound in (math.inf, 0.05):
         plan = planner.plan(half_masked(65_536), 0, bound)
-        num_chunks = [65_536 / rows for rows in plan.sizes[:3]]  # the last one may be short
+        num_chunks = [65_536 / rows for rows in plan.rows[:3]]  # the last one may be short
         one = plan.chunk_seconds
         layers = one.keys_values * num_chunks[0] + one.attend * num_chunks[1]
         layers += one.feed_forward * num_chunks[2]
-        assert 32 * layers * plan.head_groups == pytest.approx(plan.predicted_seconds, rel=0.1)
+        assert 32 * layers * plan.layout.head_groups == pytest.approx(
+            plan.predicted_seconds, rel=0.1
+        )
 
 
 def test_plans_are_remembered_by_shape() -> None:
@@ -701,9 +703,9 @@ def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
     planner = Planner(LLADA_8B, 100 * GIB, 4096)
     for length in (65_536, 204_800):
         plan = planner.plan_beside_others(half_masked(length), 0, 0.05)
-        tiles = -(-plan.attend_rows // 128) * 32
+        tiles = -(-plan.rows.attend // 128) * 32
         assert tiles > 0.98 * 132 * -(-tiles // 132)
-        assert plan.attend_rows < length
+        assert plan.rows.attend < length
         assert max(plan.chunk_seconds) <= 0.05
 
 
@@ -717,7 +719,7 @@ def test_ranks_that_divide_rows_take_a_part_of_the_time(num_ranks: int) -> None:
     assert 1024 <= ranks.min_rows <= 16_384
     for rows in (65_536, 204_800):
         plan = ranks.plan(StepShape(rows, 128, rows))
-        assert plan.shards == num_ranks
+        assert plan.layout.shards == num_ranks
         one = alone.plan(StepShape(rows, 128, rows)).predicted_seconds
         assert 0.85 * num_ranks < one / plan.predicted_seconds < 1.02 * num_ranks
     few = StepShape(ranks.min_rows - 1, 128, ranks.min_rows - 1)
@@ -729,8 +731,8 @@ def test_a_step_that_keeps_keys_and_values_is_not_divided() -> None:
     step = StepShape(8192, 128, 8192)
     assert planner.divides(step) and not planner.divides(step._replace(keeps=True))
     kept = Demand(length=8192, sample_positions=128, keeps_cache=True)
-    assert planner.plan_of([kept]).shards == 1
-    assert planner.plan_of([replace(kept, keeps_cache=False)]).shards == 2
+    assert planner.plan_of([kept]).layout.shards == 1
+    assert planner.plan_of([replace(kept, keeps_cache=False)]).layout.shards == 2
 
 
 def test_groups_of_heads_have_heads_for_every_rank() -> None:
@@ -740,7 +742,11 @@ def test_groups_of_heads_have_heads_for_every_rank() -> None:
         step = StepShape(65_536, 128, 65_536)
         smallest = planner._smallest_bytes(step)
         tight = Planner(shape, smallest, row_budget=4096, shards=2, min_rows=0).plan(step)
-        assert tight.shards == 2 and tight.head_groups == most and tight.host_residual
+        assert (
+            tight.layout.shards == 2
+            and tight.layout.head_groups == most
+            and tight.layout.host_residual
+        )
 
 
 def test_four_ranks_hold_a_million_tokens() -> None:
@@ -748,7 +754,7 @@ def test_four_ranks_hold_a_million_tokens() -> None:
     planner = Planner(LLADA_8B, 24 * GIB, row_budget=8192, shards=4, is_split=True)
     plan = planner.plan(StepShape(1 << 20, 128, 1 << 20))
     assert plan.predicted_peak_bytes <= 24 * GIB
-    assert not plan.host_residual
+    assert not plan.layout.host_residual
     assert 200 < plan.predicted_seconds < 300
 
 

@@ -67,7 +67,7 @@ class Compute:
         self._model, self._pool, self._caches = model, pool, caches
         self._graphs, self._device = graphs, device
         self._head = PooledHead(model, pool)
-        self._last_sizes: tuple[int, ...] = ()
+        self._last_sizes: tuple[object, ...] = ()
         self._most_rows = SHORT_ROWS
         self.first_forwards = FirstForwards()
 
@@ -89,10 +89,10 @@ class Compute:
             host: host memory for rows that are not on the device.
             body: the layers' results, where a graph has computed them.
         """
-        if plan.is_streamed and body is None:
+        if plan.layout.is_streamed and body is None:
             return (yield from self._streamed(batch, plan, host))
         pool, model, caches = self._pool, self._model, self._caches
-        parts = list(batch.sample_parts(plan.logits_rows))  # while the graph runs
+        parts = list(batch.sample_parts(plan.rows.read))  # while the graph runs
         with pool.scope("step"):
             INPUTS.expect(pool, batch.num_rows)
             RESULTS.expect(pool, batch.shape.sample_rows)
@@ -120,10 +120,10 @@ class Compute:
         chooses several rows together, the first rank takes all of them.
         """
         pool, caches = self._pool, self._caches
-        ranks = self._ranks if plan.shards > 1 else Ranks()
+        ranks = self._ranks if plan.layout.shards > 1 else Ranks()
         division, peers = Division(ranks, batch.num_rows), ranks.sequence
         even = -(-batch.shape.sample_rows // peers.size)
-        parts = list(batch.sample_parts(max(min(plan.logits_rows, even), 1)))
+        parts = list(batch.sample_parts(max(min(plan.rows.read, even), 1)))
         is_joint = any(batch.joints)
         if is_joint:
             parts = to_first(parts, peers.size)
@@ -144,7 +144,7 @@ class Compute:
                     hidden = self._dealt(streamed, taken, given, peers)
                     if taken.part is None or taken.part is EMPTY_PART:
                         continue
-                    if plan.shards == 1:  # this rank has all of them
+                    if plan.layout.shards == 1:  # this rank has all of them
                         self.first_forwards.note(batch, taken.part, hidden)
                     found.append(self._sampled(batch, taken.part, positions, hidden))
             if batch.slot_mapping.size:
@@ -152,7 +152,7 @@ class Compute:
             own = joined(found)
             if is_joint and peers.rank == 0:
                 own = batch.choose_jointly(own)
-            if plan.shards == 1 or not parts:
+            if plan.layout.shards == 1 or not parts:
                 return self._agreed(own)
             return gathered(own.to(self._device), parts, peers)
 

@@ -114,11 +114,11 @@ class Cuts(NamedTuple):
     @classmethod
     def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart]) -> Cuts:
         """Args are those of the step; `parts` are its sample rows."""
-        attend = division.chunks(plan.attend_rows)
-        feed_forward = division.chunks(plan.feed_forward_rows)
+        attend = division.chunks(plan.rows.attend)
+        feed_forward = division.chunks(plan.rows.feed_forward)
         rows = np.concatenate([_NO_ROWS, *(part.rows for part in parts)])
         return cls(
-            division.chunks(plan.keys_values_rows),
+            division.chunks(plan.rows.keys_values),
             attend,
             feed_forward,
             division.narrowed(attend, rows),

@@ -120,7 +120,7 @@ def upload(
     batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], caches: PageStore
 ) -> tuple[BodyInputs, list[Samples]]:
     """All that the device must be told of a step, in one copy."""
-    groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.attend_rows)]
+    groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.rows.attend)]
     packed = pack(batch, groups), tuple(map(pack_samples, parts))
     inputs, samples = ops.to_device(packed, caches.device)
     return _body_inputs(groups, inputs, caches), _samples(parts, samples, caches.table)
@@ -162,17 +162,17 @@ def run_body(
     num_rows, dtype = inputs.token_ids.numel(), model.dtype
     (listed,) = stages.residual(dtype, model.hidden_size)
     x = model.embed(inputs.token_ids, listed.take(residents, num_rows))
-    rotary = model.rotary(inputs.positions, residents) if plan.keep_queries else None
+    rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
 
     def projections(num_heads: int) -> Tensor:
         listed = stages.fused_heads(dtype, num_heads, model.num_kv_heads, model.head_dim)
         return listed.take(residents, num_rows)
 
-    product = projections(model.num_heads if plan.keep_queries else 0)
+    product = projections(model.num_heads if plan.layout.keep_queries else 0)
     # What a chunk is does not depend on the layer, so it is worked out once.
-    writing = list(chunks(num_rows, plan.keys_values_rows))
-    attending = list(zip(chunks(num_rows, plan.attend_rows), inputs.attending, strict=True))
-    feeding = list(chunks(num_rows, plan.feed_forward_rows))
+    writing = list(chunks(num_rows, plan.rows.keys_values))
+    attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.attending, strict=True))
+    feeding = list(chunks(num_rows, plan.rows.feed_forward))
     seconds = plan.chunk_seconds
     *before_last, last = model.layers
 

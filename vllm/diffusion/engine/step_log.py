@@ -30,7 +30,7 @@ class StepLog:
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
         self._tells_every_step = envs.log_diffusion_steps()
-        self._last_plan: tuple[int, tuple[int, ...]] | None = None
+        self._last_plan: tuple[int, tuple[object, ...]] | None = None
         self._last_end = 0.0  # of a step; the next one may have been launched before
 
     def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:

@@ -59,18 +59,19 @@ class StreamedForward:
         caches: PageStore,
     ) -> None:
         self._model, self._inputs, self._pool, self._caches = model, inputs, pool, caches
-        self._groups = [HeadGroup(i, plan.head_groups) for i in range(plan.head_groups)]
+        num_groups = plan.layout.head_groups
+        self._groups = [HeadGroup(i, num_groups) for i in range(num_groups)]
         # Of full length, so that all ranks have taken as much of their pools.
         shape = (division.longest, model.hidden_size)
         stores: list[Rows] = []
-        for store in residual(model.dtype, model.hidden_size, plan.head_groups):
-            if plan.host_residual:
+        for store in residual(model.dtype, model.hidden_size, num_groups):
+            if plan.layout.host_residual:
                 rows = host.take(store.name, shape, model.dtype)
                 stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
             else:
                 stores.append(Rows(store.take(pool, division.longest)))
         self._x, self._updated = stores[0], stores[-1]
-        self._group_heads = model.num_kv_heads // plan.head_groups
+        self._group_heads = model.num_kv_heads // num_groups
         heads = self._group_heads // division.peers.size, model.head_dim
         listed = keys_values(model.dtype, *heads)
         self._k, self._v = (buffer.take(pool, division.num_rows) for buffer in listed)

@@ -12,12 +12,11 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.memory.drafts import even_chunk
-from vllm.diffusion.memory.footprint import is_streamed
 from vllm.diffusion.memory.plan import StageSeconds
 
 if TYPE_CHECKING:
-    from vllm.diffusion.memory.drafts import Sizes
     from vllm.diffusion.memory.footprint import Layout, ModelShape, StepShape
+    from vllm.diffusion.memory.plan import Sizes
 
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3
@@ -106,7 +105,7 @@ class Costs:
         works = (Work(step.rows, chunk) for chunk in sizes[:3])
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
         layers = self._shape.num_layers
-        updated = layers if is_streamed(layout) else layers - 1
+        updated = layers if layout.is_streamed else layers - 1
         return StageSeconds(
             layers * keys_values,
             updated * attend,
@@ -195,7 +194,7 @@ class Costs:
         """The rows that are read: the rest of the last layer, unless it is over, and the head."""
         weights = self._shape.num_columns * self._shape.hidden_size
         seconds = self._product(work, weights, LAUNCHES_LOGITS, is_head=True)
-        if not is_streamed(layout):
+        if not layout.is_streamed:
             seconds += self._attend(work, step, with_queries=True, groups=1)
             seconds += self._feed_forward(work)
         return seconds

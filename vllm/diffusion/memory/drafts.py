@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.buffers import row_bytes
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
+from vllm.diffusion.memory.plan import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,22 +21,6 @@ TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
 ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
-
-
-class Sizes(NamedTuple):
-    """Rows of a chunk of every stage."""
-
-    keys_values: int
-    attend: int
-    feed_forward: int
-    read: int
-
-    @classmethod
-    def equal(cls, rows: int) -> Sizes:
-        return cls(*[rows] * len(cls._fields))
-
-    def at_most(self, other: Sizes) -> Sizes:
-        return Sizes(*map(min, self, other))
 
 
 class StageBytes(NamedTuple):

@@ -224,6 +224,11 @@ class Layout(NamedTuple):
     host_residual: bool = False
     shards: int = 1
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether layers run group by group, share by share or from the host."""
+        return self.head_groups > 1 or self.host_residual or self.shards > 1
+
 
 class Footprint:
     """Bytes of the stages of one model.
@@ -239,7 +244,7 @@ class Footprint:
         """What a row of the step takes on the device from its first to its last stage."""
         shape = self.shape
         rows = () if layout.host_residual else self._stores(layout)
-        if is_streamed(layout):
+        if layout.is_streamed:
             num_heads = shape.num_kv_heads // layout.head_groups
             return stages.INPUTS, *rows, *stages.keys_values(*self._heads(num_heads))
         num_heads = shape.num_heads if layout.keep_queries else 0
@@ -316,7 +321,7 @@ class Footprint:
         sampled, given = stages.read_rows(shape.dtype, shape.hidden_size)
         head = stages.head(shape.dtype, shape.hidden_size, shape.num_columns)
         logits = *head, *shape.head
-        if is_streamed(layout):
+        if layout.is_streamed:
             of_others = (given,) * layout.shards if layout.shards > 1 else ()
             return ((*of_others, sampled, *logits),)
         phases = (
@@ -391,8 +396,3 @@ def device_layers(num_layers: int, host_layers: int) -> int:
     Layers in host memory visit it in turn, so many at a time.
     """
     return num_layers - host_layers + (stages.NUM_STREAM_BUFFERS if host_layers else 0)
-
-
-def is_streamed(layout: Layout) -> bool:
-    """Whether layers run group by group, share by share or from the host, see `Layout`."""
-    return layout.head_groups > 1 or layout.host_residual or layout.shards > 1

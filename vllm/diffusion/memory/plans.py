@@ -21,10 +21,9 @@ from vllm.diffusion.memory.drafts import (
     WHOLE_STEP_ROWS,
     Draft,
     RowBytes,
-    Sizes,
 )
 from vllm.diffusion.memory.footprint import Footprint, Layout, StepShape
-from vllm.diffusion.memory.plan import Plan, StageSeconds
+from vllm.diffusion.memory.plan import Plan, Sizes, StageSeconds
 
 if TYPE_CHECKING:
     from vllm.diffusion.memory.cost import Rates
@@ -231,24 +230,17 @@ class Plans:
 
     def _finish(self, draft: Draft, sizes: Sizes, kept_bytes: int) -> Plan:
         """The plan of chosen chunks, with what it costs."""
-        layout = draft.layout
         peaks = draft.peaks(sizes)
-        times = self._costs.step(draft.step, layout, sizes)
+        times = self._costs.step(draft.step, draft.layout, sizes)
         seconds = sum(times)
         weighted = sum(peak * time for peak, time in zip(peaks, times, strict=True))
         return Plan(
-            keep_queries=layout.keep_queries,
-            keys_values_rows=sizes.keys_values,
-            attend_rows=sizes.attend,
-            feed_forward_rows=sizes.feed_forward,
-            logits_rows=sizes.read,
-            head_groups=layout.head_groups,
-            host_residual=layout.host_residual,
+            draft.layout,
+            sizes,
             predicted_peak_bytes=kept_bytes + max(peaks),
             predicted_average_bytes=kept_bytes + int(weighted / seconds),
             predicted_seconds=seconds,
-            chunk_seconds=self._costs.longest_chunks(draft.step, layout, sizes),
-            shards=layout.shards,
+            chunk_seconds=self._costs.longest_chunks(draft.step, draft.layout, sizes),
         )
 
     def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
