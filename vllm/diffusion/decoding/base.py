@@ -170,8 +170,8 @@ class DecodingRule(ABC):
             changes: not only mask tokens were committed.
 
         Returns:
-            what `prepare` would say, where tokens are settled up to its rows as they were before;
-            None where both are to be asked for.
+            what `prepare` would say, where tokens are settled up to its rows and nothing is to be
+            filled; None where it is to be asked.
         """
         raise NotImplementedError(f"{type(self).__name__} chooses by itself")
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import numpy as np
-
 from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, Work
 from vllm.diffusion.scoring import Scoring
 
@@ -48,9 +46,10 @@ class GridRule(DecodingRule):
         super().__init__(params, prompt_length)
         self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
         self.start = self._first = -1  # of the active block, and of its masked positions
+        self._rows = (0, 0)  # of the active block
         self.step = 0  # forwards of the active block so far
         self._end = prompt_length + params.gen_length  # of the answer, at most
-        self._begin_block(0)  # no block before the one that starts here has masked positions
+        self._first_block = 0  # no block before the one that starts here has masked positions
         self._front: Front | None = None  # since the newest choice
 
     def prepare(self, tokens: Array) -> Work | None:
@@ -59,11 +58,12 @@ class GridRule(DecodingRule):
             return None
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
-        return self.work(masked, start)
+            self._rows = start, start + self.params.block_length
+        return self.work(masked)
 
-    def work(self, masked: Array, start: int) -> Work:
-        """What a forward of the block at `start` is for; `masked` [K] are positions of it."""
-        return Work(masked, (start, start + self.params.block_length))
+    def work(self, masked: Array) -> Work:
+        """What a forward of the active block is for; `masked` [K] are positions of it."""
+        return Work(masked, self._rows)
 
     def settled(self, tokens: Array) -> int:
         front = self.front(tokens)
@@ -78,11 +78,12 @@ class GridRule(DecodingRule):
         self.step += 1
         self.forbid_mask = not changes
         if not left.size:
-            return None
+            self._first_block = self.start + self.params.block_length
+            return self.prepare(tokens)
         before, self._first = self._first, int(left[0])
-        if self._first > before and self._is_over(tokens, self._first):
+        if self._first > before and self._ends_within(tokens, before, self._first):
             return None
-        return self.work(left, self.start)
+        return self.work(left)
 
     # A GPU waits while the requests of a step commit, and there may be hundreds. What they need of
     # their tokens before the next choice is looked up once.
@@ -96,22 +97,19 @@ class GridRule(DecodingRule):
     def _look(self, tokens: Array) -> Front:
         masked = self._masked_of_block(tokens)
         if not masked.size:  # most often the next one has some
-            self._begin_block(self._first_block + self.params.block_length)
+            self._first_block += self.params.block_length
             masked = self._masked_of_block(tokens)
         if not masked.size:
-            self._begin_block(self._next_block(tokens))
+            self._first_block = self._next_block(tokens)
             masked = self._masked_of_block(tokens)
         first = int(masked[0]) if masked.size else self._first_block
         return Front(self._first_block, masked, first, self._is_over(tokens, first))
 
-    def _begin_block(self, start: int) -> None:
-        self._first_block = start
-        self._positions = np.arange(start, start + self.params.block_length)
-
     def _masked_of_block(self, tokens: Array) -> Array:
         start = self._first_block
         block = tokens[start : start + self.params.block_length]
-        masked: Array = self._positions[: block.size][block == self._mask]
+        masked: Array = (block == self._mask).nonzero()[0]
+        masked += start
         return masked
 
     def _next_block(self, tokens: Array) -> int:
@@ -125,10 +123,12 @@ class GridRule(DecodingRule):
 
     def _is_over(self, tokens: Array, first: int) -> bool:
         """Whether the answer ends before the first masked position."""
-        if first >= self._end or first >= len(tokens):
-            return True
-        if not self.params.stop_ids:
-            return False
         newest = self._block_start(max(first - 1, 0))
-        begun = tokens[max(newest, self.prompt_length) : first].tolist()
+        return first >= len(tokens) or self._ends_within(tokens, newest, first)
+
+    def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
+        """The same where it did not end before `start`."""
+        if first >= self._end or not self.params.stop_ids:
+            return first >= self._end
+        begun = tokens[max(start, self.prompt_length) : first].tolist()
         return not self.params.stop_ids.isdisjoint(begun)

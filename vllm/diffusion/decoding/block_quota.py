@@ -36,9 +36,9 @@ class Quota(GridRule):
             raise ValueError("steps_per_block: must be resolved, got None")
         self._num_steps = params.steps_per_block
 
-    def work(self, masked: Array, start: int) -> Work:
+    def work(self, masked: Array) -> Work:
         self.forbid_mask |= self.step >= self._num_steps
-        return super().work(masked, start)
+        return super().work(masked)
 
     @property
     def pick(self) -> Pick:

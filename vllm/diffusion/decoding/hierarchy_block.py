@@ -22,15 +22,15 @@ class HierarchyBlock(GridRule):
     drawn = Scoring(draw="filtered", greedy=True)
     _is_seed = False
 
-    def work(self, masked: Array, start: int) -> Work:
-        first, length = int(masked[0]), self.params.block_length
+    def work(self, masked: Array) -> Work:
+        start, first, length = self.start, int(masked[0]), self.params.block_length
         self._is_seed = first == start > 0
         if self._is_seed:
             self.forbid_mask = True
             return Work(masked[:1], (start - length, start))
         part_length = self.params.sub_block_length
         part_end = start + ((first - start) // part_length + 1) * part_length
-        return Work(masked[masked < part_end], (start, start + length))
+        return Work(masked[masked < part_end], self._rows)
 
     def choose(self, candidates: Candidates) -> Array:
         scores = candidates.scores

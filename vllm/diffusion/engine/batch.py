@@ -370,18 +370,20 @@ def _kind(forward: tuple[Canvas, Work, Window]) -> int:
 
 def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
     """Row by row, without padding, in this order."""
-    slots, kept_starts, placed = [_NO_SLOTS], [], []
+    slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
     for canvas, window in zip(canvases, windows, strict=True):
-        cache, place = canvas.cache, window[1:]
+        cache, first, stop = canvas.cache, window.first, window.stop
         for kept_start in canvas.kept_starts:
-            placed.append(place)
+            numbers += window[1:]
             if cache is None:
                 kept_starts.append(_NOT_KEPT)
-                continue
-            kept_starts.append(cache.start + kept_start)
-            slots.append(cache.slots[kept_start + window.first : kept_start + window.stop])
-    firsts, stops, num_keys, block_lengths, reads_kept = np.array(placed, dtype=np.int64).T
-    counts, kept = stops - firsts, np.array(kept_starts)
+            else:
+                kept_starts.append(cache.start + kept_start)
+                slots.append(cache.slots[kept_start + first : kept_start + stop])
+    kept = np.array(kept_starts)
+    placed = np.fromiter(numbers, np.int64).reshape(kept.size, -1)
+    firsts, stops, num_keys, block_lengths, reads_kept = placed.T
+    counts = stops - firsts
     ends = counts.cumsum()
     starts = ends - counts
     offsets = starts - firsts

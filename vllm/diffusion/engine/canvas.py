@@ -52,8 +52,9 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, forward: Forward, visibility: Visibility) -> Window:
         positions, num_keys = forward.window, forward.num_keys
-        seen = visibility.seen_by(positions, num_keys)
-        return cls(forward, positions.start, positions.stop, *seen, num_keys > len(positions))
+        seen, block_length = visibility.seen_by(positions, num_keys)
+        first, stop = positions.start, positions.stop
+        return cls(forward, first, stop, seen, block_length, num_keys > stop - first)
 
     @property
     def num_rows(self) -> int:
@@ -115,6 +116,7 @@ class Canvas:
             self._proposals = Proposals(self.params, self.prompt_length)
             self._proposals.begin(self._canvas)
         self._num_final = 0  # canvas positions from 0
+        self._next_news = 0  # with fewer positions settled a commit makes nothing final
         self._newest: list[int] = []  # tokens that the newest commit made final
         self._seen: tuple[int, CanvasView | None] | None = None  # see `_look`
         length = self.length if cache is None else cache.length
@@ -263,6 +265,7 @@ class Canvas:
         """
         self.cache = cache
         self._uncut = self._wish = None
+        self._next_news = 0
         if num_kept is not None:
             self._windows.kept = num_kept
             self._forward = None  # what is under way writes to pages of the past
@@ -285,11 +288,14 @@ class Canvas:
 
         The same again until it is committed: a forward that failed may be repeated.
         """
-        if self._work is None:
-            self._work = self._prepare()
-            if self._work.rows != self._rows:
-                self._rows, self._uncut, self._wish = self._work.rows, None, None
-        return self._work
+        return self._is_for(self._prepare()) if self._work is None else self._work
+
+    def _is_for(self, work: Work) -> Work:
+        """The next forward is for this."""
+        self._work = work
+        if work.rows != self._rows:
+            self._rows, self._uncut, self._wish = work.rows, None, None
+        return work
 
     def _prepare(self) -> Work:
         work = self.rule.prepare(self.tokens)
@@ -328,26 +334,31 @@ class Canvas:
         work, written = None, _NO_POSITIONS
         if isinstance(found, Choice):
             written = self._write(found)
-            work = self._work = self.rule.go_on(self.tokens, found.left, found.changes)
+            work = self.rule.go_on(self.tokens, found.left, found.changes)
+            if work is not None:
+                self._is_for(work)
         elif self._is_for_rule:
             written = self._write(self._chosen(found))
         num_settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
-        if self._forward is not None and num_settled >= self._windows.least_committed:
+        forward, self._forward, self._is_for_rule = self._forward, None, True
+        self._seen, self._newest = None, []
+        if num_settled < self._next_news:
+            return  # most often no block was finished
+        if forward is not None and num_settled >= self._windows.least_committed:
             num_unchanged = min(written.tolist(), default=self.length)
             num_final = min(num_settled, num_unchanged, self._first_hole)
-            self._windows.computed(self._forward, num_final)
+            self._windows.computed(forward, num_final)
             self._uncut = self._wish = None
-        self._forward = self._seen = None
-        self._is_for_rule = True
-        self._newest = []
         start, end = self._num_final, min(num_settled - self.prompt_length, self._canvas.size)
-        if end <= start and self._canvas.size:
-            return  # most often no block was finished
-        # The answer does not end before its prompt is whole, unless the rule leaves it as it is.
-        if self._first_hole == self.length or self._is_over:
-            self._num_final = max(start, end)
-        self._newest = self._canvas[start : self._num_final].tolist()
-        self.is_complete = self.params.answer_end(self._newest, start) is not None
+        if end > start or not self._canvas.size:
+            # The answer does not end before its prompt is whole, unless the rule leaves it so.
+            if self._is_over or self._first_hole == self.length:
+                self._num_final = max(start, end)
+            self._newest = self._canvas[start : self._num_final].tolist()
+            self.is_complete = self.params.answer_end(self._newest, start) is not None
+        if self._canvas.size:
+            following = self.prompt_length + self._num_final + 1
+            self._next_news = min(self._windows.least_committed, following)
 
     @property
     def _first_hole(self) -> int:

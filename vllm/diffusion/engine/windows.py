@@ -143,11 +143,12 @@ class Exact(Windows):
         return self.kept + self._visibility.block_length
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
-        start, end = rows
-        if not self._fuses and self.kept < start:
+        (start, end), kept = rows, self.kept
+        if kept < start and not self._fuses:
             end = start
-        end = min(end, self.kept + room - room % self._visibility.block_length)
-        return Forward(range(self.kept, end), self.kept)
+        if end - kept > room:
+            end = kept + room - room % self._visibility.block_length
+        return Forward(range(kept, end), kept)
 
     def computed(self, forward: Forward, committed: int) -> None:
         ended = Forward(forward.window, forward.kept, committed)
