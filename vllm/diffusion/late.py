@@ -31,16 +31,26 @@ _READS = "create_import_structure_from_path"
 
 
 class _After(MetaPathFinder):
-    """Finds a module once, and does something to it when it is loaded."""
+    """Finds a module once, and does something to it when it is loaded.
 
-    def __init__(self, module: str, then: Callable[[ModuleType], None]) -> None:
-        self._module, self._then = module, then
+    Args:
+        module: its name.
+        then: what is done to it.
+        is_refused: its import fails for now; as an attribute it can be set anew.
+    """
+
+    def __init__(
+        self, module: str, then: Callable[[ModuleType], None], *, is_refused: bool = False
+    ) -> None:
+        self._module, self._then, self.is_refused = module, then, is_refused
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != self._module:
             return None
+        if self.is_refused:
+            raise ImportError(f"{name} is imported later", name=name)
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -53,19 +63,6 @@ class _After(MetaPathFinder):
 
         spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec
-
-
-class _Later(_After):
-    """Refuses the module at first."""
-
-    is_refused = True
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name == self._module and self.is_refused:
-            raise ImportError(f"{name} is imported later", name=name)
-        return super().find_spec(name, path, target)
 
 
 def _tell_upstream(table: ModuleType) -> None:
@@ -87,7 +84,7 @@ def read_models_once() -> None:
 @contextmanager
 def without_the_compiler() -> Iterator[None]:
     """While upstream's package is imported; nothing changes where the table is there already."""
-    later = _Later(LOWERING, _tell_upstream)
+    later = _After(LOWERING, _tell_upstream, is_refused=True)
     if LOWERING not in sys.modules:
         sys.meta_path.insert(0, later)
     try:

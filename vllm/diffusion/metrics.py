@@ -54,13 +54,6 @@ class Metric:
         own = self.facts if self.label is None else (self.label,)
         return ("model_name", "engine", *own) if self.per_engine else ("model_name", *own)
 
-    @property
-    def samples(self) -> tuple[str, ...]:
-        """The names that Prometheus knows."""
-        if self.kind == "histogram":
-            return tuple(self.name + ending for ending in ("_bucket", "_sum", "_count"))
-        return (f"{self.name}_total" if self.kind == "counter" else self.name,)
-
 
 STEP_BATCH_SIZE = Metric(
     "dllm:step_batch_size",
