@@ -11,6 +11,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config
 from vllm.diffusion.engine.sizes import model_shape
+from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.memory.footprint import Footprint, Layout
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 
@@ -42,7 +43,10 @@ def test_sizes_from_the_configuration_are_those_of_the_model(
     assert shape.dtype == model.dtype
     tables = model.rotary(torch.arange(3))
     assert tables.cos.shape == (3, shape.rotary_dim) and tables.cos.dtype == shape.rotary_dtype
-    assert shape.can_group_heads == model.layers[0].attention.can_group_heads
+    attention = model.layers[0].attention
+    are_sliced = all(product.can_slice for product in attention.products)
+    is_each = not isinstance(attention.k_norm, AllHeadsRMSNorm)
+    assert shape.can_group_heads == (are_sliced and is_each)
     assert_same_widths(shape, [layer.mlp_stage for layer in model.layers])
 
 

@@ -38,9 +38,10 @@ class SelfAttention:
     """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
 
     Both exist for all heads at once, where projections lie side by side in one product, and for
-    one group of heads at a time. `q_norm` and `k_norm` are of one kind, and there both or not at
-    all: `RMSNorm` for a model that norms each head [hd], `AllHeadsRMSNorm` for one that norms all
-    heads together. `clip` bounds the projections' elements, before the norms.
+    one group of heads at a time, where weights can be sliced and no norm spans all heads. `q_norm`
+    and `k_norm` are of one kind, and there both or not at all: `RMSNorm` for a model that norms
+    each head [hd], `AllHeadsRMSNorm` for one that norms all heads together. `clip` bounds the
+    projections' elements, before the norms.
     """
 
     norm: RMSNorm
@@ -52,12 +53,6 @@ class SelfAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     clip: float | None = None
-
-    @property
-    def can_group_heads(self) -> bool:
-        """Whether the stages exist for groups of heads: sliced weights, no norm of all heads."""
-        can_slice = self.qkv_proj.can_slice and self.out_proj.can_slice
-        return can_slice and not isinstance(self.k_norm, AllHeadsRMSNorm)
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
