@@ -67,7 +67,7 @@ class Visibility:
         Arguments as for `num_seen`.
         """
         num_seen = self.num_seen(window.start, num_keys)
-        if not self.block_length or num_seen == self.num_seen(window.stop - 1, num_keys):
+        if window.stop <= num_seen:  # all are in one block
             return num_seen, 0
         return num_keys, self.block_length
 
