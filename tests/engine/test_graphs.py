@@ -83,6 +83,9 @@ def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
     experts = buckets_of(LLaDA2Config(**llada2_config()))
     assert buckets_of(LLaDAConfig(**llada_config())) == DENSE
     assert experts.whole == ROW_BUCKETS and experts.windows[-1] == 4096
+    in_fp8 = buckets_of(LLaDAConfig(**llada_config()), is_fp8=True)
+    assert in_fp8.windows == ROW_BUCKETS and in_fp8.whole[-1] == 3072
+    assert in_fp8.ended_rows == experts.ended_rows > DENSE.ended_rows
     caches = store_with(*[9] * 100)[1]
     windows = [canvas(9, cache, name=str(i)) for i, cache in enumerate(caches)]
     assert experts.find(batch_of(*windows)) == Bucket(1024, 256, True)
@@ -206,7 +209,8 @@ def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
 def test_replays_equal_the_layers_without_a_graph(
     family: str, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs against eager runs: all rows before the last layer, and its keys and values."""
+    """Graphs against eager runs: all rows before the last layer, and its keys and values, or
+    all rows behind it."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
     with running(folder, dtype="bfloat16", max_model_len=longest, max_num_seqs=64) as engine:
@@ -228,15 +232,18 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     plan = runner.planner.plan(batch.shape)
     inputs, _ = upload(batch, plan, [], runner.caches)
     fresh = FreshBuffers(runner.device)
-    eager = run_to_end(run_body(runner.model, inputs, plan, fresh, fresh, runner.caches))
-    wanted = [eager.x.clone(), eager.k.clone(), eager.v.clone()]
+    to_the_end = runner.graphs.buckets.find(batch).rows <= runner.graphs.buckets.ended_rows
+    where = fresh, fresh, runner.caches
+    eager = run_to_end(run_body(runner.model, inputs, plan, *where, to_the_end=to_the_end))
+    wanted = [tensor.clone() for tensor in (eager.x, *(eager.keys_values or ()))]
     for layer in range(len(runner.model.layers)):  # a replay must write what it reads
         runner.caches.keys(layer).fill_(torch.nan)
         runner.caches.values(layer).fill_(torch.nan)
     for _ in range(2):
         replayed = runner.graphs.run(batch, plan)
         assert replayed is not None
-        for given, expected in zip((replayed.x, replayed.k, replayed.v), wanted, strict=True):
+        found = (replayed.x, *(replayed.keys_values or ()))
+        for given, expected in zip(found, wanted, strict=True):
             rows, expected_rows = (
                 t.float().flatten(1) for t in (given[: batch.num_rows], expected)
             )

@@ -13,6 +13,7 @@ else in between; what it yields is the time that the plan predicts for the chunk
 from __future__ import annotations
 
 from collections.abc import Generator
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -77,17 +78,16 @@ class BodyOutputs(NamedTuple):
     """What the sample rows need of all rows.
 
     Attributes:
-        x: [T, D], the residual stream before the last layer.
+        x: [T, D], the residual stream before the last layer, or behind it where all of that ran.
         positions: [T] int64.
         rotary: of all rows, where that is kept.
-        k, v: [T, KV, hd], the last layer's keys and values of this step's rows.
+        keys_values: [T, KV, hd] each, the last layer's of this step's rows; None behind it.
     """
 
     x: Tensor
     positions: Tensor
     rotary: Rotary | None
-    k: Tensor
-    v: Tensor
+    keys_values: tuple[Tensor, Tensor] | None
 
 
 class Samples(NamedTuple):
@@ -154,10 +154,13 @@ def run_body(
     residents: Buffers,
     scratch: Buffers,
     caches: PageStore,
+    *,
+    to_the_end: bool = False,
 ) -> Chunked[BodyOutputs]:
     """All layers of all rows, but for what follows the keys and values of the last one.
 
     What stays from stage to stage is taken from `residents`, what a stage needs from `scratch`.
+    With `to_the_end` the last layer is one like the others.
     """
     num_rows, dtype = inputs.token_ids.numel(), model.dtype
     (listed,) = stages.residual(dtype, model.hidden_size)
@@ -174,7 +177,7 @@ def run_body(
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.attending, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
     seconds = plan.chunk_seconds
-    *before_last, last = model.layers
+    last = len(model.layers) - 1
 
     def tables(rows: slice) -> Rotary:
         if rotary is not None:
@@ -191,7 +194,7 @@ def run_body(
             with scratch.scope("keys-values"):
                 layer.attention.keys_values(x[rows], tables(rows), product[rows], scratch, target)
 
-    for index, layer in enumerate(before_last):
+    for index, layer in enumerate(islice(model.layers, last + to_the_end)):
         yield from keys_values(index, product)
         q, k, v = layer.attention.split(product)
         for rows, groups in attending:
@@ -203,10 +206,12 @@ def run_body(
         for rows in feeding:
             yield seconds.feed_forward
             layer.mlp_stage.feed_forward(x[rows], scratch)
+    if to_the_end:
+        return BodyOutputs(x, inputs.positions, rotary, None)
     product = projections(0)
-    yield from keys_values(len(before_last), product)
-    _, k, v = last.attention.split(product)
-    return BodyOutputs(x, inputs.positions, rotary, k, v)
+    yield from keys_values(last, product)
+    _, k, v = model.layers[last].attention.split(product)
+    return BodyOutputs(x, inputs.positions, rotary, (k, v))
 
 
 def run_last_layer(
@@ -227,11 +232,14 @@ def run_last_layer(
             listed, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = listed.take(scratch, rows.numel())
             torch.index_select(body.x, 0, rows, out=x)
+            if body.keys_values is None:
+                yield x
+                continue
             if body.rotary is None:
                 rotary = model.rotary(body.positions.index_select(0, rows), scratch)
             else:
                 rotary = body.rotary.select(rows, scratch)
-            sources = sources_of(attending, body.k, body.v, index, caches)
+            sources = sources_of(attending, *body.keys_values, index, caches)
             layer.attention.attend(x, rotary, sources, None, scratch)
             layer.mlp_stage.feed_forward(x, scratch)
             yield x

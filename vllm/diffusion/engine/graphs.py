@@ -3,7 +3,8 @@
 
 A graph is captured for a bucket of shapes and replayed for every batch that fits: rows are padded
 to the bucket's with one more sequence that nothing reads, sequences with empty ones. The sample
-rows go through the last layer and the sampler outside of the graph, while it still runs.
+rows go through the last layer and the sampler outside of the graph, while it still runs; where it
+is over before that is launched, all rows go through the last layer within it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ ROW_BUCKETS = (
 )
 # For windows of a model with experts, which so many rows read in vain if they come in shares.
 EXPERT_ROW_BUCKETS = (*range(1280, 2048 + 1, 256), *range(2560, 4096 + 1, 512))
+# For whole sequences of a model in fp8, of which layers are over sooner.
+_FP8_ROWS = 3072
+_ENDED_ROWS = 128  # up to which all rows go through the last layer
+_SOON_ENDED_ROWS = 256  # of layers with experts or in fp8
 MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
@@ -109,7 +114,7 @@ class GraphRunner:
         self._table = caches.table  # at the address that graphs know
         self._copied: PageTable | None = None  # what it holds
         self._captured: dict[Bucket, _Captured] = {}
-        self.buckets = buckets_of(model.config)
+        self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -167,7 +172,8 @@ class GraphRunner:
 
         def run() -> BodyOutputs:
             given.upload()
-            return run_to_end(run_body(self._model, inputs, plan, *where))
+            to_the_end = bucket.rows <= self.buckets.ended_rows
+            return run_to_end(run_body(self._model, inputs, plan, *where, to_the_end=to_the_end))
 
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
@@ -206,11 +212,13 @@ class Buckets:
         whole: row counts of those for sequences that are computed as a whole, ascending.
         windows: of those for windows, likewise.
         rows_per_sequence: at least, on average, in a bucket for several sequences.
+        ended_rows: of the largest bucket whose rows all go through the last layer.
     """
 
     whole: tuple[int, ...]
     windows: tuple[int, ...]
     rows_per_sequence: int
+    ended_rows: int = _ENDED_ROWS
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """The smallest bucket that holds a batch, if there is one."""
@@ -227,8 +235,13 @@ class Buckets:
         return None
 
 
-def buckets_of(config: DiffusionConfig) -> Buckets:
+def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
     """Those that serve a model; blocks of block-causal families may be short."""
-    more = EXPERT_ROW_BUCKETS if config.architecture.expert_layers else ()
-    rows_per_sequence = 4 if config.family.is_block_causal else 16
-    return Buckets(ROW_BUCKETS, ROW_BUCKETS + more, rows_per_sequence)
+    has_experts = bool(config.architecture.expert_layers)
+    more = tuple(rows for rows in EXPERT_ROW_BUCKETS if rows <= _FP8_ROWS)
+    return Buckets(
+        whole=ROW_BUCKETS + (more if is_fp8 else ()),
+        windows=ROW_BUCKETS + (EXPERT_ROW_BUCKETS if has_experts else ()),
+        rows_per_sequence=4 if config.family.is_block_causal else 16,
+        ended_rows=_SOON_ENDED_ROWS if has_experts or is_fp8 else _ENDED_ROWS,
+    )

@@ -49,7 +49,7 @@ def warm_up(
         max_requests: that may run at once.
         shows_progress: draw a progress bar.
     """
-    buckets = buckets_of(runner.model.config)
+    buckets = buckets_of(runner.model.config, is_fp8=runner.model.is_fp8)
     longest_kept = runner.planner.cached_positions // 2
     steps = list(_steps(model, buckets, row_budget, max_requests, longest_kept))
     if model.family.is_block_causal:
@@ -81,8 +81,9 @@ def _steps(
     """The requests of each step; large steps first, so that buffers are allocated once."""
     model = replace(model, defaults={})  # a server's defaults need not fit such canvases
     kept = "exact" if model.family.is_block_causal else "dual"
-    for rows in reversed(buckets.windows):
-        for cache in ("none", kept) if rows in buckets.whole else (kept,):
+    served = {"none": buckets.whole, kept: buckets.windows}
+    for rows in sorted({*buckets.whole, *buckets.windows}, reverse=True):
+        for cache in [cache for cache, all_rows in served.items() if rows in all_rows]:
             longest = model.max_model_len
             if cache != "none":
                 longest = min(longest, longest_kept)

@@ -181,6 +181,11 @@ class DiffusionModel(nn.Module, SupportsQuant):
         """The model dtype: of the residual stream, the keys and values and the logits."""
         return self.model.norm.weight.dtype
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether its products take rows of fp8; not to be asked for before weights are loaded."""
+        return self.layers[0].attention.qkv_proj.quantises
+
     def attention_backends(self, device: torch.device) -> list[str]:
         """Names of what may compute its attention on a device."""
         backends = available_backends(self.dtype, self.head_dim, device)
