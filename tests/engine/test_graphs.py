@@ -21,7 +21,9 @@ from vllm.diffusion.engine.batch import StepBatch, build_batch
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.forward import run_body, run_to_end, upload
 from vllm.diffusion.engine.graphs import (
-    EXPERT_ROW_BUCKETS,
+    MOST_WHOLE_ROWS,
+    MOST_WHOLE_ROWS_FP8,
+    MOST_WINDOW_ROWS,
     ROW_BUCKETS,
     Bucket,
     Buckets,
@@ -68,35 +70,36 @@ def batch_of(*canvases: Canvas) -> StepBatch:
     return build_batch(canvases, logit_shift=0)
 
 
-DENSE = Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence=16)
+WHOLE = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WHOLE_ROWS)
+WINDOWS = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WINDOW_ROWS)
+DENSE = Buckets(WHOLE, WINDOWS, rows_per_sequence=16)
 
 
 def test_buckets_rise_and_hold_whole_tiles() -> None:
-    all_rows = [*ROW_BUCKETS, *EXPERT_ROW_BUCKETS]
-    assert all_rows == sorted(set(all_rows))
-    assert all(rows % 16 == 0 for rows in all_rows)
+    assert list(ROW_BUCKETS) == sorted(set(ROW_BUCKETS))
+    assert all(rows % 16 == 0 for rows in ROW_BUCKETS)
     # padding never takes more than a third, or the smallest bucket
-    assert all(b <= 1.5 * a or b <= 32 for a, b in itertools.pairwise(all_rows))
+    assert all(b <= 1.5 * a or b <= 32 for a, b in itertools.pairwise(ROW_BUCKETS))
 
 
 def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
     experts = buckets_of(LLaDA2Config(**llada2_config()))
     assert buckets_of(LLaDAConfig(**llada_config())) == DENSE
-    assert experts.whole == ROW_BUCKETS and experts.windows[-1] == 4096
+    assert experts.whole == experts.windows == ROW_BUCKETS
     in_fp8 = buckets_of(LLaDAConfig(**llada_config()), is_fp8=True)
-    assert in_fp8.windows == ROW_BUCKETS and in_fp8.whole[-1] == 3072
-    assert in_fp8.ended_rows == experts.ended_rows > DENSE.ended_rows
+    assert in_fp8.windows == WINDOWS and in_fp8.whole[-1] == MOST_WHOLE_ROWS_FP8
     caches = store_with(*[9] * 100)[1]
     windows = [canvas(9, cache, name=str(i)) for i, cache in enumerate(caches)]
     assert experts.find(batch_of(*windows)) == Bucket(1024, 256, True)
     dense = buckets_of(SDARConfig(**sdar_config()))
     assert dense.find(batch_of(*windows)) == Bucket(1024, 256, True)
-    assert dense.windows == ROW_BUCKETS
+    assert dense.windows == WINDOWS
     assert DENSE.find(batch_of(*windows)) is None
     caches = store_with(*[60] * 60)[1]
     longer = [canvas(60, cache, name=str(i)) for i, cache in enumerate(caches)]
     assert experts.find(batch_of(*longer)) == Bucket(4096, 256, True)
-    assert experts.find(batch_of(*(canvas(60) for _ in range(60)))) is None
+    assert experts.find(batch_of(*(canvas(60) for _ in range(60)))) == Bucket(4096, 256, False)
+    assert DENSE.find(batch_of(*(canvas(60) for _ in range(60)))) is None
 
 
 @pytest.mark.parametrize(
@@ -106,12 +109,14 @@ def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
         ([17], Bucket(32, 1, False)),
         ([100], Bucket(128, 1, False)),
         ([1024], Bucket(1024, 1, False)),
-        ([1025], None),
+        ([1025], Bucket(1280, 1, False)),
+        ([1537], None),
         ([512, 512], Bucket(1024, 64, False)),
         ([9, 10], Bucket(32, 2, False)),
         ([10, 10, 10], Bucket(48, 3, False)),  # 30 rows, but a bucket of 32 holds 2 sequences
         ([500, 500], Bucket(1024, 64, False)),
-        ([600, 600], None),
+        ([600, 600], Bucket(1280, 80, False)),
+        ([800, 800], None),
     ],
 )
 def test_the_smallest_bucket_that_holds_a_batch(lengths: list[int], wanted: Bucket | None) -> None:
@@ -215,7 +220,7 @@ def test_replays_equal_the_layers_without_a_graph(
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
     with running(folder, dtype="bfloat16", max_model_len=longest, max_num_seqs=64) as engine:
         runner = engine.runner
-        assert len(runner.graphs) >= 2 * len([rows for rows in ROW_BUCKETS if rows <= longest])
+        assert len(runner.graphs) >= 2 * len([rows for rows in WINDOWS if rows <= longest])
         for lengths in ([16], [45], [31, 9, 77], [600], [100] * 9):
             if sum(lengths) > longest:
                 continue
@@ -232,7 +237,7 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     plan = runner.planner.plan(batch.shape)
     inputs, _ = upload(batch, plan, [], runner.caches)
     fresh = FreshBuffers(runner.device)
-    to_the_end = runner.graphs.buckets.find(batch).rows <= runner.graphs.buckets.ended_rows
+    to_the_end = runner.graphs.buckets.find(batch).is_ended
     where = fresh, fresh, runner.caches
     eager = run_to_end(run_body(runner.model, inputs, plan, *where, to_the_end=to_the_end))
     wanted = [tensor.clone() for tensor in (eager.x, *(eager.keys_values or ()))]

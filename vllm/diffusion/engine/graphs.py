@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.ops import Array
 
-# Beyond the last, a graph's attention costs a long sequence more than launching does
-# (docs/performance.md).
 ROW_BUCKETS = (
     *range(16, 64, 16),
     *range(64, 256, 32),
     *range(256, 512, 64),
-    *range(512, 1024 + 1, 128),
+    *range(512, 1024, 128),
+    *range(1024, 2048, 256),
+    *range(2048, 4096 + 1, 512),
 )
-# For windows of a model with experts, which so many rows read in vain if they come in shares.
-EXPERT_ROW_BUCKETS = (*range(1280, 2048 + 1, 256), *range(2560, 4096 + 1, 512))
-# For whole sequences of a model in fp8, of which layers are over sooner.
-_FP8_ROWS = 3072
+# Of models without experts. Beyond, layers take longer than launching them, and a graph's attention
+# costs a long sequence more (docs/performance.md). Those with experts are over sooner, and would be
+# read in vain if windows came in shares.
+MOST_WHOLE_ROWS = 1536
+MOST_WHOLE_ROWS_FP8 = 3072
+MOST_WINDOW_ROWS = 1024
 _ENDED_ROWS = 128  # up to which all rows go through the last layer
-_SOON_ENDED_ROWS = 256  # of layers with experts or in fp8
 MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
@@ -63,6 +64,11 @@ class Bucket(NamedTuple):
     rows: int
     sequences: int
     is_cached: bool
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether all rows go through the last layer, too."""
+        return self.rows <= _ENDED_ROWS
 
     def inputs(self) -> StepInputs[Array]:
         """Inputs of the bucket's sizes."""
@@ -172,8 +178,8 @@ class GraphRunner:
 
         def run() -> BodyOutputs:
             given.upload()
-            to_the_end = bucket.rows <= self.buckets.ended_rows
-            return run_to_end(run_body(self._model, inputs, plan, *where, to_the_end=to_the_end))
+            work = run_body(self._model, inputs, plan, *where, to_the_end=bucket.is_ended)
+            return run_to_end(work)
 
         run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
@@ -212,13 +218,11 @@ class Buckets:
         whole: row counts of those for sequences that are computed as a whole, ascending.
         windows: of those for windows, likewise.
         rows_per_sequence: at least, on average, in a bucket for several sequences.
-        ended_rows: of the largest bucket whose rows all go through the last layer.
     """
 
     whole: tuple[int, ...]
     windows: tuple[int, ...]
     rows_per_sequence: int
-    ended_rows: int = _ENDED_ROWS
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """The smallest bucket that holds a batch, if there is one."""
@@ -237,11 +241,10 @@ class Buckets:
 
 def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
     """Those that serve a model; blocks of block-causal families may be short."""
-    has_experts = bool(config.architecture.expert_layers)
-    more = tuple(rows for rows in EXPERT_ROW_BUCKETS if rows <= _FP8_ROWS)
-    return Buckets(
-        whole=ROW_BUCKETS + (more if is_fp8 else ()),
-        windows=ROW_BUCKETS + (EXPERT_ROW_BUCKETS if has_experts else ()),
-        rows_per_sequence=4 if config.family.is_block_causal else 16,
-        ended_rows=_SOON_ENDED_ROWS if has_experts or is_fp8 else _ENDED_ROWS,
-    )
+    rows_per_sequence = 4 if config.family.is_block_causal else 16
+    if config.architecture.expert_layers:
+        return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence)
+    most = MOST_WHOLE_ROWS_FP8 if is_fp8 else MOST_WHOLE_ROWS
+    whole = tuple(rows for rows in ROW_BUCKETS if rows <= most)
+    windows = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WINDOW_ROWS)
+    return Buckets(whole, windows, rows_per_sequence)
