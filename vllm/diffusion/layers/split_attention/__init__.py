@@ -106,7 +106,8 @@ def split_attention(
         q: [R, H, hd] of a kind that `can_split`; hd is contiguous, other strides are free.
         k, v: [N, KV, hd] of the same dtype, likewise; query head h reads key/value head
             h // (H / KV).
-        layout: the sequences; spans of the host are not asked for.
+        layout: the sequences; spans of the host are not asked for. Its tensors and pages are read
+            while the kernel before this one ends, which must not be what writes them.
         out: [R, H, hd] contiguous, of the dtype of q; allocated when not given.
         config: tiles other than the measured ones.
 

@@ -20,14 +20,15 @@ PARTS = tl.constexpr(8)  # that are merged at once
 def _find_tile(number, query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The sequence of a tile, `num_sequences` past the last one, and the tile's number there.
 
-    Tiles are numbered sequence by sequence.
+    Tiles are numbered sequence by sequence. Loads go past the first cache (".cg"), which may hold
+    what was there before where an earlier kernel still runs.
     """
     sequence, first_tile, before = 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
         ids = first + tl.arange(0, SEQUENCES)
         is_sequence = ids < num_sequences
-        start = tl.load(query_ends + ids, mask=is_sequence, other=0)
-        end = tl.load(query_ends + ids + 1, mask=is_sequence, other=0)
+        start = tl.load(query_ends + ids, mask=is_sequence, other=0, cache_modifier=".cg")
+        end = tl.load(query_ends + ids + 1, mask=is_sequence, other=0, cache_modifier=".cg")
         num_tiles = ((end - start) * GROUP + ROWS - 1) // ROWS
         last = before + tl.cumsum(num_tiles, axis=0)
         is_before = is_sequence & (last <= number)
@@ -83,9 +84,6 @@ def part_kernel(
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:  # with the end of the kernel before, and the start of the one after
-        gdc_wait()
-        gdc_launch_dependents()
     # The last programs of all are of the tiles that a graph was captured for and a step lacks, so
     # that the others start on as many multiprocessors as they can.
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -93,11 +91,11 @@ def part_kernel(
     number = program // (KV_HEADS * num_splits)
     split, kv_head = program // KV_HEADS % num_splits, program % KV_HEADS
     sequence, tile = _find_tile(number, query_ends, num_sequences, GROUP, ROWS)
-    if sequence == num_sequences:
-        return
-    first_row = tl.load(query_ends + sequence)
-    num_queries = tl.load(query_ends + sequence + 1) - first_row
-    first_key, num_keys = tl.load(key_starts + sequence), tl.load(key_counts + sequence)
+    own = tl.minimum(sequence, num_sequences - 1)
+    first_row = tl.load(query_ends + own, cache_modifier=".cg")
+    num_queries = tl.load(query_ends + own + 1, cache_modifier=".cg") - first_row
+    first_key = tl.load(key_starts + own, cache_modifier=".cg")
+    num_keys = tl.load(key_counts + own, cache_modifier=".cg")
     # The query heads of a key/value head are rows beside each other, so keys are read for all.
     packed = tile * ROWS + tl.arange(0, ROWS)
     query = packed // GROUP
@@ -110,12 +108,22 @@ def part_kernel(
     end = tl.minimum(start + share, num_keys)
     read_by_all = end  # keys up to here
     if HAS_BLOCKS:  # rows of a tile read as far as their blocks go, the tile as far as its last row
-        block_length = tl.load(block_lengths + sequence)
+        block_length = tl.load(block_lengths + own, cache_modifier=".cg")
         length = tl.where(block_length > 0, block_length, num_keys)
-        block = (tl.load(firsts + sequence) + query) // tl.maximum(length, 1)
+        first = tl.load(firsts + own, cache_modifier=".cg")
+        block = (first + query) // tl.maximum(length, 1)
         row_end = tl.minimum((block + 1) * length, num_keys)
         read_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_end, num_keys)))
         end = tl.minimum(end, tl.max(tl.where(is_row, row_end, 0)))
+    if PAGE:  # Looked up a tile ahead: loads that waited for it would be pipelined less deeply.
+        page_at = page_rows + (first_key + start) // PAGE
+        page = tl.load(page_at, mask=start < end, other=0, cache_modifier=".cg")
+    if OVERLAPS:
+        # So far with the end of the kernel before: what lies where is known from a step's start on.
+        gdc_wait()
+        gdc_launch_dependents()  # from here with the start of the one after
+    if sequence == num_sequences:
+        return
     slot = (split * num_rows + row) * HEADS + head
     if IS_SPLIT:  # noqa: SIM102, known when compiling
         if start >= end:
@@ -129,8 +137,6 @@ def part_kernel(
         mask=is_row[:, None],
         other=0.0,
     )
-    if PAGE:  # Looked up a tile ahead: loads that waited for it would be pipelined less deeply.
-        page = tl.load(page_rows + (first_key + start) // PAGE, mask=start < end, other=0)
     k_at = k + keys.to(tl.int64)[None, :] * k_row + kv_head * k_head + columns[:, None]
     v_at = v + keys.to(tl.int64)[:, None] * v_row + kv_head * v_head + columns[None, :]
     highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
