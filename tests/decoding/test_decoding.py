@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
@@ -180,6 +180,23 @@ def test_a_mask_beside_a_real_token_is_no_standstill() -> None:
 # ---- progress ----------------------------------------------------------------------------------
 
 
+# All blocks are kept, and the prompt still has a mask.
+@example(
+    algorithm="multi_block",
+    model=MODEL,
+    seed=163,
+    num_blocks=1,
+    block_length=4,
+    steps_per_block=None,
+    threshold=None,
+    cache="delayed",
+    early_stop=True,
+    block_thresholds=(0.0, 0.0),
+    delay=0,
+    refresh=3,
+    mask_chance=0.9,
+    prompt=[MASK],
+)
 @settings(max_examples=200, deadline=None)
 @given(
     algorithm=st.sampled_from(list(ALGORITHMS)),

@@ -117,6 +117,8 @@ class MultiBlock(PipelinedRule):
         if eos is None:
             self.start_block_if_due(masked)
         first_row = 0 if self._cache is None else self._cache.first_row(self.blocks, self.step)
+        if not masked[first_row:].any():  # what is left is masked in the prompt
+            first_row = 0
         eligible = competing[: self.active_end].nonzero()[0]
         return Work(eligible[eligible >= first_row], (first_row, length), fill)
 
