@@ -109,7 +109,7 @@ def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
         ([17], Bucket(32, 1, False)),
         ([100], Bucket(128, 1, False)),
         ([1024], Bucket(1024, 1, False)),
-        ([1025], Bucket(1280, 1, False)),
+        ([1025], Bucket(1152, 1, False)),
         ([1537], None),
         ([512, 512], Bucket(1024, 64, False)),
         ([9, 10], Bucket(32, 2, False)),

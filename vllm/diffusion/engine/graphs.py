@@ -38,8 +38,8 @@ ROW_BUCKETS = (
     *range(16, 64, 16),
     *range(64, 256, 32),
     *range(256, 512, 64),
-    *range(512, 1024, 128),
-    *range(1024, 2048, 256),
+    *range(512, 1536, 128),
+    *range(1536, 2048, 256),
     *range(2048, 4096 + 1, 512),
 )
 # Of models without experts. Beyond, layers take longer than launching them, and a graph's attention
