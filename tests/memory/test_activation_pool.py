@@ -2,6 +2,7 @@
 """The activation pool, on PyTorch's allocator and, on a GPU, on virtual memory."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vllm.diffusion.memory.activation_pool import (
     PoolExhaustedError,
     activation_pool,
 )
+from vllm.diffusion.memory.graphs import GraphMemory
 from vllm.diffusion.memory.usage import UsageMeter
 
 MIB = 1024 * 1024
@@ -351,3 +353,16 @@ def test_above_a_frame_nothing_is_taken_to_stay(pool):
     pool.end_frame()
     with pool.scope("step"), pytest.raises(RuntimeError, match="outside all scopes"):
         pool.new_frame()
+
+
+def test_no_graph_takes_what_is_for_all(monkeypatch):
+    """Steps of many rows are asked for first; one that is too large leaves room for the others."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100 << 30))
+    pool = SimpleNamespace(budget_bytes=16 << 20, graph_bytes=0)
+    memory = GraphMemory(CUDA, pool)
+    assert memory.budget_bytes == 1 << 20
+    assert not memory.has_room_for((1 << 20) + 1)
+    assert memory.has_room_for(1 << 20)
+    pool.graph_bytes = 1 << 20
+    assert not memory.has_room_for(1)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.agreement import Agreement
     from vllm.diffusion.engine.batch import Packing, StepBatch
     from vllm.diffusion.engine.step_inputs import StepInputs
-    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.ops import Array
@@ -95,6 +95,7 @@ class GraphRunner:
         pool: where the layers' results lie: outside all scopes, as graphs hold addresses. What
             is needed in between is the graphs' own.
         caches: kept keys and values.
+        planner: of the steps.
         memory: what the graphs may take; batches run without one when it is used up.
         agreement: with the ranks whose graphs meet this one's.
         max_keys: the longest sequence.
@@ -105,6 +106,7 @@ class GraphRunner:
         model: DiffusionModel,
         pool: ActivationPool,
         caches: PageStore,
+        planner: Planner,
         memory: GraphMemory,
         agreement: Agreement,
         max_keys: int,
@@ -113,7 +115,7 @@ class GraphRunner:
         self._pool = pool
         self._scratch = FreshBuffers(torch.device("cuda"))
         self._caches = caches
-        self._memory, self._agreement = memory, agreement
+        self._planner, self._memory, self._agreement = planner, memory, agreement
         self._max_keys = max_keys
         self._reads_pages = model.reads_pages(caches.device)
         self._has_blocks = model.family.is_block_causal
@@ -165,7 +167,7 @@ class GraphRunner:
         if self._pool.has_frame:
             return None  # what a graph writes lies in front of all steps
         stale = self._captured.pop(bucket, None)
-        has_room = stale is not None or self._memory.has_room
+        has_room = stale is not None or self._memory.has_room_for(self._bytes_of(batch))
         if self._agreement.most(int(not has_room)):  # of any rank
             return None
         if stale is not None:
@@ -191,6 +193,11 @@ class GraphRunner:
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, given, outputs, generation)
         return self._captured[bucket]
+
+    def _bytes_of(self, batch: StepBatch) -> int:
+        """Memory of the layers at once, by the plan; of sample rows there is none in a graph."""
+        shape = batch.shape._replace(sample_rows=1)
+        return self._planner.plan(shape).predicted_peak_bytes
 
     def _body_inputs(self, bucket: Bucket, inputs: StepInputs[Tensor]) -> BodyInputs:
         ((bounds,),) = inputs.bounds

@@ -92,7 +92,7 @@ class DiffusionModelRunner:
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
             self.graphs = GraphRunner(
-                model, pool, self.caches, graph_memory, self._agreement, max_model_len
+                model, pool, self.caches, planner, graph_memory, self._agreement, max_model_len
             )
         self.shares = Shares(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}

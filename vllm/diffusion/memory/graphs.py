@@ -49,10 +49,13 @@ class GraphMemory:
         """What all ranks count, as their plans must be the same."""
         self._settled_bytes = num_bytes
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another graph may be captured."""
-        return self.used_bytes < self.budget_bytes
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether another graph may be captured, of a step that takes so many bytes at once.
+
+        They share their memory, so what counts is whether there is any left; but one that needs
+        more than all may take would leave nothing to those of fewer rows.
+        """
+        return self.used_bytes < self.budget_bytes and num_bytes <= self.budget_bytes
 
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
