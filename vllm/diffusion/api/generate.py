@@ -137,7 +137,8 @@ class GenerateHandler:
                     late = timeout_in(told(output).get(0, {}))
                     if late is not None and not is_begun:
                         raise RequestTimedOut(late)
-                    for data in self._events(request_id, index, finals[index], output):
+                    news = self._events(request_id, index, choices[index], finals[index], output)
+                    for data in news:
                         is_begun = True
                         yield event(data)
                     finals[index] = output
@@ -152,7 +153,12 @@ class GenerateHandler:
         yield DONE
 
     def _events(
-        self, request_id: str, index: int, before: RequestOutput | None, output: RequestOutput
+        self,
+        request_id: str,
+        index: int,
+        choice: _Choice,
+        before: RequestOutput | None,
+        output: RequestOutput,
     ) -> Iterator[str]:
         """What is new in an output: the canvas, and the prefix if it has grown or is complete."""
         found, completion = told(output).get(0, {}), output.outputs[0]
@@ -165,7 +171,7 @@ class GenerateHandler:
                 id=request_id,
                 index=index,
                 text=text,
-                token_ids=_answer_ids(completion),
+                token_ids=_answer_ids(completion, choice.decided),
                 delta=text if before is None else text.removeprefix(before.outputs[0].text),
             ).model_dump_json()
 
@@ -203,7 +209,7 @@ class GenerateHandler:
             created=int(time.time()),
             model=self._model_names[0],
             text=[c.text for c in completions],
-            token_ids=[_answer_ids(c) for c in completions],
+            token_ids=[_answer_ids(c, decided) for c in completions],
             finish_reason=[c.finish_reason or "abort" for c in completions],
             logprobs=None
             if decided.logprobs is None
@@ -253,13 +259,10 @@ def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
     )
 
 
-def _answer_ids(completion: Any) -> list[int]:
+def _answer_ids(completion: Any, decided: DiffusionParams) -> list[int]:
     """The answer's token ids; the token that ended it is not part of it."""
     ids = list(completion.token_ids)
-    ended_by_token = completion.finish_reason == "stop" and not isinstance(
-        completion.stop_reason, str
-    )
-    return ids[:-1] if ended_by_token else ids
+    return ids[:-1] if ids and ids[-1] in decided.stop_ids else ids
 
 
 def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
@@ -268,7 +271,7 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
         TokenLogprob(
             **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, decided)
         )
-        for token, found in zip(_answer_ids(completion), completion.logprobs, strict=False)
+        for token, found in zip(_answer_ids(completion, decided), completion.logprobs, strict=False)
     ]
 
 

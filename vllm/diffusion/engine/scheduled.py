@@ -125,4 +125,6 @@ class Scheduled:
         if new and new[-1] in self.params.stop_ids:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = new[-1] if new[-1] != self.params.eos_id else None
+        elif result.is_closed:
+            request.status = RequestStatus.FINISHED_STOPPED
         return new

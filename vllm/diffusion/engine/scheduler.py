@@ -256,9 +256,9 @@ class DiffusionScheduler(SchedulerInterface):
             item = self._running.get(req_id)
             if item is None:
                 continue  # aborted while the step ran
-            output = self._advance(item, result, done.usage)
-            if output is not None:
-                told[item.request.client_index].append(output)
+            news = self._advance(item, result, done.usage)
+            if news:
+                told[item.request.client_index] += news
         to_the_end(self._running, done.results)
         finished, self._finished_by_client = self._finished_by_client, defaultdict(set)
         stats = self._statistics_if_due(has_outputs=bool(told or finished))
@@ -275,13 +275,13 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _advance(
         self, item: Scheduled, result: StepResult, usage: StepUsage | None
-    ) -> EngineCoreOutput | None:
-        """Take in what became final; None when there is nothing to tell the client."""
+    ) -> list[EngineCoreOutput]:
+        """Take in what became final, and say what the client is told of it."""
         request = item.request
         if result.error is not None:
             self._observer.refused(request, result.error, reason="engine")
             self._end(request, RequestStatus.FINISHED_ERROR)
-            return outputs.refusal(request, result.error)
+            return [outputs.refusal(request, result.error)]
         self._observer.progressed(item, result)
         item.take_part(result, usage)
         new_token_ids = item.accept(result)
@@ -289,7 +289,7 @@ class DiffusionScheduler(SchedulerInterface):
         if request.is_finished():
             self._end(request, request.status)
         elif not new_token_ids and result.canvas is None:
-            return None
+            return []
         return outputs.progress(item, new_token_ids, result)
 
     def _statistics_if_due(self, has_outputs: bool) -> SchedulerStats | None:
