@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion import envs, families, startup_log
-from vllm.diffusion.decision import PENALTIES
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.fields import server_defaults
 from vllm.diffusion.guided.guides import Guides
@@ -163,7 +162,6 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
-        penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
         guides=_guides(model, ids, vocab_size) if not model.skip_tokenizer_init else None,
     )
 

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.bodies import left_out
 from vllm.diffusion.api.choices import Cancelling, RequestTimedOut, answers, last, primed
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
@@ -27,9 +28,9 @@ from vllm.diffusion.api.protocol import (
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
-from vllm.diffusion.decision import attach
+from vllm.diffusion.decision import IGNORED, attach
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import canonical
+from vllm.diffusion.fields import SPELLINGS, canonical
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
@@ -192,7 +193,11 @@ class GenerateHandler:
             add_special_tokens=body.add_special_tokens
         )
         parsed = [parse_model_prompt(self._engine.model_config, p) for p in prompts]
-        return list(await renderer.render_cmpl_async(parsed, tokenization))
+        rendered = list(await renderer.render_cmpl_async(parsed, tokenization))
+        for prompt, found in zip(split_prompt(body.prompt), rendered, strict=True):
+            if not found["prompt_token_ids"]:
+                raise InvalidParameterError("prompt", prompt, "wanted at least one token")
+        return rendered
 
     def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
         return answers(self._engine, choice.engine_input, choice.sampling, choice.request_id)
@@ -232,6 +237,7 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     check_body(body)
     own = GenerateBody.model_fields
     given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
+    ignored = left_out(body.model_dump(exclude_unset=True), own.keys() | SPELLINGS.keys())
     asked = canonical(given, also_known=own)
     if asked.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
@@ -239,7 +245,8 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     spec = asked_spec(body.response_format, body.structured_outputs)
     structured = {} if spec is None else {STRUCTURED: spec}
     own_fields = {"stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
-    return {**asked, **structured, **own_fields, "logprob_token_ids": body.logprob_token_ids}
+    told = {"logprob_token_ids": body.logprob_token_ids, IGNORED: ignored}
+    return {**asked, **structured, **own_fields, **told}
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:

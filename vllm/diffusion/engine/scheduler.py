@@ -35,7 +35,7 @@ from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
-from vllm.diffusion.params import SEED_BITS
+from vllm.diffusion.params import DRAWN_SEED_BITS
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
@@ -106,7 +106,7 @@ class DiffusionScheduler(SchedulerInterface):
             self._refuse(request, str(error), reason="engine")
             return
         if decided.seed is None:
-            decided = decided.with_seed(secrets.randbits(SEED_BITS))
+            decided = decided.with_seed(secrets.randbits(DRAWN_SEED_BITS))
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
         demand = demand_of(decided, request.num_prompt_tokens)
