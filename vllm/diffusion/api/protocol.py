@@ -57,7 +57,7 @@ class GenerateBody(BaseModel):
     presence_penalty: float | None = Field(None, description=_INERT)
     frequency_penalty: float | None = Field(None, description=_INERT)
     repetition_penalty: float | None = Field(None, description=_INERT)
-    logit_bias: dict[str, float] | None = Field(None, description=_INERT)
+    logit_bias: dict[int, float] | None = Field(None, description=_INERT)
     reasoning_effort: str | None = Field(None, description=_INERT)
     response_format: dict[str, Any] | None = Field(
         None,

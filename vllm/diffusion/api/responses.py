@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import ResponseErrorEvent
+from pydantic import ValidationError
 
 from vllm.diffusion.api.bodies import ROLES, check_message
 from vllm.diffusion.api.choices import primed
@@ -75,11 +76,15 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
     ) -> Any:
         try:
             return await super()._render_resolved_response_inputs(request, *args, **kwargs)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"]))
+            wanted = f"{fault['msg']}: {place}"
         except (AssertionError, AttributeError, LookupError, TypeError) as error:
             # Upstream's parser takes parts that are missing, or of another kind, for given.
             logger.debug("input of a response", exc_info=True)
-            refused = InvalidParameterError("input", request.input, f"cannot be read: {error!r}")
-            raise RequestRefused(refused) from None
+            wanted = f"it cannot be read: {type(error).__name__} {error}".rstrip()
+        raise RequestRefused(InvalidParameterError("input", request.input, wanted))
 
     def _generate_with_builtin_tools(
         self, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
