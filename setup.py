@@ -50,7 +50,8 @@ ARCH_OF_MAJOR = {"8": "80", "9": "90a", "10": "100"}  # by compute capability
 
 OVERLAY = "mosaic_overlay"  # the wheel's folder
 PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
-KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".typed"})  # of what lies in a package
+# Of what lies in a package.
+KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed"})
 
 
 class BuildError(Exception):

@@ -432,3 +432,13 @@ def test_transformers_reads_its_models_by_one_function() -> None:
     spread = import_utils.spread_import_structure(found)
     assert spread == {frozenset(): {"a.b": {"C"}}, frozenset({"torch"}): {"d": {"E"}}}
     assert found == {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
+
+
+def test_upstream_brings_a_swagger_ui_that_knows_openapi_3_1() -> None:
+    from vllm.diffusion.api.documentation.routes import SWAGGER_UI
+
+    library = (SWAGGER_UI / "swagger-ui-bundle.js").read_text(encoding="utf-8")
+    version = re.search(r'PACKAGE_VERSION:"(\d+)\.', library)
+    assert version is not None
+    assert int(version[1]) >= 5  # of which 5.0 is the first
+    assert (SWAGGER_UI / "swagger-ui.css").stat().st_size > 10_000

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCRIPT = ROOT / "scripts" / "installed" / "mosaic_overlay_path.py"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IN_OVERLAY = (
-    *("vllm/__init__.py", "vllm/diffusion/plugin.py", "vllm/diffusion/api/page/static/index.html"),
+    *("vllm/__init__.py", "vllm/diffusion/plugin.py"),
     *("flash_sample/__init__.py", "vmm_allocator/__init__.py"),
     "vllm_add_llada/cuda_kernels/fused_ops/__init__.py",
 )
@@ -61,6 +61,8 @@ def test_no_file_of_upstreams_is_in_it(wheel: zipfile.ZipFile) -> None:
     info = f"mosaic-{PROJECT['version']}.dist-info"
     assert tops == {"mosaic.pth", "mosaic_overlay", "mosaic_overlay_path.py", info}
     assert {f"mosaic_overlay/{name}" for name in IN_OVERLAY} <= set(names)
+    pages = (path for path in (ROOT / "vllm").rglob("static/**/*") if path.is_file())
+    assert {f"mosaic_overlay/{path.relative_to(ROOT)}" for path in pages} <= set(names)
     assert not [name for name in names if name.endswith(("setup.py", ".cu", ".pyc"))]
 
 

@@ -27,13 +27,13 @@ class Browser:
 
     Args:
         profile: folder for what the browser writes.
-        size: width and height in pixels.
-        dark: the colours that the system prefers.
+
+    Attributes:
+        errors: what scripts threw, what a policy stopped, and what could not be loaded.
+        requested: addresses that were asked for.
     """
 
-    def __init__(
-        self, profile: Path, *, size: tuple[int, int] = (1280, 800), dark: bool = False
-    ) -> None:
+    def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
@@ -55,7 +55,8 @@ class Browser:
         os.close(to_write)
         self._number = 0
         self._rest = b""
-        self.errors: list[str] = []  # what scripts threw, and what a policy stopped
+        self.errors: list[str] = []
+        self.requested: list[str] = []
         self._session: str | None = None
         targets = self._call("Target.getTargets")["targetInfos"]
         page = next(t["targetId"] for t in targets if t["type"] == "page")
@@ -63,9 +64,12 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
-        self.resize(*size, dark=dark)
+        self.show()
 
-    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+    def show(
+        self, width: int = 1280, height: int = 800, *, dark: bool = False, still: bool = True
+    ) -> None:
+        """Take a size in pixels, and what the system prefers: dark colours, nothing that moves."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -73,8 +77,22 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 500,
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        preferred = {
+            "prefers-color-scheme": "dark" if dark else "light",
+            "prefers-reduced-motion": "reduce" if still else "no-preference",
+        }
+        features = [{"name": name, "value": value} for name, value in preferred.items()]
+        self._call("Emulation.setEmulatedMedia", features=features)
+
+    def disconnect(self, is_cut: bool = True) -> None:
+        """Cut the network, or give it back."""
+        self._call(
+            "Network.emulateNetworkConditions",
+            offline=is_cut,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
 
     def open(self, url: str) -> None:
         answer = self._call("Page.navigate", url=url)
@@ -100,7 +118,15 @@ class Browser:
 
     def key(self, name: str) -> None:
         """Press and release a key, by its name as in `KeyboardEvent.key`."""
-        code = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}[name]
+        code = {
+            "Tab": 9,
+            "Enter": 13,
+            "Escape": 27,
+            "End": 35,
+            "Home": 36,
+            "ArrowLeft": 37,
+            "ArrowRight": 39,
+        }[name]
         text = {"Enter": "\r"}.get(name, "")
         for kind in ("keyDown", "keyUp"):
             self._call(
@@ -149,6 +175,8 @@ class Browser:
 
     def _hear(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})
+        if message.get("method") == "Network.requestWillBeSent":
+            self.requested.append(params["request"]["url"])
         if message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(str(params["exceptionDetails"]))
         if message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":

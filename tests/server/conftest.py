@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.server.browser import CHROMIUM, Browser
 from tests.server.client import Client
 from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess
 
@@ -48,6 +49,16 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
     """One for all tests: to make one reads the certificates of the system."""
     with server.client() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    found = Browser(tmp_path_factory.mktemp("browser"))
+    yield found
+    found.close()
 
 
 @pytest.fixture

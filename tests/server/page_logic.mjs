@@ -5,11 +5,12 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
-const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, shown } = await import(`${modules}trace.js`);
+const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, UNUSED, shown } = await import(`${modules}trace.js`);
 const { curlOf, eachEvent, linkOf, stateIn } = await import(`${modules}request.js`);
 const { languageOf, matches, writtenOf } = await import(`${modules}guided.js`);
 const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
+const { Conversation, keep, kept } = await import(`${modules}conversation.js`);
 const { svgOf } = await import(`${modules}svg.js`);
 
 const TEXT = { 1: "a", 2: " b", 3: "c&<", 9: "<|mask|>" };
@@ -96,18 +97,67 @@ test("a curl command survives quotes", () => {
 test("a picture has every text, and ends on the last step", () => {
   const ink = { ink: "#000", muted: "#555", faint: "#999", accent: "#c00", onAccent: "#fff", paper: "#fff" };
   const trace = traced();
+  trace.settle();
   trace.seek(1);
   const svg = svgOf(trace, 2, ink, "a <title>");
   assert.equal(trace.at, 1);
-  assert.equal(trace.frames.length, 3);
+  assert.equal(trace.frames.length, 4);
   assert.match(svg, /^<svg [^]*<title>a &lt;title&gt;<\/title>[^]*c&amp;&lt;[^]*<\/svg>\n$/);
   const final = [...svg.matchAll(/opacity="1"[^>]*>([^<]*)/g)].map((m) => m[1]);
   assert.deepEqual(final, ["b", "c&amp;&lt;", "b"]);
 });
 
 test("what cannot be seen has a sign", () => {
-  assert.deepEqual(["\n", " ", " a ", "<|eot|>", "</s>", "<b"].map(shown),
-    ["↵", "␣", "a", "end", "end", "<b"]);
+  assert.deepEqual(["\n", " ", " a ", "</b>"].map(shown), ["↵", "␣", "a", "</b>"]);
+});
+
+test("a complete answer leaves nothing masked, new or proposed", () => {
+  const trace = new Trace(4, [2, 3]);
+  trace.push(canvas(1, "1c0.5", "2c0.25", "1p0.5", "."), 0.1);
+  trace.settle();
+  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, UNUSED, UNUSED]);
+  assert.deepEqual([0, 1, 2, 3].map((i) => trace.labelAt(i)), ["a", "end", "", ""]);
+  assert.ok(![0, 1, 2, 3].some((i) => trace.isFresh(i)));
+  assert.deepEqual(trace.counted(), { numEnds: 1, numOthers: 1 });
+  assert.deepEqual(trace.commits(), [2, 0]);
+  trace.seek(0);
+  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, MASKED]);
+  assert.equal(trace.isFresh(0), true);
+});
+
+test("a model is sent what was said, as each canvas has heard it", () => {
+  const said = (text) => ({ text, isWhole: true });
+  const talk = new Conversation({ system: " Be brief. ", turns: [
+    { question: "1", answers: { A: said("a"), B: said("b") } },
+    { question: "2", answers: { A: { text: "cut", isWhole: false } } },
+    { question: "3", answers: { A: said("") } },
+    { question: "4", answers: { A: said("d") } },
+  ] });
+  talk.begin(4, "5");
+  const told = (name) => talk.messages(4, name).map((m) => `${m.role}: ${m.content}`);
+  assert.deepEqual(told("A"), ["system: Be brief.", "user: 1", "assistant: a", "user: 4",
+    "assistant: d", "user: 5"]);
+  assert.deepEqual(told("B").slice(1, 5), ["user: 1", "assistant: b", "user: 4", "assistant: d"]);
+  talk.begin(1, "2, said otherwise");
+  assert.equal(talk.turns.length, 2);
+});
+
+test("what a tab keeps is bounded, and what it cannot read is nothing", () => {
+  const held = new Map();
+  const storage = { getItem: (key) => held.get(key) ?? null, setItem: (key, text) => held.set(key, text) };
+  assert.equal(kept(storage), null);
+  const turns = Array.from({ length: 50 }, (_, k) => ({ question: String(k), answers: { A: { text: "x".repeat(20_000) } } }));
+  keep(storage, { system: "s", turns });
+  const { system, turns: left } = kept(storage);
+  assert.equal(system, "s");
+  assert.equal(left.at(-1).question, "49");
+  assert.ok(left.length > 10 && left.length < 25);
+  assert.equal(turns.length, 50);
+  assert.doesNotThrow(() => keep({ setItem() { throw new Error("full"); } }, { turns }));
+  for (const text of ["{", "null", "{}", "[]"]) {
+    storage.setItem([...held.keys()][0], text);
+    assert.equal(kept(storage), null);
+  }
 });
 
 test("metrics are read as Prometheus writes them", () => {

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.server.browser import CHROMIUM, Browser
-from tests.server.client import ANSWER, GENERATE, QUESTION
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
 from tests.server.process import ROOT
 from vllm.diffusion import __version__
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from vllm.diffusion.api.documentation.routes import OPEN_PATHS as DOCUMENTATION_PATHS
+from vllm.diffusion.api.documentation.routes import STATIC as DOCUMENTATION
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.routes import OPEN_PATHS, STATIC
 from vllm.diffusion.families import DREAM, LLADA2, SDAR
@@ -24,28 +28,40 @@ from vllm.diffusion.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from typing import Any
 
+    from tests.server.browser import Browser
     from tests.server.client import Client
     from tests.server.process import ServerProcess
     from vllm.diffusion.families import Family
 
 # Where anything could be loaded from; the name of SVG's namespace is no address.
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+")
+VENDOR = STATIC / "vendor"  # files of others
+OWN_FILES = [p for p in (*STATIC.iterdir(), *DOCUMENTATION.iterdir()) if p.is_file()]
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
+PHONE, DESK = (390, 844), (1280, 800)
 
 
 # ---- files -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", sorted(STATIC.iterdir()), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(OWN_FILES), ids=lambda file: file.name)
 def test_nothing_is_loaded_from_elsewhere(file: Path) -> None:
     text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     assert not ADDRESS.findall(text)
 
 
+def test_files_of_others_are_as_published() -> None:
+    listed = re.findall(r"^([0-9a-f]{64})  (\S+)", (VENDOR / "VERSIONS.txt").read_text(), re.M)
+    assert {name for _, name in listed} == {path.name for path in VENDOR.glob("*.js")}
+    for digest, name in listed:
+        assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest, name
+        assert (VENDOR / f"{name.split('.')[0]}.LICENSE.txt").is_file()
+
+
 def test_files_need_no_key_and_are_not_sent_twice(client: Client) -> None:
-    for path in OPEN_PATHS:
+    for path in OPEN_PATHS | DOCUMENTATION_PATHS - {"/openapi.json"}:
         found = client.http.get(path)
         assert found.status_code == 200, path
         assert "default-src 'none'" in found.headers["content-security-policy"]
@@ -109,6 +125,7 @@ def test_what_the_server_offers(client: Client) -> None:
     offered = client.http.get("/page/options.json").json()
     assert (offered["model"], offered["family"]) == ("llada-tiny", "llada")
     assert offered["algorithms"].keys() == ALGORITHMS.keys()
+    assert len(offered["end_ids"]) == 2
 
 
 # ---- status ------------------------------------------------------------------------------------
@@ -147,95 +164,121 @@ def test_its_logic() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    found = Browser(tmp_path_factory.mktemp("browser"))
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def page(browser: Browser, server: ServerProcess) -> Iterator[Browser]:
-    browser.open(f"{server.url}/?{id(object())}")
-    browser.wait_for("!document.getElementById('send').disabled")
+    """The page as it is on a first visit. Afterwards: no error, and nothing asked of elsewhere."""
+    browser.show()
+    browser.errors.clear()
+    browser.requested.clear()
+    browser.open(f"{server.url}/status")  # leaves the page, which then keeps its conversation
+    browser.run("sessionStorage.clear()")
+    visit(browser, f"{server.url}/")
     yield browser
     assert browser.errors == []
+    assert {
+        url for url in browser.requested if not url.startswith((f"{server.url}/", "data:"))
+    } <= {"about:blank"}
+
+
+def visit(page: Browser, url: str) -> None:
+    page.open("about:blank")
+    page.open(url)
+    page.wait_for("!document.getElementById('send').disabled")
 
 
 def part(name: str, pane: int = 0) -> str:
     return f"document.querySelectorAll('.pane')[{pane}].querySelector('[data-part={name}]')"
 
 
-def ask(page: Browser, question: str) -> None:
+def told(page: Browser, name: str, pane: int = 0) -> str:
+    found: str = page.run(f"{part(name, pane)}.textContent")
+    return found
+
+
+def choose(page: Browser, name: str, value: str, pane: int = 0) -> None:
+    """Give one of the settings a value, as a user does."""
+    page.run(
+        f"{{ const c = document.querySelectorAll('.pane')[{pane}].querySelector('[name={name}]');"
+        f"c.value = {json.dumps(value)};"
+        "c.dispatchEvent(new Event(c.tagName === 'TEXTAREA' ? 'input' : 'change')); }"
+    )
+
+
+def begin(page: Browser, question: str) -> None:
     """By the keyboard alone."""
     page.run("document.getElementById('question').focus()")
     page.type(question)
     page.key("Enter")
-    page.wait_for("[...document.querySelectorAll('.pane')].every(p => p.dataset.state === 'done')")
 
 
-@needs_chromium
+def wait_for_answer(page: Browser) -> None:
+    page.wait_for("document.getElementById('send').textContent === 'Send'")
+    page.wait_for("document.querySelector('.turn:last-of-type .text:not(.open)')")
+
+
+def ask(page: Browser, question: str) -> None:
+    begin(page, question)
+    wait_for_answer(page)
+
+
+def answers(page: Browser) -> list[str]:
+    found: list[str] = page.run(
+        "[...document.querySelectorAll('.answer .text')].map(a => a.innerText)"
+    )
+    return found
+
+
+def press(page: Browser, label: str) -> None:
+    page.run(f"document.querySelector('[aria-label=\"{label}\"]').click()")
+
+
 def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) -> None:
     ask(page, QUESTION)
-    assert page.run("document.querySelector('.answer').textContent") == ANSWER
-    assert page.run(f"{part('committed')}.textContent") == "32/32"
-    assert page.run(f"{part('forwards')}.textContent") == "32"
+    assert answers(page) == [ANSWER]
+    assert told(page, "committed") == "32/32"
+    assert told(page, "forwards") == "32"
     page.run(f"{part('slider')}.focus()")
+    page.key("ArrowLeft")  # from the end to the last step
     page.key("ArrowLeft")
-    committed = page.run(f"{part('committed')}.textContent")
+    committed = told(page, "committed")
     assert committed != "32/32"
     assert committed.endswith("/32")
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("ArrowRight")
-    told = page.run(f"{part('readout')}.textContent")
-    assert re.fullmatch(r'position 1, block 1: "The" \w[\w ]*, confidence 0\.\d+|.* 1\.000', told)
+    found = told(page, "readout")
+    assert re.fullmatch(r'position 1, block 1: "The" \w[\w ]*, confidence 0\.\d+|.* 1\.000', found)
 
 
-@needs_chromium
 def test_two_settings_on_one_question_and_the_link_to_it(
     page: Browser, server: ServerProcess
 ) -> None:
     page.run("document.getElementById('compare').click()")
-    page.run(
-        "{ const s = document.querySelectorAll('select[name=algorithm]')[1];"
-        "s.value = 'threshold'; s.dispatchEvent(new Event('change')); }"
-    )
+    choose(page, "algorithm", "threshold", pane=1)
     ask(page, QUESTION)
-    answers = "[...document.querySelectorAll('.answer')].map(a => a.textContent)"
-    assert page.run(answers) == [ANSWER, ANSWER]
-    forwards = int(page.run(f"{part('forwards', 1)}.textContent"))
+    page.wait_for("document.querySelectorAll('.text:not(.open)').length === 2")
+    assert answers(page) == [ANSWER, ANSWER]
+    forwards = int(told(page, "forwards", 1))
     assert forwards < 32
     page.run("document.getElementById('link').click()")
     page.wait_for("location.hash.startsWith('#ask=')")
     link = page.run("location.href")
-    page.open("about:blank")
-    page.open(link)
-    page.wait_for("!document.getElementById('send').disabled")
+    page.open(f"{server.url}/status")
+    page.run("sessionStorage.clear()")
+    visit(page, link)
     assert page.run("document.getElementById('question').value") == QUESTION
     assert page.run("document.querySelectorAll('select[name=algorithm]')[1].value") == "threshold"
     ask(page, "")
-    assert int(page.run(f"{part('forwards', 1)}.textContent")) == forwards
+    page.wait_for("document.querySelectorAll('.text:not(.open)').length === 2")
+    assert int(told(page, "forwards", 1)) == forwards
 
 
-@needs_chromium
 def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
-    page.run(
-        "{ const s = document.querySelector('input[name=gen_length]');"
-        "s.value = 7000; s.dispatchEvent(new Event('change')); }"
-    )
-    page.run("document.getElementById('question').focus()")
-    page.type(QUESTION)
-    page.key("Enter")
+    choose(page, "gen_length", "7000")
+    begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert "gen_length" in page.run(f"{part('error')}.textContent")
+    assert "gen_length" in told(page, "error")
     page.errors.clear()  # the browser logs a 400
-    page.run(
-        "{ const s = document.querySelector('input[name=gen_length]');"
-        "s.value = 32; s.dispatchEvent(new Event('change')); }"
-    )
+    choose(page, "gen_length", "32")
     ask(page, QUESTION)
     page.run(
         "{ const make = URL.createObjectURL.bind(URL); URL.createObjectURL = (blob) => {"
@@ -248,28 +291,259 @@ def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
     assert {"The", "Paris"} <= set(texts)
 
 
-@needs_chromium
 def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
-    page.run(
-        "{ const s = document.querySelector('select[name=answer]');"
-        "s.value = 'choice'; s.dispatchEvent(new Event('change')); }"
-    )
+    choose(page, "answer", "choice")
     assert page.run("document.querySelector('textarea[name=language]').value").startswith("Paris")
     ask(page, QUESTION)
-    assert page.run("document.querySelector('.answer p').textContent") == "Paris"
+    assert answers(page) == ["Paris"]
     assert page.run("document.querySelector('.verdict').textContent") == "matches: one of"
-    page.run(
-        "{ const s = document.querySelector('textarea[name=language]');"
-        "s.value = ''; s.dispatchEvent(new Event('input')); }"
-    )
-    page.run("document.getElementById('question').focus()")
-    page.type(QUESTION)
-    page.key("Enter")
+    choose(page, "language", "")
+    begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert page.run(f"{part('error')}.textContent") == "one of: wanted one choice a line"
+    assert told(page, "error") == "one of: wanted one choice a line"
 
 
-@needs_chromium
+def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
+    """Nor are its end tokens counted as what the model said."""
+    choose(page, "gen_length", "64")
+    choose(page, "block_length", "16")
+    ask(page, QUESTION)
+    masked = (
+        "(() => { const c = document.querySelector('.scroller canvas');"
+        "const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "const style = getComputedStyle(c);"
+        "const of = (n) => style.getPropertyValue('--' + n).match(/\\w\\w/g)"
+        ".map((v) => parseInt(v, 16)); const ink = of('ink'), paper = of('paper');"
+        "let found = 0; for (let i = 0; i < data.length; i += 4)"
+        " if (data[i + 3] && data[i + 3] < 40"
+        " && [0, 1, 2].every((k) => Math.abs(data[i + k] - ink[k]) < 24)) found++;"
+        "return found; })()"
+    )
+    page.wait_for(f"{masked} === 0")
+    rate, seconds = float(told(page, "rate")), float(told(page, "seconds").removesuffix(" s"))
+    assert 5 < rate * seconds < 9  # seven tokens, of sixteen committed
+    page.run("document.querySelector('.scroller canvas').focus()")
+    page.key("End")
+    assert "not needed" in told(page, "readout")
+    page.run(f"{part('slider')}.focus()")
+    page.key("Home")
+    page.wait_for(f"{masked} > 1000")  # the empty canvas
+
+
+def test_a_short_run_is_played_once_at_a_pace_that_can_be_read(page: Browser) -> None:
+    page.show(still=False)
+    choose(page, "steps", "4")
+    ask(page, QUESTION)
+    assert told(page, "play") == "Pause"
+    steps = int(page.run(f"{part('slider')}.max"))
+    seen = set()
+    while told(page, "play") == "Pause":
+        seen.add(int(page.run(f"{part('slider')}.value")))
+    assert seen >= set(range(1, steps)), (seen, steps)
+    assert told(page, "committed") == "32/32"
+
+
+def test_a_phone_shows_the_conversation_first_and_send_at_once(page: Browser) -> None:
+    page.show(*PHONE)
+    visible = (
+        "(() => { const b = document.getElementById('send').getBoundingClientRect();"
+        "return b.top >= 0 && b.bottom <= innerHeight && document.elementFromPoint("
+        "(b.left + b.right) / 2, (b.top + b.bottom) / 2).id === 'send'; })()"
+    )
+    order = (
+        "document.getElementById('log').getBoundingClientRect().bottom <= "
+        "document.getElementById('stage').getBoundingClientRect().top"
+    )
+    assert page.run(visible)
+    assert page.run(order)
+    ask(page, QUESTION)
+    assert page.run(visible)
+    assert page.run(order)
+    seen = "document.querySelector('.answer').getBoundingClientRect()"
+    assert page.run(f"{seen}.top >= 0 && {seen}.bottom < innerHeight / 2")
+    assert page.run("document.documentElement.scrollWidth") == PHONE[0]
+    page.run("scrollTo(0, document.body.scrollHeight)")
+    assert page.run(visible)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_all_text_can_be_read(
+    page: Browser, server: ServerProcess, size: tuple[int, int], dark: bool
+) -> None:
+    """WCAG's ratio of 4.5: at the start, during a run, after it, beside an error, and of status."""
+    page.show(*size, dark=dark)
+    assert page.run(CONTRAST) == []
+    page.run("document.querySelectorAll('details').forEach((box) => box.open = true)")
+    choose(page, "gen_length", "1024")
+    choose(page, "block_length", "1024")
+    begin(page, PUZZLE)
+    page.wait_for(f"parseInt({part('committed')}.textContent) > 1")
+    assert page.run(CONTRAST) == []
+    page.key("Escape")
+    page.wait_for(f"{part('error')}.textContent === 'Stopped.'")
+    choose(page, "gen_length", "32")
+    choose(page, "block_length", "32")
+    choose(page, "answer", "regex")
+    ask(page, QUESTION)
+    press(page, "Edit question 2")
+    assert page.run(CONTRAST) == []
+    page.open(f"{server.url}/status")
+    page.wait_for("document.getElementById('state').textContent === 'ready'")
+    assert page.run(CONTRAST) == []
+
+
+def test_a_conversation_survives_a_reload(page: Browser, server: ServerProcess) -> None:
+    ask(page, QUESTION)
+    page.run(
+        "{ const s = document.getElementById('system'); s.value = 'Be brief.';"
+        "s.dispatchEvent(new Event('input')); }"
+    )
+    choose(page, "steps", "16")
+    visit(page, f"{server.url}/")
+    assert answers(page) == [ANSWER]
+    assert page.run("document.querySelector('.mine').textContent") == QUESTION
+    assert page.run("document.getElementById('system').value") == "Be brief."
+    assert page.run("document.querySelector('[name=steps]').value") == "16"
+    page.run("document.getElementById('clear').click()")
+    visit(page, f"{server.url}/")
+    assert answers(page) == []
+
+
+LISTEN = (
+    "{ const send = window.fetch; window.sent = []; window.fetch = (path, options) => {"
+    "if (options?.body) window.sent.push(JSON.parse(options.body)); return send(path, options); };"
+    "navigator.clipboard.writeText = async (text) => { window.copied = text; }; }"
+)
+
+
+def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -> None:
+    page.run(LISTEN)
+    ask(page, QUESTION)
+    ask(page, "What is 3 plus 4?")
+    press(page, "Copy answer 1")
+    assert page.run("window.copied") == ANSWER
+    press(page, "Edit question 2")
+    assert page.run("document.getElementById('question').value") == "What is 3 plus 4?"
+    page.run("document.getElementById('question').value = ''")
+    page.run(
+        "{ const s = document.getElementById('system'); s.value = 'Be brief.';"
+        "s.dispatchEvent(new Event('input')); }"
+    )
+    ask(page, "What is 2 plus 2?")
+    press(page, "Regenerate answer 1")
+    wait_for_answer(page)
+    assert page.run("[...document.querySelectorAll('.mine')].map(q => q.textContent)") == [QUESTION]
+    assert len(answers(page)) == 1
+    sent = [
+        [(m["role"], m["content"]) for m in body["messages"]] for body in page.run("window.sent")
+    ]
+    first = [("user", QUESTION), ("assistant", ANSWER)]
+    system = ("system", "Be brief.")
+    assert sent[:3] == [
+        [("user", QUESTION)],
+        [*first, ("user", "What is 3 plus 4?")],
+        [system, *first, ("user", "What is 2 plus 2?")],
+    ]
+    assert sent[3] == [system, ("user", QUESTION)]
+
+
+def test_nothing_in_an_answer_runs(page: Browser) -> None:
+    """The model is made to say it; its Markdown is drawn, its HTML is shown."""
+    evil = (
+        "**B** `c` <img src=x onerror=ran=1><script>ran=1</script>"
+        "[j](javascript:ran=1)[h](http://h/)![i](http://h/i)"
+    )
+    choose(page, "gen_length", "128")
+    choose(page, "answer", "choice")
+    choose(page, "language", evil)
+    ask(page, QUESTION)
+    assert page.run("document.querySelector('.verdict').dataset.match") == "true"
+    text = "document.querySelector('.answer .text')"
+    shown = page.run(f"{text}.innerText")
+    assert shown.startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
+    assert (
+        page.run(
+            f"{text}.querySelector('strong').textContent + {text}.querySelector('code').textContent"
+        )
+        == "Bc"
+    )
+    assert page.run(f"{text}.querySelectorAll('img, script').length") == 0
+    links = f"[...{text}.querySelectorAll('a')].map((a) => [a.getAttribute('href'), a.rel])"
+    assert [link for link in page.run(links) if link[0]] == [["http://h/", "noopener noreferrer"]]
+    assert page.run("typeof ran") == "undefined"
+
+
+def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
+    def html(text: str) -> str:
+        found: str = page.run(
+            "import('/page/markdown.js').then(({ elementsOf }) => { const box = "
+            "document.createElement('div'); document.body.append(box);"
+            f"box.append(elementsOf({json.dumps(text)})); return box.innerHTML; }})"
+        )
+        return found
+
+    assert html("```py\na < b\n```") == '<pre tabindex="0"><code>a &lt; b\n</code></pre>\n'
+    assert html("- a\n- b") == "<ul>\n<li>a</li>\n<li>b</li>\n</ul>\n"
+    assert "<td>1</td>" in html("| a |\n|---|\n| 1 |")
+    assert html("a\nb").startswith("<p>a<br>b</p>")
+    for evil in (
+        "<svg onload=ran=1>",
+        "<iframe srcdoc='<script>parent.ran=1</script>'></iframe>",
+        "<a href='javascript:ran=1'>x</a>",
+        "[x](JaVaScRiPt:ran=1)",
+        "[x](data:text/html,<script>ran=1</script>)",
+        '[x](http://h/ "onmouseover=ran=1")',
+        "![x](x onerror=ran=1)",
+        "<style>*{display:none}</style>",
+        "<form action=//h><button>x</button></form>",
+    ):
+        found = html(evil)
+        assert not re.search(r"<(?!/?(?:p|a|br)\b)", found), found
+        assert not re.search(r"<[^>]*(?:javascript|data):", found, re.I), found
+    assert page.run("typeof ran") == "undefined"
+
+
+def test_an_empty_answer_says_so(page: Browser) -> None:
+    choose(page, "answer", "regex")
+    choose(page, "language", r"\n")
+    ask(page, QUESTION)
+    note = page.run("document.querySelector('.note').textContent")
+    assert re.fullmatch(r"empty answer: \d+ end tokens?", note)
+
+
+def test_a_server_that_is_gone_is_named(page: Browser, server: ServerProcess) -> None:
+    line = f"The server does not answer at {server.url}/"
+    page.disconnect()
+    begin(page, QUESTION)
+    page.wait_for(f"!{part('error')}.hidden")
+    assert told(page, "error") == line
+    assert page.run("document.querySelector('.note').textContent") == line
+    page.disconnect(False)
+    page.open(f"{server.url}/status")
+    page.wait_for("document.getElementById('state').textContent === 'ready'")
+    page.disconnect()
+    page.wait_for("!document.getElementById('trouble').hidden")
+    assert page.run("document.getElementById('trouble').textContent") == line
+    page.disconnect(False)
+    page.wait_for("document.getElementById('state').textContent === 'ready'")
+    page.errors.clear()  # the browser logs what did not come
+
+
+def test_examples_ask_themselves(page: Browser) -> None:
+    page.run("document.querySelector('.example').click()")
+    wait_for_answer(page)
+    assert answers(page) == [ANSWER]
+    assert page.run("document.querySelector('.examples').checkVisibility()") is False
+
+
+def test_every_algorithm_is_explained(page: Browser) -> None:
+    for name, record in ALGORITHMS.items():
+        choose(page, "algorithm", name)
+        shown = page.run("document.querySelector('.about').textContent")
+        assert shown == f"Commits {record.commits.replace('`', '')}."
+
+
 def test_the_status_page(page: Browser, server: ServerProcess) -> None:
     page.open(f"{server.url}/status")
     page.wait_for("document.getElementById('state').textContent === 'ready'")

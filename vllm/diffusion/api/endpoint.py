@@ -19,6 +19,8 @@ from vllm.diffusion.api.bodies import (
     refuse_fields,
 )
 from vllm.diffusion.api.decisions import DecisionRequest, adopt_decisions, register
+from vllm.diffusion.api.documentation import routes as documentation
+from vllm.diffusion.api.documentation.examples import shown
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.likelihood import LikelihoodHandler, LikelihoodRequest, LikelihoodResponse
@@ -89,6 +91,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     dependencies=[Depends(validate_json_request)],
     response_model=None,  # a cancelled request has no answer to validate
     responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    openapi_extra=shown("/generate"),
 )
 @with_cancellation
 @load_aware_call
@@ -113,6 +116,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     dependencies=[Depends(validate_json_request)],
     response_model=None,
     responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
+    openapi_extra=shown("/v1/loglikelihood"),
 )
 @with_cancellation
 @load_aware_call
@@ -132,6 +136,7 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
     dependencies=[Depends(validate_json_request)],
     response_model=None,
     responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
+    openapi_extra=shown("/v1/systemone"),
 )
 async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
     """Upstream's typed decisions, all questions of a call in one forward."""
@@ -175,6 +180,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
     dependencies=checked_by(check_body, lambda body: check_messages(body.get("messages"))),
     response_model=None,
     responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    openapi_extra=shown("/v1/chat/completions"),
 )
 async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
     """OpenAI's chat completions, with diffusion parameters at top level."""
@@ -186,6 +192,7 @@ async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # typ
     dependencies=checked_by(check_body, lambda body: check_prompt(body.get("prompt"))),
     response_model=None,
     responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    openapi_extra=shown("/v1/completions"),
 )
 async def completions(request: CompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
     """OpenAI's completions, with diffusion parameters at top level."""
@@ -262,6 +269,7 @@ class DiffusionEndpoint:
         state.diffusion_lifecycle = Lifecycle(engine_client)
         refusals.install(self._app)
         gate.install(self._app, state.diffusion_lifecycle, args)
+        documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")
         (_, rates), *_ = capacities  # which are the same on all ranks
         validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)

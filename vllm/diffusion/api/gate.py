@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from vllm import envs as upstream_envs
 from vllm.diffusion import envs
+from vllm.diffusion.api.documentation.routes import OPEN_PATHS as _DOCUMENTATION_PATHS
 from vllm.diffusion.api.lifecycle import LEAVING
 from vllm.diffusion.api.metrics import count_refusal
 from vllm.diffusion.api.page.routes import OPEN_PATHS as _PAGE_PATHS
@@ -35,13 +36,12 @@ logger = init_logger(__name__)
 REQUEST_ID = "X-Request-Id"
 _MAX_ID_LENGTH = 128
 _CLOSED_BY_CLIENT = 499  # what web servers log where no answer could be sent
-# Probes, metrics, documentation and the page's files: no key needed, and answered while the server
-# shuts down.
+# Probes, metrics, and the files of pages: no key needed, and answered while the server shuts down.
 _OPEN_PATHS = frozenset(
     {
         *_PAGE_PATHS,
+        *_DOCUMENTATION_PATHS,
         *("/health", "/ready", "/ping", "/metrics", "/version", "/load"),
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
     }
 )
 
@@ -181,16 +181,20 @@ def _take_or_give_id(scope: Scope) -> str:
     return headers[REQUEST_ID]
 
 
+def keys_of(args: Namespace) -> list[str]:
+    """The valid API keys, by the command line or else the environment; none: none is asked for."""
+    return [key for key in args.api_key or [upstream_envs.VLLM_API_KEY] if key]
+
+
 def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
     """Put gate and log around the whole application, upstream's middleware included.
 
     uvicorn's access log, which knows no ids, is replaced by ours.
     """
     inner = app.build_middleware_stack()  # with the exception handlers that there are by now
-    keys = [key for key in args.api_key or [upstream_envs.VLLM_API_KEY] if key]
     excluded = (args.disable_access_log_for_endpoints or "").split(",")
     app.middleware_stack = AccessLog(
-        Gate(inner, lifecycle, keys, envs.max_request_bytes()),
+        Gate(inner, lifecycle, keys_of(args), envs.max_request_bytes()),
         excluded_paths=frozenset(path.strip() for path in excluded),
         enabled=not args.disable_uvicorn_access_log,
     )

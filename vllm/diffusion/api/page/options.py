@@ -30,7 +30,8 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
         version: of this project.
 
     Returns:
-        `algorithms` by name, each with `fields`: the parameters that act beside it, with defaults.
+        `algorithms` by name, each with what it `commits` and `fields`: the parameters that act
+        beside it, with defaults; and `end_ids`, the tokens that end an answer.
     """
     family = model.family
     algorithms = algorithms_for(family)
@@ -40,6 +41,7 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
         "model": name,
         "family": family.name,
         "max_model_len": model.max_model_len,
+        "end_ids": sorted(model.ids.stop),
         "algorithm": default,
         "algorithms": {
             algorithm.name: {

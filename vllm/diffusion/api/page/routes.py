@@ -7,14 +7,14 @@ Files need no key; what tells of the server's work does.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
+
+from vllm.diffusion.api.files import WebFile
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,46 +22,15 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 STATIC = Path(__file__).parent / "static"
-_TYPES = {
-    ".css": "text/css; charset=utf-8",
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self'; "
-        "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 _PATIENCE_S = 2.0  # with an engine that is inside a step
 _PAGES = {"/": "index.html", "/status": "status.html"}
 
 router = APIRouter(include_in_schema=False)
 
 
-@dataclass(frozen=True)
-class _File:
-    content: bytes
-    media_type: str
-    etag: str
-
-    def response(self, request: Request) -> Response:
-        headers = {**_HEADERS, "ETag": self.etag}
-        if request.headers.get("if-none-match") == self.etag:
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, media_type=self.media_type, headers=headers)
-
-
-def _read(path: Path) -> _File:
-    content = path.read_bytes()
-    return _File(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:16]}"')
-
-
-_FILES = {path.name: _read(path) for path in sorted(STATIC.iterdir())}
+_FILES = {
+    path.relative_to(STATIC).as_posix(): WebFile.read(path) for path in sorted(STATIC.rglob("*.*"))
+}
 
 # Answered without a key: they hold nothing that is not in the source.
 OPEN_PATHS = frozenset({*_PAGES, *(f"/page/{name}" for name in _FILES)})
@@ -135,7 +104,7 @@ async def options(raw_request: Request) -> JSONResponse:
     return JSONResponse(found)
 
 
-@router.get("/page/{name}")
+@router.get("/page/{name:path}")
 async def file(name: str, raw_request: Request) -> Response:
     """A part of the pages."""
     if name not in _FILES:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws a trace on a <canvas> as large as what can be seen of it; only visible rows are drawn.
 
-import { COMMITTED, EDITED, MASKED, PROPOSED, isSpecial, shown } from "./trace.js";
+import { COMMITTED, EDITED, MASKED, PROPOSED, UNUSED } from "./trace.js";
 
 const SIZES = {
   text: { width: 56, height: 26, gap: 2, between: 12 },
@@ -73,8 +73,11 @@ export class BoardView {
 
   arrange() {
     if (!this.trace) return;
-    const { clientWidth, clientHeight } = this.scroller;
+    const { clientWidth } = this.scroller;
     this.layout = layout(this.trace.length, this.blockLength, clientWidth, this.showsMap);
+    this.canvas.style.height = "0"; // a scroller without a height of its own takes the layout's
+    this.spacer.style.height = `${this.layout.height}px`;
+    const { clientHeight } = this.scroller;
     this.spacer.style.height = `${Math.max(0, this.layout.height - clientHeight)}px`;
     const ratio = devicePixelRatio || 1;
     this.canvas.width = Math.round(clientWidth * ratio);
@@ -133,13 +136,14 @@ export class BoardView {
       context.fillStyle = ink.accent;
       context.fillRect(x - 1.5, y, 1, h);
     }
-    if (isMap) return;
+    if (look.state === UNUSED) outline(context, x, y, w, h, ink.line);
+    if (isMap || look.state === UNUSED) return;
     if (look.state === MASKED) {
       context.fillStyle = ink.faint;
       context.fillRect(x + w / 2 - 1, y + h / 2 - 1, 2, 2);
     } else {
       context.fillStyle = look.text;
-      fitted(context, shown(this.trace.textAt(i)), x + 6, y + h / 2 + 0.5, w - 10);
+      fitted(context, this.trace.labelAt(i), x + 6, y + h / 2 + 0.5, w - 10);
     }
   }
 
@@ -203,14 +207,14 @@ export function lookOf(trace, i, ink) {
   const state = trace.view.state[i], confidence = trace.view.confidence[i];
   if (trace.isFresh(i)) return { state, fill: ink.accent, alpha: 1, text: ink.onAccent };
   if (state >= COMMITTED) {
-    const isEnd = isSpecial(trace.textAt(i));
-    const alpha = (0.08 + 0.4 * confidence * confidence) * (isEnd ? 0.4 : 1);
+    const isEnd = trace.isEnd(i);
+    const alpha = (0.08 + 0.4 * confidence * confidence) * (isEnd ? 0.35 : 1);
     return { state, fill: ink.accent, alpha, text: isEnd ? ink.muted : ink.ink };
   }
   if (state === PROPOSED) {
-    return { state, fill: ink.ink, alpha: 0.04 + 0.16 * confidence, text: ink.muted };
+    return { state, fill: ink.ink, alpha: 0.04 + 0.11 * confidence, text: ink.muted };
   }
-  return { state, fill: ink.ink, alpha: 0.045, text: ink.faint };
+  return { state, fill: ink.ink, alpha: state === UNUSED ? 0 : 0.045, text: ink.faint };
 }
 
 // The page's colours as they are now, from its style sheet.
@@ -218,7 +222,7 @@ export function inks(element) {
   const style = getComputedStyle(element);
   const of = (name) => style.getPropertyValue(`--${name}`).trim();
   return {
-    ink: of("ink"), muted: of("muted"), faint: of("faint"), accent: of("accent"),
+    ink: of("ink"), muted: of("muted"), faint: of("faint"), line: of("line"), accent: of("accent"),
     onAccent: of("on-accent"), paper: of("paper"), mono: of("mono"),
   };
 }
@@ -227,6 +231,14 @@ function tile(context, x, y, w, h) {
   context.beginPath();
   context.roundRect(x, y, w, h, 3);
   context.fill();
+}
+
+function outline(context, x, y, w, h, colour) {
+  context.strokeStyle = colour;
+  context.lineWidth = 1;
+  context.beginPath();
+  context.roundRect(x + 0.5, y + 0.5, w - 1, h - 1, 3);
+  context.stroke();
 }
 
 function notch(context, x, y, w, size, colour) {

@@ -46,6 +46,12 @@ export class Controls {
     return found;
   }
 
+  // The same without defaults, for `set`.
+  chosen() {
+    const language = this.settings().structured_outputs;
+    return { algorithm: this.algorithm, ...this.given, ...(language && { structured_outputs: language }) };
+  }
+
   set({ algorithm, structured_outputs: language, ...given }) {
     if (algorithm in this.options.algorithms) this.algorithm = algorithm;
     [this.kind, this.text] = language ? writtenOf(language) : ["", ""];
@@ -59,6 +65,7 @@ export class Controls {
     const pick = { name: "algorithm", type: "string", choices: names, doc: commits };
     this.box.replaceChildren(
       this.control(pick, this.algorithm),
+      about(`Commits ${commits}.`),
       ...this.fields.map((field) => this.control(field, this.given[field.name])),
       this.kindControl(),
       ...(KINDS[this.kind]?.hint ? [this.textControl()] : []),
@@ -116,6 +123,15 @@ export class Controls {
     }
     this.changed();
   }
+}
+
+// An explanation; what stands between backticks is code.
+function about(text) {
+  const found = Object.assign(document.createElement("p"), { className: "about" });
+  text.split("`").forEach((part, k) => {
+    found.append(k % 2 ? Object.assign(document.createElement("code"), { textContent: part }) : part);
+  });
+  return found;
 }
 
 function labelled(name, title, input) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // JSON of the server's; asks for a key as long as the server wants one.
 
-import { apiKey, headers, reasonOf, rememberKey } from "./request.js";
+import { apiKey, headers, reach, reasonOf, rememberKey } from "./request.js";
 
 export async function jsonOf(path) {
   for (;;) {
-    const response = await fetch(path, { headers: headers() });
+    const response = await reach(path, { headers: headers() });
     if (response.ok) return response.json();
     if (response.status !== 401) throw new Error(await reasonOf(response));
     await askForKey();

@@ -1,27 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: a conversation on the left, one canvas or two on the right.
+// The page: a conversation, and one canvas or two beside it.
 
+import { Conversation, keep, kept } from "./conversation.js";
 import { jsonOf } from "./key.js";
+import { Log } from "./log.js";
 import { Pane } from "./pane.js";
-import { linkOf, stateIn } from "./request.js";
+import { copy, linkOf, stateIn } from "./request.js";
 
+const RETRY_MS = 2000;
 const find = (id) => document.getElementById(id);
 const announce = (text) => (find("status").textContent = text);
 
 class Page {
   constructor(offered) {
     this.options = offered;
+    this.conversation = new Conversation();
+    this.edited = null; // number of the turn whose question is in the box
     this.panes = [this.newPane("A")];
+    this.log = new Log(find("log"), { edit: (k) => this.edit(k), again: (k) => this.again(k) });
     find("model").textContent = offered.model;
     find("version").textContent = `${offered.family} · Mosaic ${offered.version}`;
-    find("ask").addEventListener("submit", (e) => (e.preventDefault(), this.submit()));
-    find("question").addEventListener("keydown", (e) => this.key(e));
-    find("compare").addEventListener("click", () => this.compare(this.panes.length < 2));
-    find("clear").addEventListener("click", () => this.clear());
-    find("link").addEventListener("click", () => this.copyLink());
+    this.listen();
+    this.restore();
+    for (const button of document.querySelectorAll("#send, .example")) button.disabled = false;
+  }
+
+  listen() {
+    const on = (id, event, act) => find(id).addEventListener(event, act);
+    on("ask", "submit", (e) => (e.preventDefault(), this.submit()));
+    on("question", "keydown", (e) => this.key(e));
+    on("system", "input", (e) => (this.conversation.system = e.target.value));
+    on("compare", "click", () => this.compare(this.panes.length < 2));
+    on("clear", "click", () => this.clear());
+    on("link", "click", () => this.copyLink());
+    on("leave", "click", () => this.leaveEdit());
     document.addEventListener("keydown", (e) => e.key === "Escape" && this.stop());
-    this.restore(stateIn(location.href));
-    find("send").disabled = false;
+    for (const example of document.querySelectorAll(".example")) {
+      example.addEventListener("click", () => this.ask(0, example.textContent));
+    }
+    addEventListener("pagehide", () => this.keep());
   }
 
   newPane(name) {
@@ -35,8 +52,7 @@ class Page {
     if (isOn === this.panes.length > 1) return;
     if (isOn) {
       const pane = this.newPane("B");
-      pane.controls.set(this.panes[0].controls.settings());
-      pane.messages = [...this.panes[0].messages];
+      pane.controls.set(this.panes[0].controls.chosen());
       pane.summarise();
       this.panes.push(pane);
     } else {
@@ -59,108 +75,153 @@ class Page {
     return this.panes.some((pane) => pane.isRunning);
   }
 
-  async submit() {
+  stop() {
+    for (const pane of this.panes) pane.stop();
+  }
+
+  // ---- the conversation ------------------------------------------------------------------------
+
+  submit() {
     if (this.isRunning) return this.stop();
     const question = find("question").value.trim();
     if (!question) return;
+    const k = this.edited ?? this.conversation.turns.length;
     find("question").value = "";
-    this.asked = question;
-    this.before = this.panes.map((pane) => pane.messages);
-    const answers = this.say(question);
+    this.leaveEdit();
+    return this.ask(k, question);
+  }
+
+  // Ask turn k, in place of what there was from it on.
+  async ask(k, question) {
+    if (this.isRunning) return;
+    const turn = this.conversation.begin(k, question);
+    this.show(k);
+    this.keep();
     this.setRunning(true);
     const isPlain = find("plain").checked;
-    await Promise.all(this.panes.map(async (pane, k) => {
-      const text = await pane.run(question, isPlain, (found) => (answers[k].textContent = found));
-      answers[k].classList.remove("open");
-      if (text === null) answers[k].textContent = pane.part("error").textContent;
-      this.judge(answers[k], pane.verdict(text));
+    await Promise.all(this.panes.map(async (pane) => {
+      const messages = this.conversation.messages(k, pane.name);
+      const hear = (text) => this.log.fill(k, pane.name, { text, isOver: false });
+      const answer = await pane.run(messages, isPlain, hear);
+      turn.answers[pane.name] = answer;
+      this.log.fill(k, pane.name, answer);
     }));
     this.setRunning(false);
+    this.keep();
+  }
+
+  // Show the conversation, of which the first `same` turns stand in the log already.
+  show(same) {
+    const { turns } = this.conversation;
+    find("welcome").hidden = turns.length > 0;
+    this.log.show(turns, same, this.panes.map((pane) => pane.name));
+    find("log").dataset.names = this.panes.length > 1 ? "shown" : "";
+    this.log.turns.at(-1)?.scrollIntoView({ block: "start" });
   }
 
   setRunning(isOn) {
     find("send").textContent = isOn ? "Stop" : "Send";
     find("ask").dataset.state = isOn ? "running" : "";
+    find("log").setAttribute("aria-busy", isOn);
     if (isOn) announce("Asked.");
   }
 
-  stop() {
-    for (const pane of this.panes) pane.stop();
+  again(k) {
+    this.leaveEdit();
+    this.ask(k, this.conversation.turns[k].question);
   }
 
-  // Puts a question into the conversation; returns an element for each answer.
-  say(question) {
-    find("welcome").hidden = true;
-    const turn = document.createElement("div");
-    turn.className = "turn";
-    turn.append(Object.assign(document.createElement("p"), { className: "mine", textContent: question }));
-    const answers = this.panes.map((pane) => {
-      const row = document.createElement("div");
-      row.className = "answer";
-      if (this.panes.length > 1) row.dataset.name = pane.name;
-      const text = document.createElement("p");
-      text.className = "open";
-      row.append(text);
-      turn.append(row);
-      return text;
-    });
-    find("log").append(turn);
-    turn.scrollIntoView({ block: "end" });
-    return answers;
+  edit(k) {
+    if (this.isRunning) return;
+    this.edited = k;
+    find("question").value = this.conversation.turns[k].question;
+    find("edited").textContent = `Editing question ${k + 1}; what follows it goes.`;
+    find("editing").hidden = false;
+    find("question").focus();
   }
 
-  // Says beside an answer whether it is what it had to be.
-  judge(answer, verdict) {
-    if (verdict === null) return;
-    const [isMatch, text] = verdict;
-    const mark = Object.assign(document.createElement("span"), { className: "verdict", textContent: text });
-    mark.dataset.match = isMatch;
-    answer.after(mark);
+  leaveEdit() {
+    if (this.edited !== null) find("question").value = "";
+    this.edited = null;
+    find("editing").hidden = true;
   }
 
   clear() {
     this.stop();
-    for (const pane of this.panes) pane.messages = [];
-    find("log").querySelectorAll(".turn").forEach((turn) => turn.remove());
-    find("welcome").hidden = false;
+    this.leaveEdit();
+    this.conversation.turns = [];
+    this.show(0);
+    this.keep();
     find("question").focus();
   }
 
-  // ---- the link that repeats a request ---------------------------------------------------------
+  // ---- what a reload brings back, and the link that repeats a request --------------------------
+
+  state(numTurns) {
+    return {
+      system: this.conversation.system,
+      plain: find("plain").checked,
+      turns: this.conversation.turns.slice(0, numTurns),
+    };
+  }
+
+  keep() {
+    const panes = this.panes.map((pane) => ({ settings: pane.controls.chosen() }));
+    keep(sessionStorage, { ...this.state(), panes, link: this.link });
+  }
 
   async copyLink() {
-    const state = {
-      question: this.asked ?? find("question").value,
-      plain: find("plain").checked,
-      panes: this.panes.map((pane, k) => ({
-        settings: pane.used ?? pane.controls.settings(),
-        messages: this.before?.[k] ?? [],
-      })),
-    };
-    const link = linkOf(location.href, state);
+    const { turns } = this.conversation;
+    const last = Math.max(0, turns.length - 1);
+    const panes = this.panes.map((pane) => ({ settings: pane.used ?? pane.controls.settings() }));
+    const question = turns[last]?.question ?? find("question").value;
+    const link = linkOf(location.href, { ...this.state(last), question, panes });
     history.replaceState(null, "", link);
-    await navigator.clipboard?.writeText(link).catch(() => {});
+    this.link = location.hash;
+    await copy(link).catch(() => {});
     announce("Link copied; it is in the address, too.");
     find("link").textContent = "Copied";
     setTimeout(() => (find("link").textContent = "Copy link"), 1600);
   }
 
-  restore(state) {
-    if (!state) return;
-    find("question").value = state.question;
-    find("plain").checked = state.plain;
-    this.compare(state.panes.length > 1);
-    state.panes.slice(0, 2).forEach((saved, k) => {
-      this.panes[k].controls.set(saved.settings);
-      this.panes[k].messages = saved.messages;
+  // A link is taken once: what was said since then is in what the tab keeps.
+  restore() {
+    const own = kept(sessionStorage), linked = stateIn(location.href);
+    const isNew = linked !== null && own?.link !== location.hash;
+    const found = isNew ? linked : own;
+    if (!found) return;
+    this.link = location.hash;
+    const { system = "", turns = [], plain = false, question = "", panes = [] } = found;
+    const open = turns.at(-1);
+    if (open && !Object.keys(open.answers).length) turns.pop(); // the page was left before its answer
+    this.conversation = new Conversation({ system, turns });
+    find("question").value = question || (open === turns.at(-1) ? "" : open.question);
+    find("system").value = system;
+    find("system-box").open = Boolean(system);
+    find("plain").checked = plain;
+    this.compare(panes.length > 1);
+    panes.slice(0, 2).forEach(({ settings }, k) => {
+      this.panes[k].controls.set(settings);
       this.panes[k].summarise();
     });
-    announce("Filled in from the link; Send repeats the request.");
+    this.show(0);
+    if (isNew) announce("Filled in from the link; Send repeats the request.");
   }
 }
 
-try {
-  new Page(await jsonOf("page/options.json"));
-} catch (error) {
-  find("welcome").textContent = `The server did not answer: ${error.message}`;
+// The server's options, however long it takes until it answers.
+async function offered() {
+  const hello = find("hello").textContent;
+  for (;;) {
+    try {
+      const found = await jsonOf("page/options.json");
+      find("hello").textContent = hello;
+      return found;
+    } catch (error) {
+      find("hello").textContent = error.message;
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
 }
+
+new Page(await offered());

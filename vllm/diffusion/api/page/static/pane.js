@@ -4,12 +4,13 @@
 import { BoardView, inks } from "./board.js";
 import { Controls } from "./controls.js";
 import { KINDS, matches } from "./guided.js";
-import { ask, bodyOf, curlOf, apiKey } from "./request.js";
+import { apiKey, ask, bodyOf, copy, curlOf } from "./request.js";
 import { svgOf } from "./svg.js";
-import { MASKED, PROPOSED, Trace } from "./trace.js";
+import { EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
 
-const STEP_MS = 120; // between two steps of a replay, at most
-const REPLAY_MS = 8000; // a replay takes so long, at most
+const STEP_MS = 350; // between two steps of a replay, at most
+const REPLAY_MS = 4500; // a replay takes so long, at most
+const SHORT_MS = 1000; // a run that is over sooner is replayed, so that it can be seen
 
 export class Pane {
   // root: a copy of the page's template.
@@ -17,11 +18,11 @@ export class Pane {
     this.root = root;
     this.name = name;
     this.announce = announce;
+    this.ends = options.end_ids;
     this.part = (part) => root.querySelector(`[data-part="${part}"]`);
     this.controls = new Controls(this.part("controls"), options, () => this.summarise());
     this.board = new BoardView(this.part("scroller"), (i) => this.read(i));
     this.trace = null;
-    this.messages = []; // the conversation so far
     this.part("name").textContent = name;
     root.querySelector("details").open = !matchMedia("(max-width: 56rem)").matches;
     this.listen();
@@ -44,13 +45,12 @@ export class Pane {
       [algorithm, `${gen_length} tokens`, steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
-  // Ask, and draw every step. Returns the answer's text, or null where there is none.
-  async run(question, isPlain, hearText) {
+  // Ask, and draw every step. Returns the answer, as conversations and logs have it.
+  async run(messages, isPlain, hearText) {
     const settings = this.controls.settings();
     settings.seed ??= Math.floor(Math.random() * 2 ** 32);
-    const messages = [...this.messages, { role: "user", content: question }];
     this.begin(settings, bodyOf(messages, settings, isPlain));
-    let text = null;
+    let text = "", note = "", isBad = false;
     try {
       if (this.controls.problem) throw new Error(this.controls.problem);
       await ask(this.body, (event) => {
@@ -59,12 +59,15 @@ export class Pane {
         hearText(text);
         if (event.diffusion) this.report = event;
       }, this.abort.signal);
-      this.messages = [...messages, { role: "assistant", content: text ?? "" }];
     } catch (error) {
-      this.fail(error);
+      isBad = error.name !== "AbortError";
+      note = isBad ? error.message : "Stopped.";
+      Object.assign(this.part("error"), { textContent: note, hidden: false });
     }
     this.finish();
-    return text;
+    const isWhole = this.report !== null;
+    if (isWhole && !text.trim()) note = this.emptiness();
+    return { text, isWhole, isBad, note, verdict: isWhole ? this.verdict(text) : null };
   }
 
   begin(settings, body) {
@@ -74,7 +77,7 @@ export class Pane {
     this.report = null;
     this.abort = new AbortController();
     this.started = performance.now();
-    this.trace = new Trace(settings.gen_length);
+    this.trace = new Trace(settings.gen_length, this.ends);
     this.board.show(this.trace, blockLengthOf(settings));
     this.part("error").hidden = true;
     this.root.dataset.state = "running";
@@ -92,29 +95,33 @@ export class Pane {
   }
 
   resize(length) {
-    this.trace = new Trace(length);
+    this.trace = new Trace(length, this.ends);
     this.board.show(this.trace, blockLengthOf(this.used));
-  }
-
-  fail(error) {
-    const isStopped = error.name === "AbortError";
-    const box = this.part("error");
-    box.textContent = isStopped ? "Stopped." : error.message;
-    box.hidden = false;
   }
 
   finish() {
     clearInterval(this.ticking);
+    if (this.report) this.trace.settle();
+    this.board.redraw();
     this.root.dataset.state = this.trace.frames.length ? "done" : "empty";
     this.count();
     this.drawTimeline();
     this.announce(this.describe());
+    const isShort = this.report?.diffusion.denoise_ms < SHORT_MS && this.trace.frames.length > 1;
+    if (isShort && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
+  }
+
+  // Why an answer has no text.
+  emptiness() {
+    const { numEnds, numOthers } = this.trace.counted();
+    const count = numEnds || numOthers, kind = numEnds ? "end token" : "token without text";
+    return `empty answer: ${count} ${count === 1 ? kind : kind.replace("token", "tokens")}`;
   }
 
   // What a browser finds of an answer that was asked to match something: [matches, in words].
   verdict(text) {
     const language = this.used.structured_outputs;
-    const isMatch = language && text !== null ? matches(language, text) : null;
+    const isMatch = language ? matches(language, text) : null;
     if (isMatch === null) return null;
     const { name } = KINDS[Object.keys(language)[0]];
     return [isMatch, `${isMatch ? "matches" : "does not match"}: ${name}`];
@@ -147,7 +154,8 @@ export class Pane {
     this.put("step", shown ? `${shown.step}${of}` : "0");
     this.put("forwards", report?.diffusion.num_forwards ?? newest?.step ?? 0);
     this.put("committed", `${shown?.committed ?? 0}/${trace.length}`);
-    this.put("rate", newest ? rounded(newest.committed / seconds) : "–");
+    const answered = report ? report.token_ids[0].length : trace.counted().numOthers;
+    this.put("rate", newest ? rounded(answered / seconds) : "–");
     this.put("seconds", `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`);
     const left = this.isRunning && newest?.committed
       ? (seconds / newest.committed) * (trace.length - newest.committed) : null;
@@ -168,24 +176,27 @@ export class Pane {
   go(index) {
     if (!this.trace) return;
     this.trace.seek(index);
+    this.redraw();
+    this.announce(this.describe());
+  }
+
+  redraw() {
     this.board.redraw();
     this.count();
     this.drawTimeline();
-    this.announce(this.describe());
   }
 
   play() {
     if (!this.trace?.frames.length) return;
     const { length } = this.trace.frames;
     if (this.trace.at >= length - 1) this.trace.seek(-1);
+    this.redraw();
     const stride = Math.max(1, Math.round((length * 16) / REPLAY_MS));
     const pause = Math.max(16, Math.min(STEP_MS, REPLAY_MS / length));
     this.setPlaying(setInterval(() => {
       this.trace.seek(this.trace.at + stride);
-      this.board.redraw();
       this.board.follow();
-      this.count();
-      this.drawTimeline();
+      this.redraw();
       if (this.trace.at >= length - 1) this.pause();
     }, pause));
   }
@@ -229,8 +240,9 @@ export class Pane {
     const { trace } = this, state = trace.view.state[i], block = blockLengthOf(this.used);
     const where = `position ${i + 1}${block ? `, block ${Math.floor(i / block) + 1}` : ""}`;
     if (state === MASKED) return `${where}: masked`;
+    if (state === UNUSED) return `${where}: not needed, the answer ended before it`;
     const what = state === PROPOSED ? "proposed" : trace.isFresh(i) ? "just committed"
-      : state === 3 ? "edited" : "committed";
+      : state === EDITED ? "edited" : "committed";
     const p = trace.view.confidence[i];
     return `${where}: ${JSON.stringify(trace.textAt(i))} ${what}, confidence ${p.toFixed(3)}`;
   }
@@ -246,7 +258,7 @@ export class Pane {
   save() {
     if (!this.trace?.frames.length) return;
     const title = `${this.used.algorithm}: ${this.trace.length} tokens in ` +
-      `${this.trace.frames.length} steps`;
+      `${this.trace.frames.at(-1).step} steps`;
     const text = svgOf(this.trace, blockLengthOf(this.used), inks(this.root), title);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
@@ -258,7 +270,7 @@ export class Pane {
   async copyCurl() {
     if (!this.body) return;
     const origin = new URL(".", location.href).href;
-    await navigator.clipboard.writeText(curlOf(origin, this.body, Boolean(apiKey())));
+    await copy(curlOf(origin, this.body, Boolean(apiKey())));
     this.announce("curl command copied");
   }
 }

@@ -12,6 +12,16 @@ export function headers() {
   return found;
 }
 
+// As fetch, but where the network fails the error says who does not answer.
+export async function reach(path, options) {
+  return fetch(path, options).catch(unreachable);
+}
+
+function unreachable(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Error(`The server does not answer at ${new URL(".", location.href).href}`);
+}
+
 // The body of POST /generate. Settings are sent whole, so that a server's defaults change nothing.
 export function bodyOf(messages, settings, isPlain) {
   const asked = isPlain ? { prompt: messages.at(-1).content } : { messages };
@@ -20,7 +30,7 @@ export function bodyOf(messages, settings, isPlain) {
 
 // Sends a request and hands every event to `hear`; returns when the answer is complete.
 export async function ask(body, hear, signal) {
-  const response = await fetch("generate", {
+  const response = await reach("generate", {
     method: "POST",
     headers: headers(),
     body: JSON.stringify({ ...body, stream: true, stream_canvas: true }),
@@ -30,7 +40,7 @@ export async function ask(body, hear, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(unreachable);
     if (done) return;
     rest = eachEvent(rest + value, (event) => {
       if (event.error) throw new Error(event.error.message);
@@ -77,6 +87,16 @@ export function stateIn(address) {
   } catch {
     return null;
   }
+}
+
+// Browsers have no clipboard for pages from other hosts without TLS; what is selected they copy.
+export async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = Object.assign(document.createElement("textarea"), { value: text });
+  document.body.append(box);
+  box.select();
+  document.execCommand("copy");
+  box.remove();
 }
 
 export function curlOf(origin, body, needsKey) {

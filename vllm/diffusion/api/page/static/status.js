@@ -3,6 +3,7 @@
 
 import { jsonOf } from "./key.js";
 import { bucketsOf, samplesOf, sumOf } from "./metrics.js";
+import { reach } from "./request.js";
 
 const PERIOD_MS = 1000;
 const find = (id) => document.getElementById(id);
@@ -13,9 +14,9 @@ const element = (tag, text = "", more = {}) =>
 
 async function look() {
   const [ready, status, metrics] = await Promise.all([
-    fetch("ready").then((r) => r.json()),
+    reach("ready").then((r) => r.json()),
     jsonOf("status.json"),
-    fetch("metrics").then((r) => r.text()),
+    reach("metrics").then((r) => r.text()),
   ]);
   const samples = samplesOf(metrics);
   showNumbers(ready, status, samples);
@@ -36,7 +37,7 @@ function showNumbers(ready, status, samples) {
   const numbers = [
     ["running", count("running")], ["waiting", count("waiting")],
     ["steps/s", rate(samples, "dllm:denoise_steps_total")],
-    ["tokens/s", rate(samples, "dllm:committed_tokens_total")],
+    ["answer tokens/s", rate(samples, "vllm:generation_tokens_total")],
     ["median step", `≤ ${seconds(quantile(buckets, 0.5))}`],
     ["95 % of steps", `≤ ${seconds(quantile(buckets, 0.95))}`],
     ["pool peak", bytes(sumOf(samples, "dllm:activation_pool_peak_bytes"))],
@@ -168,7 +169,10 @@ function bytes(value) {
 
 for (;;) {
   if (!document.hidden) {
-    await look().catch((error) => (find("state").textContent = `no answer: ${error.message}`));
+    const trouble = await look().then(() => "", (error) => error.message);
+    find("trouble").textContent = trouble;
+    find("trouble").hidden = !trouble;
+    if (trouble) find("state").textContent = "no answer";
   }
   await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
 }

@@ -2,7 +2,7 @@
 // A trace as one SVG file that plays by itself, anywhere that shows pictures.
 
 import { layout, lookOf } from "./board.js";
-import { EDITED, MASKED, shown } from "./trace.js";
+import { EDITED, MASKED } from "./trace.js";
 
 const WIDTH = 880;
 const STEP_S = 0.22, LONGEST_S = 14, HOLD_S = 2.5;
@@ -31,16 +31,9 @@ function historiesOf(trace, ink) {
   for (let k = 0; k < trace.frames.length; k++) {
     trace.seek(k);
     const touched = new Set([...settling, ...trace.frames[k].positions]);
-    for (const i of touched) note(histories[i], k, lookOf(trace, i, ink), trace.textAt(i));
+    for (const i of touched) note(histories[i], k, lookOf(trace, i, ink), trace.labelAt(i));
     settling = [...trace.frames[k].fresh];
   }
-  // One more moment, in which what the last step committed has its shade.
-  const last = trace.frames.length;
-  trace.frames.push({ positions: [], fresh: new Set() });
-  trace.seek(last);
-  for (const i of settling) note(histories[i], last, lookOf(trace, i, ink), trace.textAt(i));
-  trace.frames.pop();
-  trace.at = last - 1;
   trace.seek(was);
   return histories;
 }
@@ -68,8 +61,7 @@ function textsOf(history, x, y, width, clock) {
   const most = Math.max(1, Math.floor(width / 7.3));
   return history.map(([frame, look, text], k) => {
     if (look.state === MASKED || !text) return "";
-    const line = shown(text);
-    const cut = line.length > most ? `${line.slice(0, most - 1)}…` : line;
+    const cut = text.length > most ? `${text.slice(0, most - 1)}…` : text;
     const end = history[k + 1]?.[0];
     const seen = [[-1, frame < 0 ? 1 : 0], [frame, 1], ...(end === undefined ? [] : [[end, 0]])];
     const weight = look.state === EDITED ? ' text-decoration="underline"' : "";

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps of one answer: each as what it changed, so that going to any step costs what lies between.
 
-export const MASKED = 0, PROPOSED = 1, COMMITTED = 2, EDITED = 3;
+// States of a position, in this order: what is committed comes last. UNUSED: the answer ended before it.
+export const MASKED = 0, PROPOSED = 1, UNUSED = 2, COMMITTED = 3, EDITED = 4;
 
 // The parts of a position's state, in the order of a change's two halves.
 const PARTS = ["ids", "confidence", "state"];
@@ -15,8 +16,10 @@ class Board {
 }
 
 export class Trace {
-  constructor(length) {
+  // ends: ids of the tokens that end an answer.
+  constructor(length, ends = []) {
     this.length = length;
+    this.ends = new Set(ends);
     this.frames = []; // {step, seconds, positions, before, after, fresh}
     this.texts = new Map(); // token id -> text
     this.view = new Board(length); // as shown
@@ -31,11 +34,28 @@ export class Trace {
     for (let i = 0; i < this.length; i++) {
       if (this.take(i, canvas)) changed.push(i);
     }
-    const frame = this.record(changed, canvas, seconds);
+    return this.append(this.record(changed, canvas, seconds));
+  }
+
+  append(frame) {
     const follows = this.at === this.frames.length - 1;
     this.frames.push(frame);
     if (follows) this.seek(this.frames.length - 1);
     return frame;
+  }
+
+  // The answer is complete: a last frame, in which nothing is new, and what no step has committed
+  // was not needed.
+  settle() {
+    const { step = 0, seconds = 0, committed = 0 } = this.frames.at(-1) ?? {};
+    const left = [...this.head.state.keys()].filter((i) => this.head.state[i] < COMMITTED);
+    const before = halfOf(left.length), after = halfOf(left.length);
+    left.forEach((i, k) => {
+      for (const part of PARTS) before[part][k] = after[part][k] = this.head[part][i];
+      after.state[k] = this.head.state[i] = UNUSED;
+    });
+    const positions = Uint32Array.from(left);
+    this.append({ step, seconds, positions, before, after, committed, fresh: new Set() });
   }
 
   // Whether position i of a canvas differs from what is known of it; notes its text.
@@ -51,10 +71,7 @@ export class Trace {
 
   record(changed, canvas, seconds) {
     const count = changed.length;
-    const half = () => ({
-      ids: new Int32Array(count), confidence: new Float32Array(count), state: new Uint8Array(count),
-    });
-    const before = half(), after = half(), fresh = [];
+    const before = halfOf(count), after = halfOf(count), fresh = [];
     changed.forEach((i, k) => {
       for (const part of PARTS) before[part][k] = this.head[part][i];
       const state = stateOf(canvas, i, this.head);
@@ -94,7 +111,27 @@ export class Trace {
   }
 
   textAt(i) {
-    return this.view.state[i] === MASKED ? "" : this.texts.get(this.view.ids[i]) ?? "";
+    const isEmpty = this.view.state[i] === MASKED || this.view.state[i] === UNUSED;
+    return isEmpty ? "" : this.texts.get(this.view.ids[i]) ?? "";
+  }
+
+  isEnd(i) {
+    return this.ends.has(this.view.ids[i]);
+  }
+
+  // What a position's tile says.
+  labelAt(i) {
+    const text = this.textAt(i);
+    return text && this.isEnd(i) ? "end" : shown(text);
+  }
+
+  // Committed tokens of the newest step that end the answer, and those that do not.
+  counted() {
+    let numEnds = 0;
+    this.head.ids.forEach((id, i) => {
+      if (this.head.state[i] >= COMMITTED && this.ends.has(id)) numEnds++;
+    });
+    return { numEnds, numOthers: this.numCommitted - numEnds };
   }
 
   // Tokens that each frame committed, for the timeline.
@@ -112,12 +149,11 @@ function stateOf(canvas, i, head) {
   return canvas.confidence[i] == null ? MASKED : PROPOSED;
 }
 
-const SPECIAL = /^(<\|.*\|>|<[^ <>]+>|\[[A-Z]+\])$/;
-
-export const isSpecial = (text) => SPECIAL.test(text);
+const halfOf = (count) => ({
+  ids: new Int32Array(count), confidence: new Float32Array(count), state: new Uint8Array(count),
+});
 
 // A token as one short line: what cannot be seen has a sign.
 export function shown(text) {
-  if (isSpecial(text)) return "end";
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").trim() || (text ? "␣" : "");
 }

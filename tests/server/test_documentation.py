@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page at `/docs`: its examples work, with a key too, and it asks nothing of elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+
+from tests.server.process import PATIENCE_S, POLL_S
+from vllm.diffusion import __version__
+from vllm.diffusion.api import gate
+from vllm.diffusion.api.documentation import routes as documentation
+from vllm.diffusion.api.documentation.examples import EXAMPLES, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.server.browser import Browser
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+KEY = "a key"
+ROUTE = "/v1/systemone"
+
+
+@pytest.mark.parametrize("route", EXAMPLES)
+def test_every_example_is_a_request_that_works(client: Client, route: str) -> None:
+    document = client.http.get("/openapi.json").json()
+    assert document["info"] == {"title": "Mosaic", "version": __version__}
+    assert "security" not in document
+    asked = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]
+    offered = {name: example["value"] for name, example in asked["examples"].items()}
+    assert offered == EXAMPLES[route]
+    for name, body in offered.items():
+        answer = client.http.post(route, json=body)
+        assert answer.status_code == 200, (name, answer.text)
+        assert '"error"' not in answer.text, name
+
+
+def test_what_loads_from_elsewhere_is_gone(client: Client) -> None:
+    for path in ("/redoc", "/docs/oauth2-redirect", "/docs/routes.py"):
+        assert client.http.get(path).status_code == 404, path
+
+
+def test_a_server_may_document_nothing() -> None:
+    app = FastAPI(openapi_url=None)
+    routes = len(app.routes)
+    documentation.install(app, has_keys=True)
+    assert len(app.routes) == routes
+
+
+# ---- in a browser ------------------------------------------------------------------------------
+
+
+def send_the_example(browser: Browser, url: str, key: str = "") -> str:
+    """What the page shows of the answer to the example of a route."""
+    browser.show()
+    browser.errors.clear()
+    browser.requested.clear()
+    browser.open(f"{url}/docs")
+    browser.wait_for("document.querySelector('.opblock')")
+    if key:
+        press(browser, "document.querySelector('.btn.authorize')")
+        browser.wait_for("document.querySelector('.auth-container input')")
+        browser.run("document.querySelector('.auth-container input').focus()")
+        browser.type(key)
+        press(browser, "document.querySelector('.auth-btn-wrapper .authorize')")
+        press(browser, "document.querySelector('.btn-done')")
+    block = f"document.querySelector('[data-path=\"{ROUTE}\"]').closest('.opblock')"
+    press(browser, f"{block}.querySelector('.opblock-summary-control')")
+    for button in ("try-out__btn", "execute"):
+        press(browser, f"{block}.querySelector('.{button}')")
+    answer = f"{block}.querySelector('.live-responses-table .response')"
+    browser.wait_for(answer)
+    assert browser.errors == []
+    assert all(asked.startswith((f"{url}/", "data:")) for asked in browser.requested)
+    found: str = browser.run(f"{answer}.innerText")
+    return found
+
+
+def press(browser: Browser, button: str) -> None:
+    browser.wait_for(button)
+    browser.run(f"{button}.click()")
+
+
+def test_an_example_is_sent_from_the_page(browser: Browser, server: ServerProcess) -> None:
+    answer = send_the_example(browser, server.url)
+    assert answer.startswith("200")
+    assert "structured_decision" in answer
+
+
+class Leaving:
+    """What the gate asks of a server's life."""
+
+    is_draining = False
+
+    def open_request(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    """The address of an application that wants a key and answers with what it was sent."""
+    app = FastAPI()
+
+    @app.post(ROUTE, openapi_extra=shown(ROUTE))
+    async def answer(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        return {"key": request.headers["authorization"], "asked": list(body)}
+
+    args = Namespace(
+        api_key=[KEY], disable_access_log_for_endpoints="", disable_uvicorn_access_log=True
+    )
+    gate.install(app, Leaving(), args)  # type: ignore[arg-type]
+    documentation.install(app, has_keys=bool(gate.keys_of(args)))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(PATIENCE_S)
+
+
+def test_the_page_takes_the_key_and_sends_it(browser: Browser, guarded: str) -> None:
+    answer = send_the_example(browser, guarded, KEY)
+    assert answer.startswith("200")
+    assert f'"key": "Bearer {KEY}"' in answer
+    assert '"questions"' in answer

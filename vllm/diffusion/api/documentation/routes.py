@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page at `/docs` in place of FastAPI's, which loads its library from another host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, HTTPException, Request, Response
+
+from vllm.diffusion import __version__
+from vllm.diffusion.api.files import WebFile
+from vllm.diffusion.api.page.routes import STATIC as PAGE
+from vllm.entrypoints.serve.instrumentator import offline_docs
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+STATIC = Path(__file__).parent / "static"
+SWAGGER_UI = Path(offline_docs.__file__).parent / "static"  # upstream's copy of the library
+
+_PAGE = WebFile.read(STATIC / "docs.html", pictures="'self' data:")  # of the style sheet
+_FILES = {
+    path.name: WebFile.read(path)
+    for path in (
+        STATIC / "docs.js",
+        PAGE / "mark.svg",
+        SWAGGER_UI / "swagger-ui-bundle.js",
+        SWAGGER_UI / "swagger-ui.css",
+    )
+}
+_REPLACED = frozenset({"/docs", "/docs/oauth2-redirect", "/redoc"})
+
+# Answered without a key.
+OPEN_PATHS = frozenset({"/docs", "/openapi.json", *(f"/docs/{name}" for name in _FILES)})
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/docs")
+async def docs(raw_request: Request) -> Response:
+    """The page."""
+    return _PAGE.response(raw_request)
+
+
+@router.get("/docs/{name}")
+async def file(name: str, raw_request: Request) -> Response:
+    """A part of it."""
+    if name not in _FILES:
+        raise HTTPException(404)
+    return _FILES[name].response(raw_request)
+
+
+def install(app: FastAPI, *, has_keys: bool) -> None:
+    """Serve the page, unless the server documents nothing (`--disable-fastapi-docs`).
+
+    Args:
+        app: the application.
+        has_keys: whether requests need an API key, which the page then takes and sends.
+    """
+    if app.openapi_url is None:
+        return
+    routes = app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", None) not in _REPLACED]
+    app.include_router(router)
+    app.title, app.version = "Mosaic", __version__
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = made()
+        if has_keys:
+            schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+            schemes["API key"] = {"type": "http", "scheme": "bearer"}
+            document["security"] = [{"API key": []}]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi_schema = None

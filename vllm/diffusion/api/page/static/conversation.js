@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The conversation: its turns, what a model is sent of them, and what a reload of the page brings back.
+
+const KEY = "mosaic-conversation";
+const MOST_KEPT = 400_000; // characters; browsers keep some millions a site
+
+export class Conversation {
+  constructor({ system = "", turns = [] } = {}) {
+    this.system = system;
+    // {question, answers: by a canvas' name {text, isWhole, note, verdict}}
+    this.turns = turns;
+  }
+
+  // Begin turn `k`, in place of what there was from it on.
+  begin(k, question) {
+    this.turns.length = k;
+    this.turns.push({ question, answers: {} });
+    return this.turns[k];
+  }
+
+  // Messages that ask turn `k`, as the canvas `name` has heard the turns before it. A canvas that was
+  // not there heard what the first one did; turns without an answer were never said.
+  messages(k, name) {
+    const found = this.system.trim() ? [{ role: "system", content: this.system.trim() }] : [];
+    for (const { question, answers } of this.turns.slice(0, k)) {
+      const answer = answers[name] ?? answers.A;
+      if (!answer?.isWhole || !answer.text.trim()) continue;
+      found.push({ role: "user", content: question }, { role: "assistant", content: answer.text });
+    }
+    return [...found, { role: "user", content: this.turns[k].question }];
+  }
+}
+
+// Keep a state for this tab: a value of which `turns` is a list. The oldest turns go where it is long.
+export function keep(storage, state) {
+  const kept = { ...state, turns: [...state.turns] };
+  let text = JSON.stringify(kept);
+  while (text.length > MOST_KEPT && kept.turns.length) {
+    kept.turns.shift();
+    text = JSON.stringify(kept);
+  }
+  try {
+    storage.setItem(KEY, text);
+  } catch {
+    // A browser that keeps nothing: the conversation lives as long as the page.
+  }
+}
+
+export function kept(storage) {
+  try {
+    const found = JSON.parse(storage.getItem(KEY));
+    return Array.isArray(found?.turns) ? found : null;
+  } catch {
+    return null;
+  }
+}

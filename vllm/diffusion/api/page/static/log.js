@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// The conversation as it is read: one article a turn, with what can be done with it.
+
+import { elementsOf } from "./markdown.js";
+import { copy } from "./request.js";
+
+const element = (tag, className, text = "") =>
+  Object.assign(document.createElement(tag), { className, textContent: text });
+
+export class Log {
+  // box: the element that holds the turns. acts: {edit, again}, called with a turn's number.
+  constructor(box, acts) {
+    this.box = box;
+    this.acts = acts;
+    this.turns = [];
+  }
+
+  // Show `turns`, the first `same` of which stand here already. names: of the canvases that answer.
+  show(turns, same, names) {
+    for (const old of this.turns.splice(same)) old.remove();
+    turns.slice(same).forEach((turn, k) => {
+      const shown = this.turnOf(turn, same + k, names);
+      this.turns.push(shown);
+      this.box.append(shown);
+    });
+  }
+
+  turnOf({ question, answers }, k, names) {
+    const turn = element("article", "turn");
+    turn.setAttribute("aria-label", `Turn ${k + 1}`);
+    const copied = button("Copy", `Copy answer ${k + 1}`, () => this.copy(turn, copied));
+    const acts = element("div", "acts");
+    acts.append(
+      copied,
+      button("Regenerate", `Regenerate answer ${k + 1}`, () => this.acts.again(k)),
+      button("Edit", `Edit question ${k + 1}`, () => this.acts.edit(k)),
+    );
+    turn.append(element("p", "mine", question));
+    for (const name of Object.keys(answers).length ? Object.keys(answers) : names) {
+      const answer = element("div", "answer");
+      answer.dataset.name = name;
+      answer.append(element("div", "text open"), element("p", "note"), element("p", "verdict"));
+      turn.append(answer);
+      if (answers[name]) fill(answer, answers[name]);
+    }
+    turn.append(acts);
+    return turn;
+  }
+
+  // Show an answer of turn `k`, whole or as far as it is.
+  fill(k, name, found) {
+    const answer = this.turns[k]?.querySelector(`.answer[data-name="${name}"]`);
+    if (answer) fill(answer, found);
+  }
+
+  // The answers as the model wrote them.
+  async copy(turn, act) {
+    const answers = [...turn.querySelectorAll(".answer")];
+    await copy(answers.map((answer) => answer.source ?? "").join("\n\n"));
+    act.textContent = "Copied";
+    setTimeout(() => (act.textContent = "Copy"), 1600);
+  }
+}
+
+function button(text, label, act) {
+  const found = element("button", "quiet", text);
+  found.type = "button";
+  found.setAttribute("aria-label", label);
+  found.addEventListener("click", act);
+  return found;
+}
+
+function fill(answer, { text = "", isOver = true, isBad = false, note = "", verdict = null }) {
+  const [body, noted, judged] = answer.children;
+  answer.source = text;
+  body.classList.toggle("open", !isOver);
+  body.replaceChildren(elementsOf(text));
+  body.hidden = isOver && !text.trim();
+  Object.assign(noted, { textContent: note, hidden: !note });
+  noted.dataset.bad = isBad;
+  judged.hidden = verdict === null;
+  if (verdict === null) return;
+  const [isMatch, words] = verdict;
+  judged.textContent = words;
+  judged.dataset.match = isMatch;
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Markdown of an answer as elements. HTML in it is shown as it was written, and never becomes any.
+
+import { Marked } from "./vendor/marked.esm.js";
+import "./vendor/purify.min.js";
+
+const SIGNS = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+const written = (text) => text.replace(/[&<>"]/g, (sign) => SIGNS[sign]);
+
+const marked = new Marked({
+  gfm: true,
+  breaks: true,
+  renderer: {
+    html: ({ text }) => written(text),
+    image: ({ raw }) => written(raw), // a page that loads nothing from elsewhere shows none
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+  },
+});
+
+// What Markdown can become, and nothing else.
+const POLICY = {
+  ALLOWED_TAGS: [
+    ...["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "ul", "ol", "li"],
+    ...["strong", "em", "del", "a", "code", "pre", "table", "thead", "tbody", "tr", "th", "td"],
+  ],
+  ALLOWED_ATTR: ["href", "title", "start", "align"],
+  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ALLOW_DATA_ATTR: false,
+  ALLOW_ARIA_ATTR: false,
+  RETURN_DOM_FRAGMENT: true,
+};
+
+export function elementsOf(text) {
+  const found = globalThis.DOMPurify.sanitize(marked.parse(text), POLICY);
+  for (const link of found.querySelectorAll("a")) {
+    link.target = "_blank";
+    link.rel = "noopener noreferrer";
+  }
+  for (const box of found.querySelectorAll("pre, table")) box.tabIndex = 0; // wide ones scroll
+  return found;
+}
