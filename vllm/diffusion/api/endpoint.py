@@ -296,10 +296,12 @@ class DiffusionEndpoint:
             options = page_options(served, model_names[0], __version__)
             page.install(self._app, options, Status(engine_client))
         tokenizer = engine_client.renderer.tokenizer
+        scheduling = engine_client.vllm_config.scheduler_config
         log_welcome(
             args,
             served.family.name,
             validator.longest_request(),
+            limits=(scheduling.max_num_seqs, scheduling.max_num_batched_tokens),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.engine.scheduled import WaitsFor
     from vllm.diffusion.memory import Planner
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
@@ -209,8 +210,10 @@ class DiffusionScheduler(SchedulerInterface):
         def is_long(item: Scheduled) -> bool:
             return self.slicing.is_long(item, item.demand.steady_rows, planner)
 
-        def waits(item: Scheduled) -> bool:
-            return self._siblings.waits(item) or self._gathering.waits(item)
+        def waits(item: Scheduled) -> WaitsFor | None:
+            if self._siblings.waits(item):
+                return "prompt"
+            return "call" if self._gathering.waits(item) else None
 
         for item, error in self._waiting.admit(
             self._running.values(), planner, self._paging.admits, is_long, waits
@@ -319,7 +322,8 @@ class DiffusionScheduler(SchedulerInterface):
         return len(self._running), len(self._waiting)
 
     def make_stats(self) -> SchedulerStats | None:
-        stats = self._observer.statistics(*self.get_request_counts())
+        waiting = {item.req_id: item.waits_for for item in self._waiting}
+        stats = self._observer.statistics(len(self._running), waiting)
         if stats is not None:
             self._paging.put_into(stats)
         return stats
