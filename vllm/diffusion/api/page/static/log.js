@@ -39,9 +39,9 @@ export class Log {
     for (const name of Object.keys(answers).length ? Object.keys(answers) : names) {
       const answer = element("div", "answer");
       answer.dataset.name = name;
-      answer.append(element("div", "text open"), element("p", "note"), element("p", "verdict"));
+      answer.append(element("div", "text"), element("p", "note"), element("p", "verdict"));
       turn.append(answer);
-      if (answers[name]) fill(answer, answers[name]);
+      fill(answer, answers[name] ?? { isOver: false });
     }
     turn.append(acts);
     return turn;
