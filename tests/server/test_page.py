@@ -458,29 +458,38 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
     assert sent[3] == [system, ("user", QUESTION)]
 
 
-def test_nothing_in_an_answer_runs(page: Browser) -> None:
-    """The model is made to say it; its Markdown is drawn, its HTML is shown."""
-    evil = (
-        "**B** `c` <img src=x onerror=ran=1><script>ran=1</script>"
-        "[j](javascript:ran=1)[h](http://h/)![i](http://h/i)"
-    )
+EVIL = (
+    "**B** `c` <img src=x onerror=ran=1><script>ran=1</script>"
+    "[j](javascript:ran=1)[h](http://h/)![i](http://h/i)"
+)
+
+
+def test_an_answer_that_must_match_is_shown_as_it_is(page: Browser) -> None:
+    """The model is made to say it."""
     choose(page, "gen_length", "128")
     choose(page, "answer", "choice")
-    choose(page, "language", evil)
+    choose(page, "language", EVIL)
     ask(page, QUESTION)
+    assert answers(page) == [EVIL]
     assert page.run("document.querySelector('.verdict').dataset.match") == "true"
-    text = "document.querySelector('.answer .text')"
-    shown = page.run(f"{text}.innerText")
-    assert shown.startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
-    assert (
-        page.run(
-            f"{text}.querySelector('strong').textContent + {text}.querySelector('code').textContent"
-        )
-        == "Bc"
-    )
-    assert page.run(f"{text}.querySelectorAll('img, script').length") == 0
-    links = f"[...{text}.querySelectorAll('a')].map((a) => [a.getAttribute('href'), a.rel])"
-    assert [link for link in page.run(links) if link[0]] == [["http://h/", "noopener noreferrer"]]
+    assert page.run("document.querySelectorAll('.text *').length") == 0
+    assert page.run("typeof ran") == "undefined"
+
+
+def test_markdown_of_an_answer_is_drawn_and_its_html_shown(
+    page: Browser, server: ServerProcess
+) -> None:
+    turn = {"question": QUESTION, "answers": {"A": {"text": EVIL, "isWhole": True}}}
+    kept = json.dumps(json.dumps({"turns": [turn]}))
+    page.open(f"{server.url}/status")
+    page.run(f"sessionStorage.setItem('mosaic-conversation', {kept})")
+    visit(page, f"{server.url}/")
+    assert answers(page)[0].startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
+    parts = "[...document.querySelectorAll('.text *')].map((e) => [e.tagName, e.textContent])"
+    assert page.run(parts)[1:3] == [["STRONG", "B"], ["CODE", "c"]]
+    assert page.run("document.querySelectorAll('.text img, .text script').length") == 0
+    links = "[...document.querySelectorAll('.text a[href]')].map((a) => [a.href, a.rel])"
+    assert page.run(links) == [["http://h/", "noopener noreferrer"]]
     assert page.run("typeof ran") == "undefined"
 
 

@@ -70,11 +70,14 @@ function button(text, label, act) {
   return found;
 }
 
-function fill(answer, { text = "", isOver = true, isBad = false, note = "", verdict = null }) {
+// An answer that had to match something is shown as it is; any other may be Markdown.
+function fill(answer, found) {
+  const { text = "", isOver = true, isExact = false, isBad = false, note = "", verdict = null } = found;
   const [body, noted, judged] = answer.children;
   answer.source = text;
   body.classList.toggle("open", !isOver);
-  body.replaceChildren(elementsOf(text));
+  body.classList.toggle("exact", isExact);
+  body.replaceChildren(isExact ? text : elementsOf(text));
   body.hidden = isOver && !text.trim();
   Object.assign(noted, { textContent: note, hidden: !note });
   noted.dataset.bad = isBad;

@@ -107,10 +107,9 @@ class Page {
     const isPlain = find("plain").checked;
     await Promise.all(this.panes.map(async (pane) => {
       const messages = this.conversation.messages(k, pane.name);
-      const hear = (text) => this.log.fill(k, pane.name, { text, isOver: false });
-      const answer = await pane.run(messages, isPlain, hear);
-      turn.answers[pane.name] = answer;
-      this.log.fill(k, pane.name, answer);
+      const show = (answer) => this.log.fill(k, pane.name, answer);
+      turn.answers[pane.name] = await pane.run(messages, isPlain, show);
+      show(turn.answers[pane.name]);
     }));
     this.setRunning(false);
     this.keep();
