@@ -228,3 +228,33 @@ def test_the_front_end_asks_the_route_of_the_script() -> None:
     (front_end,) = services.values()
     assert front_end["environment"]["OPENAI_API_BASE_URL"] == "http://127.0.0.1:8901/v1"
     assert re.search(r":v?\d+\.\d+", front_end["image"]), "pin the image"
+
+
+@pytest.mark.parametrize(
+    ("programs", "said"),
+    [
+        ({"chromium": "exit 1"}, ""),
+        ({}, "there is no apt-get"),
+        ({"apt-get": "exit 1", "id": "echo 1000"}, "apt-get wants root"),
+        ({"apt-get": "exit 1", "id": "echo 0"}, "apt-get update failed"),
+        ({"apt-get": "case $* in *install*) exit 1; esac", "id": "echo 0"}, "install failed"),
+    ],
+)
+def test_a_browser_that_cannot_be_had_is_one_line(
+    tmp_path: Path, programs: dict[str, str], said: str
+) -> None:
+    for name, script in {**programs, "timeout": 'shift; "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / ".ci" / "chromium")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": str(tmp_path)},
+        timeout=60,
+    )
+    told = done.stderr.replace("==> installing chromium\n", "")
+    assert done.returncode == 0
+    assert told.count("\n") == (1 if said else 0)
+    assert said in told

@@ -348,13 +348,21 @@ def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
 def test_a_short_run_is_played_once_at_a_pace_that_can_be_read(page: Browser) -> None:
     page.show(still=False)
     choose(page, "steps", "4")
+    page.run(
+        "window.seen = []; window.plays = 0;"
+        f"{{ const slider = {part('slider')}, play = {part('play')};"
+        "new MutationObserver(() => seen.push([performance.now(), Number(slider.value)]))"
+        ".observe(slider, { attributes: true });"
+        "new MutationObserver(() => { if (play.textContent === 'Pause') plays++; })"
+        ".observe(play, { attributes: true }); }"
+    )
     ask(page, QUESTION)
-    assert told(page, "play") == "Pause"
+    page.wait_for(f"plays && {part('play')}.textContent === 'Replay'")
+    assert page.run("plays") == 1
     steps = int(page.run(f"{part('slider')}.max"))
-    seen = set()
-    while told(page, "play") == "Pause":
-        seen.add(int(page.run(f"{part('slider')}.value")))
-    assert seen >= set(range(1, steps)), (seen, steps)
+    seen = page.run("seen")[-steps - 1 :]
+    assert [value for _, value in seen] == list(range(steps + 1))
+    assert seen[-1][0] - seen[0][0] > 200 * steps  # milliseconds
     assert told(page, "committed") == "32/32"
 
 
@@ -376,7 +384,6 @@ def test_a_phone_shows_the_conversation_first_and_send_at_once(page: Browser) ->
     assert page.run(order)
     seen = "document.querySelector('.answer').getBoundingClientRect()"
     assert page.run(f"{seen}.top >= 0 && {seen}.bottom < innerHeight / 2")
-    assert page.run("document.documentElement.scrollWidth") == PHONE[0]
     page.run("scrollTo(0, document.body.scrollHeight)")
     assert page.run(visible)
 
@@ -402,10 +409,13 @@ def test_all_text_can_be_read(
     choose(page, "answer", "regex")
     ask(page, QUESTION)
     press(page, "Edit question 2")
+    page.run("document.getElementById('compare').click()")
     assert page.run(CONTRAST) == []
+    assert page.run("document.documentElement.scrollWidth") == size[0]
     page.open(f"{server.url}/status")
     page.wait_for("document.getElementById('state').textContent === 'ready'")
     assert page.run(CONTRAST) == []
+    assert page.run("document.documentElement.scrollWidth") == size[0]
 
 
 def test_a_conversation_survives_a_reload(page: Browser, server: ServerProcess) -> None:
@@ -463,29 +473,38 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
     assert sent[3] == [system, ("user", QUESTION)]
 
 
-def test_nothing_in_an_answer_runs(page: Browser) -> None:
-    """The model is made to say it; its Markdown is drawn, its HTML is shown."""
-    evil = (
-        "**B** `c` <img src=x onerror=ran=1><script>ran=1</script>"
-        "[j](javascript:ran=1)[h](http://h/)![i](http://h/i)"
-    )
+EVIL = (
+    "**B** `c` <img src=x onerror=ran=1><script>ran=1</script>"
+    "[j](javascript:ran=1)[h](http://h/)![i](http://h/i)"
+)
+
+
+def test_an_answer_that_must_match_is_shown_as_it_is(page: Browser) -> None:
+    """The model is made to say it."""
     choose(page, "gen_length", "128")
     choose(page, "answer", "choice")
-    choose(page, "language", evil)
+    choose(page, "language", EVIL)
     ask(page, QUESTION)
+    assert answers(page) == [EVIL]
     assert page.run("document.querySelector('.verdict').dataset.match") == "true"
-    text = "document.querySelector('.answer .text')"
-    shown = page.run(f"{text}.innerText")
-    assert shown.startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
-    assert (
-        page.run(
-            f"{text}.querySelector('strong').textContent + {text}.querySelector('code').textContent"
-        )
-        == "Bc"
-    )
-    assert page.run(f"{text}.querySelectorAll('img, script').length") == 0
-    links = f"[...{text}.querySelectorAll('a')].map((a) => [a.getAttribute('href'), a.rel])"
-    assert [link for link in page.run(links) if link[0]] == [["http://h/", "noopener noreferrer"]]
+    assert page.run("document.querySelectorAll('.text *').length") == 0
+    assert page.run("typeof ran") == "undefined"
+
+
+def test_markdown_of_an_answer_is_drawn_and_its_html_shown(
+    page: Browser, server: ServerProcess
+) -> None:
+    turn = {"question": QUESTION, "answers": {"A": {"text": EVIL, "isWhole": True}}}
+    kept = json.dumps(json.dumps({"turns": [turn]}))
+    page.open(f"{server.url}/status")
+    page.run(f"sessionStorage.setItem('mosaic-conversation', {kept})")
+    visit(page, f"{server.url}/")
+    assert answers(page)[0].startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
+    parts = "[...document.querySelectorAll('.text *')].map((e) => [e.tagName, e.textContent])"
+    assert page.run(parts)[1:3] == [["STRONG", "B"], ["CODE", "c"]]
+    assert page.run("document.querySelectorAll('.text img, .text script').length") == 0
+    links = "[...document.querySelectorAll('.text a[href]')].map((a) => [a.href, a.rel])"
+    assert page.run(links) == [["http://h/", "noopener noreferrer"]]
     assert page.run("typeof ran") == "undefined"
 
 

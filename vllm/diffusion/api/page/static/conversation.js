@@ -5,9 +5,10 @@ const KEY = "mosaic-conversation";
 const MOST_KEPT = 400_000; // characters; browsers keep some millions a site
 
 export class Conversation {
+  // turns: {question, answers}, the latter by a canvas' name {text, isWhole, isExact, isBad, note,
+  // verdict}.
   constructor({ system = "", turns = [] } = {}) {
     this.system = system;
-    // {question, answers: by a canvas' name {text, isWhole, note, verdict}}
     this.turns = turns;
   }
 

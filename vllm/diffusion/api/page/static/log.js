@@ -39,9 +39,9 @@ export class Log {
     for (const name of Object.keys(answers).length ? Object.keys(answers) : names) {
       const answer = element("div", "answer");
       answer.dataset.name = name;
-      answer.append(element("div", "text open"), element("p", "note"), element("p", "verdict"));
+      answer.append(element("div", "text"), element("p", "note"), element("p", "verdict"));
       turn.append(answer);
-      if (answers[name]) fill(answer, answers[name]);
+      fill(answer, answers[name] ?? { isOver: false });
     }
     turn.append(acts);
     return turn;
@@ -70,11 +70,14 @@ function button(text, label, act) {
   return found;
 }
 
-function fill(answer, { text = "", isOver = true, isBad = false, note = "", verdict = null }) {
+// An answer that had to match something is shown as it is; any other may be Markdown.
+function fill(answer, found) {
+  const { text = "", isOver = true, isExact = false, isBad = false, note = "", verdict = null } = found;
   const [body, noted, judged] = answer.children;
   answer.source = text;
   body.classList.toggle("open", !isOver);
-  body.replaceChildren(elementsOf(text));
+  body.classList.toggle("exact", isExact);
+  body.replaceChildren(isExact ? text : elementsOf(text));
   body.hidden = isOver && !text.trim();
   Object.assign(noted, { textContent: note, hidden: !note });
   noted.dataset.bad = isBad;

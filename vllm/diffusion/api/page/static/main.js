@@ -29,7 +29,7 @@ class Page {
     const on = (id, event, act) => find(id).addEventListener(event, act);
     on("ask", "submit", (e) => (e.preventDefault(), this.submit()));
     on("question", "keydown", (e) => this.key(e));
-    on("system", "input", (e) => (this.conversation.system = e.target.value));
+    on("system", "input", (e) => this.instruct(e.target.value));
     on("compare", "click", () => this.compare(this.panes.length < 2));
     on("clear", "click", () => this.clear());
     on("link", "click", () => this.copyLink());
@@ -91,6 +91,12 @@ class Page {
     return this.ask(k, question);
   }
 
+  // Take a system prompt, which every later request begins with.
+  instruct(text) {
+    this.conversation.system = text;
+    find("system-box").dataset.set = Boolean(text.trim());
+  }
+
   // Ask turn k, in place of what there was from it on.
   async ask(k, question) {
     if (this.isRunning) return;
@@ -101,10 +107,9 @@ class Page {
     const isPlain = find("plain").checked;
     await Promise.all(this.panes.map(async (pane) => {
       const messages = this.conversation.messages(k, pane.name);
-      const hear = (text) => this.log.fill(k, pane.name, { text, isOver: false });
-      const answer = await pane.run(messages, isPlain, hear);
-      turn.answers[pane.name] = answer;
-      this.log.fill(k, pane.name, answer);
+      const show = (answer) => this.log.fill(k, pane.name, answer);
+      turn.answers[pane.name] = await pane.run(messages, isPlain, show);
+      show(turn.answers[pane.name]);
     }));
     this.setRunning(false);
     this.keep();
@@ -194,10 +199,10 @@ class Page {
     const { system = "", turns = [], plain = false, question = "", panes = [] } = found;
     const open = turns.at(-1);
     if (open && !Object.keys(open.answers).length) turns.pop(); // the page was left before its answer
-    this.conversation = new Conversation({ system, turns });
+    this.conversation = new Conversation({ turns });
+    this.instruct(system);
     find("question").value = question || (open === turns.at(-1) ? "" : open.question);
     find("system").value = system;
-    find("system-box").open = Boolean(system);
     find("plain").checked = plain;
     this.compare(panes.length > 1);
     panes.slice(0, 2).forEach(({ settings }, k) => {

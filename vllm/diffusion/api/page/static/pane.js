@@ -45,18 +45,20 @@ export class Pane {
       [algorithm, `${gen_length} tokens`, steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
-  // Ask, and draw every step. Returns the answer, as conversations and logs have it.
-  async run(messages, isPlain, hearText) {
+  // Ask, and draw every step. Returns the answer, as conversations and logs have it; `show` is called
+  // with what there is of it.
+  async run(messages, isPlain, show) {
     const settings = this.controls.settings();
     settings.seed ??= Math.floor(Math.random() * 2 ** 32);
     this.begin(settings, bodyOf(messages, settings, isPlain));
+    const isExact = Boolean(settings.structured_outputs);
     let text = "", note = "", isBad = false;
     try {
       if (this.controls.problem) throw new Error(this.controls.problem);
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
-        hearText(text);
+        show({ text, isExact, isOver: false });
         if (event.diffusion) this.report = event;
       }, this.abort.signal);
     } catch (error) {
@@ -67,7 +69,7 @@ export class Pane {
     this.finish();
     const isWhole = this.report !== null;
     if (isWhole && !text.trim()) note = this.emptiness();
-    return { text, isWhole, isBad, note, verdict: isWhole ? this.verdict(text) : null };
+    return { text, isWhole, isExact, isBad, note, verdict: isWhole ? this.verdict(text) : null };
   }
 
   begin(settings, body) {

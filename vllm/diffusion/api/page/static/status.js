@@ -97,6 +97,7 @@ function showPool(pool, requests) {
 
 function showRequests(requests) {
   find("none").hidden = requests.length > 0;
+  find("table").hidden = !requests.length;
   find("requests").replaceChildren(...requests.map(rowOf));
 }
 
