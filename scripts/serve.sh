@@ -54,16 +54,10 @@ serve_family() {
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
 
-  if [ ! -d "$model" ]; then
-    [ "$model" != "$default" ] || refuse "no model: MODEL_DIR and $variable are not set, and" \
-      "MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging Face Hub;" \
-      "for a try without a download: .venv/bin/python scripts/make_tiny_model.py --family $family" \
-      "makes models/$family-tiny"
-    [[ $model =~ ^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$ ]] ||
-      refuse "no model: $model is neither a folder nor ORGANISATION/NAME on the Hugging Face Hub;" \
-        "set MODEL_DIR or $variable to one of them"
-    printf '==> no folder %s: taken as a name on the Hugging Face Hub\n' "$model" >&2
-  fi
+  [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
+    "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
+    "Face Hub; for a try without a download: .venv/bin/python scripts/make_tiny_model.py" \
+    "--family $family makes models/$family-tiny"
 
   local python=$home/.venv/bin/python
   [ -x "$python" ] || python=python3
@@ -84,7 +78,7 @@ except ValueError as error:
   export VLLM_ALLOW_LONG_MAX_MODEL_LEN=${VLLM_ALLOW_LONG_MAX_MODEL_LEN:-1}
 
   exec "$python" -m vllm.entrypoints.api_server \
-    --model "$model" \
+    --model "$model" --family "$family" \
     --host "${HOST:-127.0.0.1}" \
     --port "${PORT:-$default_port}" \
     --max-model-len "${MAX_MODEL_LEN:-$default_max_len}" \

@@ -49,8 +49,11 @@ def _allow_our_plugins() -> None:
 
 from vllm.diffusion import early as _early  # noqa: E402
 from vllm.diffusion import late as _late  # noqa: E402
+from vllm.diffusion import preflight as _preflight  # noqa: E402
 
 _early.keep_title()
+_early.say_nothing_twice()
+_preflight.check()
 _allow_our_plugins()
 
 # Before torch loads OpenMP: threads that spin while they wait starve the other processes of a
@@ -61,6 +64,7 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _early.begin()
 
 _late.read_models_once()
+_late.extend_upstreams_command()
 _init = _os.path.join(_upstream, "__init__.py")
 with _early.without_collecting(), _late.without_the_compiler(), open(_init) as _file:
     exec(compile(_file.read(), _init, "exec"))

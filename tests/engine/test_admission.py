@@ -30,8 +30,8 @@ NEVER = 1000  # positions that do not fit alone
 class Room:
     """A planner that counts positions."""
 
-    def admits(self, running: list[Demand], new: Demand, **_: Any) -> bool:
-        return sum(d.length for d in [*running, new]) <= LIMIT
+    def obstacle(self, running: list[Demand], new: Demand, **_: Any) -> str | None:
+        return None if sum(d.length for d in [*running, new]) <= LIMIT else "rows"
 
     def check(self, new: Demand) -> Demand:
         if new.length >= NEVER:
@@ -88,7 +88,12 @@ def test_who_waits_for_something_else_is_not_overtaken() -> None:
     line = line_of(*others, waiting(2))
     for _ in range(MAX_OVERTAKEN + 1):
         line.append(waiting(2))
-        started = [i for i, _ in line.admit([], PLANNER, waits=lambda item: item in others)]
+        started = [
+            i
+            for i, _ in line.admit(
+                [], PLANNER, waits=lambda item: "prompt" if item in others else None
+            )
+        ]
         assert started
         assert not any(item in others for item in started)
     assert [i for i, _ in line.admit([], PLANNER)] == others
@@ -170,3 +175,22 @@ def test_those_that_never_come_are_not_waited_for() -> None:
     clock.now = LONGEST_WAIT_S
     assert not gathering.waits(item)
     assert not gathering.waits(reading("a", 2)), "late ones wait for nobody"
+
+
+def test_what_a_request_waits_for_is_noted() -> None:
+    running = [waiting(60)]
+    items = [waiting(50), waiting(10), waiting(10, alone=True), waiting(30)]
+    line = line_of(*items)
+    reasons: dict[Scheduled, Any] = {items[1]: "prompt"}
+    pages = {items[3]: False}
+    assert not list(
+        line.admit(running, PLANNER, lambda item: pages.get(item, True), waits=reasons.get)
+    )
+    assert [item.waits_for for item in items] == ["rows", "prompt", "others", "memory"]
+    full = WaitingLine(max_running=1)
+    full.append(item := waiting(1))
+    assert not list(full.admit(running, PLANNER))
+    assert item.waits_for == "requests"
+    behind = line_of(*(waiting(90) for _ in range(MAX_PASSED)), last := waiting(1))
+    assert not list(behind.admit(running, PLANNER))
+    assert last.waits_for == "order"

@@ -40,7 +40,7 @@ def required_bytes(shape: ModelShape, *demands: Demand) -> int:
     while high - low > 256:
         middle = (low + high) // 2
         small = Planner(shape, middle, row_budget=4096)
-        if small.admits(demands[1:], demands[0]):
+        if small.obstacle(demands[1:], demands[0]) is None:
             high = middle
         else:
             low = middle + 1

@@ -249,13 +249,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("confidence_dtype", {"confidence_dtype": "int8"}, {}, ["int8", "float32"]),
     ("temperature", {"temperature": -0.5}, {}, ["-0.5", "0"]),
     ("min_tokens", {}, {"min_tokens": 3}, ["3", "0"]),
-    ("top_p", {}, {"temperature": 1.0, "top_p": 0.5}, ["0.5", "1"]),
-    ("top_k", {}, {"temperature": 1.0, "top_k": 5}, ["5"]),
-    ("min_p", {}, {"temperature": 1.0, "min_p": 0.1}, ["0.1"]),
-    ("presence_penalty", {}, {"presence_penalty": 0.5}, ["0.5"]),
-    ("frequency_penalty", {}, {"frequency_penalty": 0.5}, ["0.5"]),
-    ("repetition_penalty", {}, {"repetition_penalty": 1.5}, ["1.5"]),
-    ("logit_bias", {}, {"logit_bias": {5: 1.0}}, ["5"]),
+    ("bad_words", {}, {"bad_words": ["x"]}, ["x"]),
     ("prompt_logprobs", {}, {"prompt_logprobs": 2}, ["2"]),
 ]
 

@@ -478,15 +478,15 @@ def demand(length: int, **more: Any) -> Demand:
 
 
 def test_a_lone_request_may_have_any_number_of_rows() -> None:
-    assert Planner(TINY, GIB, row_budget=100).admits([], demand(10_000))
+    assert Planner(TINY, GIB, row_budget=100).obstacle([], demand(10_000)) is None
 
 
 def test_requests_share_a_step_within_the_row_budget() -> None:
     planner = Planner(TINY, GIB, row_budget=100)
     running = [demand(40), demand(30)]
-    assert planner.admits(running, demand(30))
-    assert not planner.admits(running, demand(31))
-    assert not planner.admits(running, demand(16, num_sequences=2))
+    assert planner.obstacle(running, demand(30)) is None
+    assert planner.obstacle(running, demand(31)) is not None
+    assert planner.obstacle(running, demand(16, num_sequences=2)) is not None
 
 
 def test_requests_share_a_step_within_the_memory() -> None:
@@ -494,26 +494,27 @@ def test_requests_share_a_step_within_the_memory() -> None:
         Planner(TINY, 1, row_budget=1000).check(demand(100))
     budget = refused.value.required_bytes
     planner = Planner(TINY, budget, row_budget=1000)
-    assert planner.admits([], demand(100))
-    assert not planner.admits([demand(60)], demand(60))
-    assert planner.admits([demand(40)], demand(40))
+    assert planner.obstacle([], demand(100)) is None
+    assert planner.obstacle([demand(60)], demand(60)) is not None
+    assert planner.obstacle([demand(40)], demand(40)) is None
 
 
 def test_steps_share_the_row_budget_by_the_rows_that_they_have_most_of_the_time() -> None:
     planner = Planner(TINY, GIB, row_budget=100)
     running = [demand(60, keeps_cache=True, window=8)] * 11
-    assert planner.admits(running, demand(60, keeps_cache=True, window=8))
-    assert planner.admits(running, demand(12))
-    assert not planner.admits(running, demand(13))
-    assert not planner.admits([*running, demand(12)], demand(60, keeps_cache=True, window=8))
+    assert planner.obstacle(running, demand(60, keeps_cache=True, window=8)) is None
+    assert planner.obstacle(running, demand(12)) is None
+    assert planner.obstacle(running, demand(13)) is not None
+    cached = demand(60, keeps_cache=True, window=8)
+    assert planner.obstacle([*running, demand(12)], cached) == "rows"
 
 
 def test_a_second_step_of_those_that_have_one_forward_waits_behind_the_first() -> None:
     planner, read = Planner(TINY, GIB, row_budget=100), demand(40, once=True)
-    assert planner.admits([read] * 4, read)  # 200 rows
-    assert not planner.admits([read] * 5, read)
-    assert planner.admits([demand(40)] * 2, read)  # 80 rows in every step, and 40 in one of two
-    assert not planner.admits([demand(40)] * 2, demand(41, once=True))
+    assert planner.obstacle([read] * 4, read) is None  # 200 rows
+    assert planner.obstacle([read] * 5, read) is not None
+    assert planner.obstacle([demand(40)] * 2, read) is None  # 80 in every step, 40 in every other
+    assert planner.obstacle([demand(40)] * 2, demand(41, once=True)) is not None
 
 
 def smallest_budget(demands: list[Demand], row_budget: int) -> int:
@@ -521,7 +522,7 @@ def smallest_budget(demands: list[Demand], row_budget: int) -> int:
     low, high = 1, GIB
     while low < high:
         middle = (low + high) // 2
-        if Planner(TINY, middle, row_budget).admits(demands[:-1], demands[-1]):
+        if Planner(TINY, middle, row_budget).obstacle(demands[:-1], demands[-1]) is None:
             high = middle
         else:
             low = middle + 1
@@ -568,7 +569,7 @@ def test_every_step_of_admitted_requests_has_a_plan(
     """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
     planner, running = Planner(TINY, pool, row_budget), []
     for new in asked:
-        if planner.admits(running, new):
+        if planner.obstacle(running, new) is None:
             running.append(new)
     assume(running)
     kept = planner.kept_bytes(running)
@@ -591,12 +592,14 @@ def test_kept_keys_and_values_of_several_have_half_of_the_budget() -> None:
     planner = Planner(TINY, 2 * 250 * TINY.cache_bytes, row_budget=1000)
     assert planner.cached_positions == 192  # not 250
     running = [demand(100, keeps_cache=True)]
-    assert planner.admits(running, demand(64, keeps_cache=True))
-    assert not planner.admits(running, demand(65, keeps_cache=True))
-    assert planner.admits([demand(64, keeps_cache=True)], demand(65, keeps_cache=True))
+    assert planner.obstacle(running, demand(64, keeps_cache=True)) is None
+    assert planner.obstacle(running, demand(65, keeps_cache=True)) is not None
+    assert planner.obstacle([demand(64, keeps_cache=True)], demand(65, keeps_cache=True)) is None
     planner.check(demand(193, keeps_cache=True))
-    assert planner.admits([demand(10)], demand(193, keeps_cache=True))
-    assert not planner.admits([demand(1, keeps_cache=True)], demand(193, keeps_cache=True))
+    assert planner.obstacle([demand(10)], demand(193, keeps_cache=True)) is None
+    assert (
+        planner.obstacle([demand(1, keeps_cache=True)], demand(193, keeps_cache=True)) is not None
+    )
     with pytest.raises(ActivationBudgetError) as refused:
         planner.check(demand(1000, keeps_cache=True))
     longest = refused.value.longest_tokens
@@ -690,12 +693,12 @@ def fits(planner: Planner, step: StepShape, kept_bytes: int = 0) -> bool:
 def test_requests_that_share_no_step_keep_nobody_out() -> None:
     planner = Planner(LLADA_8B, 100 * GIB, 4096)
     long, short = Demand(65_536, 32), Demand(256, 32)
-    assert not planner.admits([long], short)
-    assert planner.admits([long, long], short, long={long})
-    assert planner.admits([short] * 15, long, long={long})
-    assert not planner.admits([short] * 16, short, long={long})
+    assert planner.obstacle([long], short) is not None
+    assert planner.obstacle([long, long], short, long={long}) is None
+    assert planner.obstacle([short] * 15, long, long={long}) is None
+    assert planner.obstacle([short] * 16, short, long={long}) is not None
     kept = Demand(planner.cached_positions, 32, keeps_cache=True)
-    assert not planner.admits([kept], replace(kept, length=64), long={kept})
+    assert planner.obstacle([kept], replace(kept, length=64), long={kept}) is not None
 
 
 def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:

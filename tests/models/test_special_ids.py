@@ -96,14 +96,3 @@ def test_tokens_that_end_a_line(tmp_path: Path) -> None:
     texts = {token: tokenizer.decode([token]) for token in vocabulary.values()}
     assert list(found) == sorted(token for token, text in texts.items() if text.endswith("\n"))
     assert ids_of(path, skip_tokenizer_init=True).line_ends == ()
-
-
-def test_penalties_of_the_checkpoint_are_known(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, family="sdar")
-    (path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "top_k": 20}')
-    args = EngineArgs(model=str(path), dtype="float32", enforce_eager=True)
-    assert served_model(args.create_engine_config()).penalties == {"repetition_penalty": 1.05}
-    args = EngineArgs(
-        model=str(path), dtype="float32", enforce_eager=True, generation_config="vllm"
-    )
-    assert served_model(args.create_engine_config()).penalties == {}

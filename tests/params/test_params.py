@@ -74,8 +74,11 @@ def test_other_spellings(spelling: str, name: str, value: Any) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    error = refusal(gen_lenght=32)
-    assert (error.field, error.given) == ("gen_lenght", 32)
+    for wrong, meant in (("gen_lenght", "gen_length"), ("algoritm", "algorithm")):
+        error = refusal(**{wrong: 32})
+        assert (error.field, error.given) == (wrong, 32)
+        assert error.wanted == f"unknown parameter; did you mean {meant}?"
+    error = refusal(foreign=32)
     for field in fields.FIELDS:
         assert field.name in error.wanted
         for alias in field.aliases:
@@ -257,7 +260,7 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
     if spec.is_used_by(algorithm):
         assert getattr(resolve(algorithm=algorithm, **{name: value}), name) == value
         return
-    if name in STANDARD:
+    if name in (*STANDARD, "top_p", "top_k"):
         decided = resolve(algorithm=algorithm, **{name: value})
         assert decided == dataclasses.replace(resolve(algorithm=algorithm), ignored=(name,))
         return
@@ -938,16 +941,27 @@ def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
         ("frequency_penalty", 0.5),
         ("repetition_penalty", 1.5),
         ("logit_bias", {5: 1.0}),
+        ("thinking_token_budget", 8),
+    ],
+)
+def test_fields_that_every_client_sends_are_named(field: str, value: Any) -> None:
+    decided = sampled(temperature=1.0, **{field: value})
+    assert decided.ignored == (field,)
+    assert dataclasses.replace(decided, ignored=()) == sampled(temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
         ("logprobs", -1),
         ("prompt_logprobs", 1),
-        ("thinking_token_budget", 8),
         ("watermarking", True),
         ("min_tokens", 2),
     ],
 )
-def test_fields_that_act_on_autoregressive_models_only(field: str, value: Any) -> None:
+def test_fields_that_cannot_be_had(field: str, value: Any) -> None:
     with pytest.raises(InvalidParameterError, match=f"^{field}: given ") as error:
         sampled(temperature=1.0, **{field: value})
     assert error.value.field == field

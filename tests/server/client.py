@@ -28,14 +28,18 @@ LONG = {  # takes minutes
 GENERATE = "/generate"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 ROUTES = (GENERATE, CHAT, COMPLETIONS)
 
 
 def body_for(route: str, /, **fields: Any) -> dict[str, Any]:
     """A body of `route` that asks QUESTION."""
     asked: dict[str, Any] = {"prompt": QUESTION}
-    if route == CHAT:
+    if route in (CHAT, MESSAGES):
         asked = {"messages": [{"role": "user", "content": QUESTION}]}
+    if route == MESSAGES:
+        asked["max_tokens"] = 32
     return {"model": MODEL_NAME, **asked, **fields}
 
 
@@ -104,8 +108,11 @@ def events(lines: Iterable[str]) -> Iterator[str]:
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     """The error of a refusal, checked to have OpenAI's shape."""
     assert response.status_code == status, response.text
-    assert response.json().keys() == {"error"}
-    error: dict[str, Any] = response.json()["error"]
+    content: dict[str, Any] = response.json()
+    if response.url.path.startswith(MESSAGES):  # as Anthropic's clients know it
+        assert content.pop("type") == "error"
+    assert content.keys() == {"error"}
+    error: dict[str, Any] = content["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] == status
     assert isinstance(error["message"], str)

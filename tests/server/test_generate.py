@@ -235,6 +235,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_answer(client: Client) -> None
     )  # eight: half of all 64-bit numbers exceed a signed one
     seeds = drawn["diffusion"]["seeds"]
     assert len(set(seeds)) == 8
+    assert max(seeds) < 2**53  # JavaScript reads them exactly
     again = [client.ask(PUZZLE, seed=seed, **NOISY) for seed in seeds]
     assert [one["token_ids"][0] for one in again] == drawn["token_ids"]
 

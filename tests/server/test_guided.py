@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tests.server.client import CHAT, COMPLETIONS, GENERATE, QUESTION, body_for, events, refusal
+from tests.server.client import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    QUESTION,
+    body_for,
+    events,
+    refusal,
+)
 from tests.server.process import MODEL_NAME, ROOT
 
 if TYPE_CHECKING:
@@ -80,6 +89,41 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Cli
     found = re.search(r"has (\d+) tokens; wanted at least as many", error["message"])
     assert found is not None, error
     assert int(found[1]) > 8
+
+
+def test_an_answer_that_fills_its_canvas_is_complete(client: Client) -> None:
+    """Nothing but padding could follow, so it stops; OpenAI's client reads `length` as cut."""
+    names = {"type": "array", "items": {"type": "string"}, "minItems": 2}
+    schema = {"type": "object", "properties": {"names": names}, "required": ["names"]}
+    least = _least_tokens(client, {"json": schema})
+    for route in (CHAT, COMPLETIONS, GENERATE, MESSAGES):
+        body = body_for(route, gen_length=least, max_tokens=least)
+        if route == MESSAGES:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        else:
+            body["structured_outputs"] = {"json": schema}
+        answer = client.answer(route, body)
+        assert answer["usage"].get("completion_tokens", least) == least
+        if route == MESSAGES:
+            assert answer["stop_reason"] == "end_turn"
+            assert json.loads(answer["content"][0]["text"]) == {"names": ["", ""]}
+            continue
+        assert json.loads(text_of(route, answer)) == {"names": ["", ""]}
+        *_, last = client.events(route, body)
+        for told in (answer, last):
+            choices = [told] if route == GENERATE else told["choices"]
+            assert [choice["finish_reason"] for choice in choices] in (["stop"], [["stop"]])
+    body = body_for(CHAT, gen_length=1, structured_outputs={"regex": "[a-z]+"})
+    assert client.answer(CHAT, body)["choices"][0]["finish_reason"] == "length"  # it could go on
+
+
+def _least_tokens(client: Client, structured: dict[str, Any]) -> int:
+    """Of the shortest answer, as the refusal of a canvas of one token tells."""
+    body = body_for(CHAT, gen_length=1, structured_outputs=structured)
+    error = refusal(client.http.post(CHAT, json=body))
+    found = re.search(r"has (\d+) tokens", error["message"])
+    assert found is not None, error
+    return int(found[1])
 
 
 def test_several_answers_log_probabilities_and_stop_strings(client: Client) -> None:

@@ -11,9 +11,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.server.process import ROOT
-from vllm.diffusion.api import openai_protocol
+from vllm.diffusion.api.bodies import WITHOUT_EFFECT
 from vllm.diffusion.api.openai_protocol import ChatCompletionBody, CompletionBody, prepare
-from vllm.diffusion.decision import AUTOREGRESSIVE
+from vllm.diffusion.decision import INERT, UNSUPPORTED
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import SPELLINGS
 
@@ -34,9 +34,10 @@ def chat(kind: Any = ChatCompletionBody, **fields: Any) -> Any:
 
 def test_fields_of_the_top_level_become_extra_arguments() -> None:
     request = chat(num_denoising_steps=8, gen_length=32, seed=7, temperature=1.0, top_k=3)
-    assert request.vllm_xargs == {"steps": 8, "gen_length": 32}
+    asked = {"steps": 8, "gen_length": 32, "top_k": 3, "dllm_ignored": []}
+    assert request.vllm_xargs == asked
     sampling = request.to_sampling_params(100, {})
-    assert sampling.extra_args == {"steps": 8, "gen_length": 32}
+    assert sampling.extra_args == asked
     assert (sampling.seed, sampling.temperature, sampling.top_k) == (7, 1.0, 3)
 
 
@@ -44,8 +45,20 @@ def test_upstreams_own_body_means_the_same() -> None:
     """Other routes of upstream's hand it to our handlers; unknown fields lie in its extras."""
     asked: dict[str, Any] = {"steps": 8, "gen_length": 32, "vllm_xargs": {"cfg_scale": 1}}
     assert chat(ChatCompletionRequest, **asked).vllm_xargs == chat(**asked).vllm_xargs
-    with pytest.raises(InvalidParameterError, match="unknown parameter"):
+    with pytest.raises(InvalidParameterError, match="did you mean steps"):
         chat(ChatCompletionRequest, stepz=8)
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionBody, ChatCompletionRequest])
+def test_what_is_left_out_is_named(kind: Any) -> None:
+    """Fields that do not act, and those that nobody knows; not those that ask for nothing."""
+    asked = {"min_p": 0.1, "cache_prompt": True, "guided_json": {}, "reasoning_effort": "low"}
+    nothing = {"presence_penalty": 0.0, "logit_bias": None, "modalities": ["text"], "store": True}
+    named = chat(kind, **asked, **nothing).vllm_xargs["dllm_ignored"]
+    assert sorted(named) == sorted(asked)
+    request = kind(messages=MESSAGES, **asked)
+    prepare(request, model_config(), "{% if enable_thinking %}")  # a template that reads it
+    assert "reasoning_effort" not in request.vllm_xargs["dllm_ignored"]
 
 
 def test_a_default_limit_is_told_from_one_that_was_given() -> None:
@@ -70,11 +83,11 @@ def test_seeds_have_64_bits(seed: int, wanted: int) -> None:
 def test_several_greedy_answers_pass_upstreams_check() -> None:
     sampling = chat(n=2, top_p=0.5).to_sampling_params(16, {"temperature": 0.0})
     assert sampling.n == 2
-    assert sampling.extra_args == {"temperature": 0.0}
+    assert sampling.extra_args == {"temperature": 0.0, "top_p": 0.5, "dllm_ignored": []}
     drawn = chat(n=2, vllm_xargs={"temperature": 0.7}).to_sampling_params(16, {"temperature": 0.0})
-    assert (drawn.n, drawn.extra_args) == (2, {"temperature": 0.7})
+    assert (drawn.n, drawn.extra_args) == (2, {"temperature": 0.7, "dllm_ignored": []})
     warm = chat(n=2, temperature=0.7).to_sampling_params(16, {})
-    assert (warm.temperature, warm.extra_args) == (0.7, None)
+    assert (warm.temperature, warm.extra_args) == (0.7, {"dllm_ignored": []})
 
 
 def test_bodies_type_and_describe_every_parameter() -> None:
@@ -91,6 +104,5 @@ def test_bodies_type_and_describe_every_parameter() -> None:
 
 def test_what_is_refused_or_has_no_effect_is_documented() -> None:
     text = (ROOT / "docs" / "openai_deviations.md").read_text()
-    names = [*openai_protocol._NOT_SUPPORTED, *openai_protocol._WITHOUT_EFFECT]
-    names += [name for name, _, _ in AUTOREGRESSIVE]
+    names = [*WITHOUT_EFFECT, *INERT, *UNSUPPORTED]
     assert not [name for name in names if f"`{name}`" not in text]

@@ -151,6 +151,21 @@ def test_who_runs_and_how_far(client: Client) -> None:
         assert request["committed"] == request["forwards"]  # one token a step
         assert 0 < request["kept_bytes"] <= found["pool_bytes"]["used_pages"]
         assert request["seconds"] > 0
+        assert request["waits_for"] is None
+        assert (found["row_budget"], found["max_requests"]) == (8192, 128)
+        alone = {"prompt": QUESTION, "gen_length": 8, "force_single_batch": True, "stream": True}
+        with client.http.stream(
+            "POST", GENERATE, json=alone, headers={"X-Request-Id": "alone"}
+        ) as waiting:
+            client.wait_for_metric("vllm:num_requests_waiting", 1)
+            states = {r["id"]: r for r in client.http.get("/status.json").json()["requests"]}
+            assert states["alone-0"]["state"] == "waiting"
+            assert states["alone-0"]["waits_for"] == "others"
+            text = client.http.get("/metrics").text
+            assert re.search(
+                r'^dllm:requests_waiting\{.*waits_for="others"\} 1', text, re.MULTILINE
+            )
+            waiting.close()
     client.wait_for_num_requests(0)
 
 

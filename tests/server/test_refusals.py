@@ -12,11 +12,14 @@ from tests.server.client import (
     CHAT,
     COMPLETIONS,
     GENERATE,
+    MESSAGES,
     QUESTION,
+    RESPONSES,
     ROUTES,
     body_for,
     refusal,
 )
+from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
     from tests.server.client import Client
@@ -65,8 +68,9 @@ DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"allow_infill": "yes"}, "allow_infill", "true or false"),
     ({"stream_canvas": True}, "stream_canvas", "stream: true"),
     ({"stream_canvas": "yes"}, "stream_canvas", "true or false"),
-    ({"stepz": 8}, "stepz", "unknown parameter; known: "),
-    ({"gen-length": 8}, "gen-length", "gen_length"),
+    ({"stepz": 8}, "stepz", "unknown parameter; did you mean steps?"),
+    ({"gen-length": 8}, "gen-length", "did you mean gen_length?"),
+    ({"algoritm": "semi_ar"}, "algoritm", "did you mean algorithm?"),
 ]
 
 # Fields of the body itself, on /generate.
@@ -88,8 +92,8 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a", "b"], "apply_chat_template": True}, "apply_chat_template", "string prompt"),
     ({"prompt": ""}, "prompt", "at least one token"),
     ({"prompt": ["hello", ""]}, "prompt", "at least one token"),
-    ({"prompt": []}, "prompt", "non-empty list"),
-    ({"prompt": [[]]}, "prompt", "non-empty list"),
+    ({"prompt": []}, "prompt", "none of them empty"),
+    ({"prompt": [[]]}, "prompt", "none of them empty"),
     ({"prompt": 7}, "prompt", "a string, token ids"),
     ({"prompt": {"text": "a"}}, "prompt", "a string, token ids"),
     ({"prompt": [1, "a"]}, "prompt", "a string, token ids"),
@@ -106,10 +110,6 @@ UPSTREAMS = {"temperature", "ignore_eos", "min_tokens"}
 
 # Fields of the OpenAI routes that cannot work.
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "no name", "parameters": {}}}]},
-    {"tool_choice": "auto"},
-    {"functions": [{"name": "f"}]},
-    {"function_call": "auto"},
     {"response_format": {"type": "xml"}},
     {
         "response_format": {
@@ -121,37 +121,39 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"structured_outputs": 5},
     {"response_format": "json"},
     {"stream_interval": 2**64},
-    {"guided_json": {"type": "object"}},
-    {"reasoning_effort": "low"},
-    {"thinking_token_budget": 5},
     {"use_beam_search": True},
-    {"length_penalty": 2.0},
-    {"best_of": 2},
     {"prompt_logprobs": 1},
     {"allowed_token_ids": [1]},
     {"bad_words": ["France"]},
     {"repetition_detection": {"max_pattern_size": 3, "min_count": 3}},
     {"watermarking": True},
-    {"modalities": ["text", "audio"]},
-    {"verbosity": "low"},
     {"kv_transfer_params": {"do_remote_prefill": True}},
     {"n": 0},
     {"n": 129},
 ]
 
-# Parameters of autoregressive sampling that would act at this temperature.
-AUTOREGRESSIVE: list[dict[str, Any]] = [
-    {"top_p": 0.5},
-    {"top_k": 5},
-    {"min_p": 0.1},
-    {"presence_penalty": 1.0},
-    {"presence_penalty": 1e9},
-    {"repetition_penalty": 0.0},
-    {"frequency_penalty": -1.0},
-    {"repetition_penalty": 1.5},
-    {"logit_bias": {"5": 1.0}},
-    {"min_tokens": 2},
-]
+# Fields that clients send to every model, with values that would act on others.
+INERT: dict[str, Any] = {
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": -1.0,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1.0},
+    "reasoning_effort": "low",
+}
+# Fields of other servers, and older ones of upstream's.
+FOREIGN: dict[str, Any] = {
+    "cache_prompt": True,
+    "timings_per_token": True,
+    "guided_json": {"type": "object"},
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+    "verbosity": "low",
+    "best_of": 2,
+    "length_penalty": 2.0,
+}
 
 
 def label(value: Any) -> str | None:
@@ -183,13 +185,20 @@ def test_diffusion_parameters(
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("fields", UNSUPPORTED, ids=label)
-def test_what_cannot_work_is_refused_by_name(
+def test_what_cannot_be_had_is_refused_by_name(
     client: Client, route: str, fields: dict[str, Any]
 ) -> None:
     error = refusal(client.http.post(route, json=body_for(route, **fields)))
     (name,) = fields
     assert name in error["message"]
     assert name in (error["param"] or name)
+
+
+def test_tools_that_cannot_be_called(client: Client) -> None:
+    named = {"type": "function", "function": {"name": "no name", "parameters": {}}}
+    for fields in ({"tools": [named]}, {"tool_choice": "auto"}):
+        error = refusal(client.http.post(CHAT, json=body_for(CHAT, **fields)))
+        assert error["param"] in fields
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
@@ -226,15 +235,30 @@ def test_fields_of_generate(client: Client, fields: dict[str, Any], name: str, w
     check_message(error, fields, name, wanted)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("fields", AUTOREGRESSIVE, ids=label)
-def test_autoregressive_parameters(client: Client, route: str, fields: dict[str, Any]) -> None:
-    body = {**body_for(route), "temperature": 1.0, **fields}
-    (name,) = fields
-    error = refusal(client.http.post(route, json=body))
-    assert error["param"] == name
-    assert error["message"].startswith(f"{name}: given ")
-    assert "wanted" in error["message"]
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("route", [*ROUTES, MESSAGES, RESPONSES])
+def test_fields_that_do_not_act_are_taken_and_named(
+    client: Client, route: str, temperature: int
+) -> None:
+    plain = {**body_for(route), "temperature": temperature, "seed": 5}
+    if route == RESPONSES:
+        plain = {"input": QUESTION, "temperature": temperature, "seed": 5}
+    given = INERT if route == GENERATE else {**INERT, **FOREIGN}
+    answer = client.answer(route, {**plain, **given})
+    assert sorted(answer["diffusion"]["ignored"]) == sorted(given)
+    if route != GENERATE:
+        replaced = {"guided_json": "structured_outputs.json", "functions": "tools"}
+        assert answer["diffusion"]["replaced_by"] == replaced
+    same = client.answer(route, plain)
+    assert same["diffusion"]["ignored"] == []
+    for key in ("text", "choices", "content"):
+        assert answer.get(key) == same.get(key)
+
+
+def test_generate_refuses_fields_that_nobody_knows(client: Client) -> None:
+    for name, value in FOREIGN.items():
+        error = refusal(client.http.post(GENERATE, json={"prompt": "hello", name: value}))
+        assert (error["param"], "known: " in error["message"]) == (name, True)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -325,7 +349,64 @@ def test_a_model_that_is_not_served(client: Client, route: str) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_methods(client: Client, method: str) -> None:
-    assert client.http.request(method, GENERATE).status_code == 405
+    error = refusal(client.http.request(method, GENERATE), 405)
+    assert error["message"] == f"method: given '{method}'; /generate wants POST"
+
+
+def test_paths(client: Client) -> None:
+    for method, path in (("GET", "/nope"), ("POST", "/v1/nope"), ("GET", "/v1/models/other")):
+        error = refusal(client.http.request(method, path), 404)
+        assert error["message"].startswith(f"path: given '{path}'; wanted ")
+
+
+MESSAGE_FAULTS: list[tuple[Any, str, str]] = [
+    ({"content": "hi"}, "[0].role", "wanted one of: system"),
+    ({"role": "usr", "content": "hi"}, "[0].role", "user"),
+    ({"role": 5, "content": "hi"}, "[0].role", "wanted one of"),
+    (None, "[0]", "an object"),
+    ("hello", "[0]", "an object"),
+    ({"role": "user"}, "[0].content", "given nothing"),
+    ({"role": "user", "content": None}, "[0].content", "a string or a list of parts"),
+    ({"role": "user", "content": 5}, "[0].content", "given 5"),
+    ({"role": "user", "content": [5]}, "[0].content[0]", "an object with a type"),
+    ({"role": "user", "content": [{"type": "text"}]}, "[0].content[0].text", "a string"),
+]
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, MESSAGES])
+def test_messages_that_are_none(client: Client, route: str) -> None:
+    for message, place, wanted in MESSAGE_FAULTS:
+        body = {"model": MODEL_NAME, "messages": [message], "max_tokens": 32}
+        error = refusal(client.http.post(route, json=body))
+        assert error["param"] == f"messages{place}"
+        assert error["message"].startswith(f"messages{place}: given ")
+        assert wanted in error["message"]
+
+
+TYPE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"n": "two"}, "n: given 'two'; wanted a valid integer"),
+    (CHAT, {"stop": 5}, "stop: given 5; wanted a valid string or a valid list"),
+    (CHAT, {"stop": [5]}, "stop[0]: given 5; wanted a valid string"),
+    (CHAT, {"stream": "maybe"}, "stream: given 'maybe'; wanted a valid boolean"),
+    (CHAT, {"tools": [{}]}, "tools[0].function: given nothing; wanted a value"),
+    (CHAT, {"temperature": 3}, "temperature: given 3"),
+    (COMPLETIONS, {"prompt": ""}, "prompt: given ''; wanted a string, token ids"),
+    (COMPLETIONS, {"prompt": None}, "prompt: given nothing; wanted a string, token ids"),
+    ("/v1/systemone", {}, "state, questions: given nothing; wanted a value"),
+    ("/v1/loglikelihood", {}, "continuation: given nothing; wanted a value"),
+    ("/tokenize", {}, "prompt, messages: given nothing; wanted a value"),
+]
+
+
+@pytest.mark.parametrize(("route", "fields", "message"), TYPE_FAULTS)
+def test_types_are_told_in_one_line(
+    client: Client, route: str, fields: dict[str, Any], message: str
+) -> None:
+    body = body_for(route, **fields) if route in ROUTES else {"model": MODEL_NAME, **fields}
+    error = refusal(client.http.post(route, json=body))
+    assert error["message"].startswith(message)
+    assert "\n" not in error["message"]
+    assert error["param"] == message.partition(":")[0]
 
 
 @pytest.mark.parametrize("route", ROUTES)

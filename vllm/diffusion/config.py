@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion import envs, families, startup_log
-from vllm.diffusion.decision import PENALTIES
 from vllm.diffusion.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.fields import server_defaults
 from vllm.diffusion.guided.guides import Guides
@@ -37,6 +36,7 @@ def configure(vllm_config: VllmConfig) -> None:
         ServerConfigError: for a setting that has no meaning for these models.
     """
     startup_log.leave_out_what_does_not_apply()
+    envs.check()  # here, where a user sees it, and not in the engine's process
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(
@@ -44,7 +44,10 @@ def configure(vllm_config: VllmConfig) -> None:
             "diffusion language models run tensor and data parallel"
         )
     if vllm_config.speculative_config is not None:
-        raise ServerConfigError("speculative_config: wanted none for a diffusion language model")
+        raise ServerConfigError(
+            "speculative_config: wanted none; a diffusion language model fills several tokens a "
+            "step by itself"
+        )
     if vllm_config.lora_config is not None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
     if parallel.worker_cls == "auto":
@@ -163,7 +166,6 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
-        penalties={n: v for n, v in model.get_diff_sampling_param().items() if n in PENALTIES},
         guides=_guides(model, ids, vocab_size) if not model.skip_tokenizer_init else None,
     )
 
@@ -210,6 +212,7 @@ class Settings:
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
         page: the server has its web pages.
         fp8_head: the output head is quantised, too.
+        family: a checkpoint of another one is refused; None refuses none.
     """
 
     long_share: float = 0.5
@@ -218,6 +221,7 @@ class Settings:
     sequence_parallel_min_tokens: int | None = None
     page: bool = True
     fp8_head: bool = False
+    family: str | None = None
 
     @property
     def longest_pause_s(self) -> float:
@@ -252,6 +256,11 @@ class Settings:
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )
+        if found.family not in (None, *families.SERVED_AS):
+            raise ServerConfigError(
+                f"dllm settings: family: given {found.family!r}; wanted one of "
+                f"{', '.join(families.SERVED_AS)}"
+            )
         return found
 
 

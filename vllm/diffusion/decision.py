@@ -53,24 +53,28 @@ RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
 MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
 
-_LEFT_TO_RIGHT = "penalties need a left-to-right order"
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
 
-# Fields of upstream's SamplingParams that cannot act here: name, values that ask for nothing, and
-# what is wanted.
-AUTOREGRESSIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("min_p", (0.0, None), "wanted 0: it has no meaning for a diffusion language model"),
-    ("presence_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
-    ("frequency_penalty", (0.0, None), f"wanted 0: {_LEFT_TO_RIGHT}"),
-    ("repetition_penalty", (1.0, None), f"wanted 1: {_LEFT_TO_RIGHT}"),
-    ("logit_bias", (None, {}), "wanted none: not supported"),
-    ("bad_words", (None, []), "wanted none: not supported"),
-    ("allowed_token_ids", (None,), "wanted none: not supported"),
-    ("prompt_logprobs", (None,), "wanted none: prompt tokens are given, not predicted"),
-    ("repetition_detection", (None,), "wanted none: not supported"),
-    ("thinking_token_budget", (None, -1), "wanted none: not supported"),
-    ("watermarking", (None, False), "wanted false: not supported"),
-)
+# Fields of upstream's SamplingParams that every client sends and that do not act here, with the
+# values that ask for nothing. A request that gives others is told so (`diffusion.ignored`).
+INERT: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0, None),
+    "presence_penalty": (0.0, None),
+    "frequency_penalty": (0.0, None),
+    "repetition_penalty": (1.0, None),
+    "logit_bias": (None, {}),
+    "thinking_token_budget": (None, -1),
+}
+
+# Fields of upstream's SamplingParams without which an answer is not what was asked for: values that
+# ask for nothing, and what is wanted.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bad_words": ((None, []), "wanted none: not supported"),
+    "allowed_token_ids": ((None,), "wanted none: not supported"),
+    "prompt_logprobs": ((None,), "wanted none: prompt tokens are given, not predicted"),
+    "repetition_detection": ((None,), "wanted none: not supported"),
+    "watermarking": ((None, False), "wanted false: not supported"),
+}
 
 # Fields of DiffusionParams that are the request's value, else the server's, else the table's.
 _PLAIN: tuple[str, ...] = tuple(
@@ -129,10 +133,12 @@ def asked_by(sampling: Any) -> dict[str, Any]:
 
     Raises:
         InvalidParameterError: for an unknown key, contradicting spellings, or a field of
-            `SamplingParams` that would act on an autoregressive model but cannot here.
+            `SamplingParams` that cannot be had.
     """
-    penalties = _autoregressive_fields(sampling)
+    fields = {name: getattr(sampling, name, None) for name in (*INERT, *UNSUPPORTED)}
+    refuse_unsupported(fields)
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
+    ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
     spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
     if SPEC in extra:
         spec = unpacked(extra.pop(SPEC))
@@ -158,7 +164,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
             given.setdefault(name, value)
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
-    given["penalties"] = penalties
+    given[IGNORED] = tuple(dict.fromkeys([*ignored, *inert(fields)]))
     given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
     given["logprobs"] = sampling.logprobs
     given["logprob_token_ids"] = tuple(getattr(sampling, "logprob_token_ids", None) or ())
@@ -174,26 +180,27 @@ def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
     return None if given is None else dict(vars(given))
 
 
-def _autoregressive_fields(sampling: Any) -> dict[str, float]:
-    """Refuses fields that cannot act, and returns the penalties among them that would."""
-    penalties = {}
-    for name, neutral, meaning in AUTOREGRESSIVE:
-        value = getattr(sampling, name, neutral[0])
-        if value in neutral:
-            continue
-        if name not in PENALTIES:
-            raise InvalidParameterError(name, value, meaning)
-        penalties[name] = value
-    return penalties
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Refuse fields that cannot be had.
+
+    Raises:
+        InvalidParameterError: naming the first of them.
+    """
+    for name, (neutral, wanted) in UNSUPPORTED.items():
+        if given.get(name) not in (None, *neutral):
+            raise InvalidParameterError(name, given[name], wanted)
 
 
-def _inherited(penalties: Mapping[str, float], model: ServedModel) -> tuple[str, ...]:
-    """Names of the penalties that only the checkpoint asks for; those of a request are refused."""
-    for name, value in penalties.items():
-        if model.penalties.get(name) != value:
-            meaning = next(meaning for known, _, meaning in AUTOREGRESSIVE if known == name)
-            raise InvalidParameterError(name, value, meaning)
-    return tuple(penalties)
+def inert(given: Mapping[str, Any]) -> list[str]:
+    """Names of the given fields that ask for something and do not act."""
+    return [name for name, neutral in INERT.items() if given.get(name) not in (None, *neutral)]
+
+
+def _ignored_elsewhere(given: Any) -> list[str]:
+    """Names of fields that a route left out, of whatever comes under `IGNORED`."""
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise InvalidParameterError(IGNORED, given, "wanted it left out")
+    return given
 
 
 def decide(
@@ -203,9 +210,9 @@ def decide(
 
     Args:
         asked: values under canonical names, as `canonical` or `asked_by` return them. The latter
-            adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), and two that
-            upstream may have filled in itself: `upstream_max_tokens`, a limit, and `penalties` by
-            name.
+            adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED` (names of
+            fields that were left out), and `upstream_max_tokens`, a limit that upstream may have
+            filled in itself.
         model: the served model.
         prompt_token_ids: the prompt.
 
@@ -219,7 +226,7 @@ def decide(
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
     logprobs = request.pop("logprobs", None)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
-    inherited = _inherited(request.pop("penalties", {}), model)
+    left_out = request.pop(IGNORED, ())
     algorithm = _algorithm(request, model)
     ignored = _ignored(request, algorithm, model)
     request = {name: value for name, value in request.items() if name not in ignored}
@@ -247,7 +254,7 @@ def decide(
         stop_ids=frozenset() if values["ignore_eos"] else model.ids.stop | stop_token_ids,
         logprobs=len(told_ids) if told_ids else logprobs,
         logprob_token_ids=told_ids,
-        ignored=(*ignored, *inherited),
+        ignored=(*ignored, *left_out),
         **values,
     )
     if spec is not None and guide is not None:
@@ -450,6 +457,7 @@ def _ignored(
         "temperature": request.get("temperature") != 0,
         "remasking": request.get("remasking") == "low_confidence"
         and algorithm.score != "confidence",
+        **{name: request.get(name) not in BY_NAME[name].neutral for name in ("top_p", "top_k")},
     }
     return tuple(
         name

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -83,6 +84,12 @@ def keep_title() -> None:
         import setproctitle
 
         setproctitle.getproctitle()
+
+
+def say_nothing_twice() -> None:
+    """In a process that another one started: torch's warning that there is no GPU is known."""
+    if "--multiprocessing-fork" in sys.orig_argv:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def begin() -> None:

@@ -8,6 +8,8 @@ upstream knows their names and copies them to worker processes.
 from __future__ import annotations
 
 import os
+import re
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.errors import ServerConfigError
@@ -32,6 +34,28 @@ def _positive_int(name: str) -> int | None:
     return int(value)
 
 
+_UNITS = {"": 1, "B": 1} | {
+    letter + ending: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for ending, base in (("", 1024), ("IB", 1024), ("B", 1000))
+}
+
+
+def _size(name: str) -> int | None:
+    """Bytes, as 2097152, 2MiB, 2M (the same) or 2MB (2,000,000); None where it is not set."""
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", value.strip(), re.ASCII)
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    num_bytes = 0 if found is None or unit is None else int(Fraction(found[1]) * unit)
+    if num_bytes < 1:
+        raise ServerConfigError(
+            f"{name}: given {value!r}; wanted a number of bytes, as 12884901888, 12GiB, 12G or 12GB"
+        )
+    return num_bytes
+
+
 def log_diffusion_steps() -> bool:
     """VLLM_LOG_DIFFUSION_STEPS=1: log the time of every denoise step at INFO."""
     return _flag("VLLM_LOG_DIFFUSION_STEPS")
@@ -44,7 +68,7 @@ def default_steps() -> int | None:
 
 def activation_pool_size_bytes() -> int | None:
     """VLLM_ACTIVATION_POOL_SIZE_BYTES: memory of steps and of what requests keep, in bytes."""
-    return _positive_int("VLLM_ACTIVATION_POOL_SIZE_BYTES")
+    return _size("VLLM_ACTIVATION_POOL_SIZE_BYTES")
 
 
 def use_chunkwise_graph() -> bool:
@@ -65,7 +89,7 @@ def use_host_residual() -> bool:
 def host_cache_size_bytes() -> int | None:
     """VLLM_HOST_CACHE_SIZE_BYTES: host memory of each rank for keys and values that requests keep
     (default: its share of half of the machine's)."""
-    return _positive_int("VLLM_HOST_CACHE_SIZE_BYTES")
+    return _size("VLLM_HOST_CACHE_SIZE_BYTES")
 
 
 def fuses_commits() -> bool:
@@ -77,14 +101,14 @@ def fuses_commits() -> bool:
 def vmm_chunk_size() -> int | None:
     """VLLM_VMM_CHUNK_SIZE: bytes of physical memory that are mapped at a time (default 2 MiB).
 
-    `vmm_allocator` reads it too where it is used without the overlay.
+    `vmm_allocator` reads it too, as plain bytes, where it is used without the overlay.
     """
-    return _positive_int("VLLM_VMM_CHUNK_SIZE")
+    return _size("VLLM_VMM_CHUNK_SIZE")
 
 
 def max_request_bytes() -> int:
     """DLLM_MAX_REQUEST_BYTES: the largest body of an HTTP request (default 32 MiB)."""
-    return _positive_int("DLLM_MAX_REQUEST_BYTES") or 32 << 20
+    return _size("DLLM_MAX_REQUEST_BYTES") or 32 << 20
 
 
 def set_default(name: str, value: str) -> None:
@@ -104,6 +128,16 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
 }
+
+
+def check() -> None:
+    """Read every variable.
+
+    Raises:
+        ServerConfigError: naming the first one with an unusable value.
+    """
+    for read in VARIABLES.values():
+        read()
 
 
 def register(table: MutableMapping[str, Callable[[], Any]]) -> None:

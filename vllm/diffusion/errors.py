@@ -95,7 +95,7 @@ class ServerConfigError(DiffusionError, ValueError):
 
 
 def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value)
+    text = "nothing" if value is None else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

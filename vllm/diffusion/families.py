@@ -35,6 +35,8 @@ class Family:
             answer ends there whatever generation_config.json says.
         mask_token: name of the mask token where neither config.json nor the tokenizer says which
             it is.
+        served_as: what `--family` and the name of its server script call it; None where no script
+            serves it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Family:
     model_class: str = "vllm.diffusion.models.base:DiffusionModel"
     end_of_turn_tokens: tuple[str, ...] = ()
     mask_token: str | None = None
+    served_as: str | None = None
 
     @property
     def is_block_causal(self) -> bool:
@@ -59,6 +62,7 @@ class Family:
 
 LLADA = Family(
     name="llada",
+    served_as="llada",
     architectures=("LLaDAModelLM", "LLaDAForDiffusionLM"),
     model_types=("llada",),
     config_class="vllm.diffusion.models.llada:LLaDAConfig",
@@ -68,6 +72,7 @@ LLADA = Family(
 
 DREAM = Family(
     name="dream",
+    served_as="dream",
     architectures=("DreamModel", "DreamForDiffusionLM"),
     model_types=("Dream",),
     config_class="vllm.diffusion.models.dream:DreamConfig",
@@ -78,6 +83,7 @@ DREAM = Family(
 
 LLADA_MOE = Family(
     name="llada-moe",
+    served_as="llada-moe",
     architectures=("LLaDAMoEModelLM", "LLaDAMoEForDiffusionLM"),
     model_types=("lladamoe", "dllm", "llada"),
     config_class="vllm.diffusion.models.llada_moe:LLaDAMoEConfig",
@@ -87,6 +93,7 @@ LLADA_MOE = Family(
 
 SDAR = Family(
     name="sdar",
+    served_as="sdar",
     architectures=("SDARForCausalLM",),
     model_types=("sdar",),
     config_class="vllm.diffusion.models.sdar:SDARConfig",
@@ -106,6 +113,7 @@ SDAR_MOE = replace(
 
 LLADA2 = Family(
     name="llada2",
+    served_as="llada2",
     architectures=("LLaDA2MoeModelLM",),
     model_types=("llada2_moe",),
     config_class="vllm.diffusion.models.llada2:LLaDA2Config",
@@ -127,6 +135,7 @@ LLADA21 = replace(
 
 FAST_DLLM = Family(
     name="fast-dllm",
+    served_as="fast-dllm",
     architectures=("Fast_dLLM_QwenForCausalLM",),
     model_types=("Fast_dLLM_Qwen",),
     config_class="vllm.diffusion.models.fast_dllm:FastDLLMConfig",
@@ -166,3 +175,24 @@ def family_of(architectures: Sequence[str] | None, model_type: str | None) -> Fa
     families = [family for family in FAMILIES if name in family.architectures]
     named = [family for family in families if model_type in family.model_types]
     return next(iter(named + families), None)
+
+
+SERVED_AS = tuple(dict.fromkeys(f.served_as for f in FAMILIES if f.served_as is not None))
+
+
+def why_not_served(
+    name: str, architectures: Sequence[str] | None, model_type: str | None
+) -> str | None:
+    """Why the server script of a family (`SERVED_AS`) does not serve a checkpoint, or None."""
+    family = family_of(architectures, model_type)
+    own = None if family is None else family.served_as
+    if own == name:
+        return None
+    given = f"architectures: given {', '.join(architectures or ()) or 'none'}"
+    names = sorted({arch for f in FAMILIES if f.served_as == name for arch in f.architectures})
+    wanted = f"{given}; {_script(name)} wants {' or '.join(names)}"
+    return wanted if own is None else f"{wanted}; {_script(own)} serves this one"
+
+
+def _script(name: str) -> str:
+    return f"scripts/run_{name.replace('-', '_')}_server.sh"

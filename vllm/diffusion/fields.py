@@ -10,6 +10,7 @@ Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,13 @@ def by_spelling(table: Iterable[Field]) -> dict[str, Field]:
 
 SPELLINGS = by_spelling(FIELDS)
 
+# Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
+_STANDARD = frozenset(
+    ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "min_tokens", "priority")
+)
+OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
+_ALIKE = 0.8  # share of two names' letters that are common to both, in order
+
 
 def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[str, Any]:
     """`checked`, by the table of all requests, of which some values stand for others."""
@@ -237,8 +245,7 @@ def checked(
             continue
         field = spellings.get(spelling)
         if field is None:
-            known = ", ".join(sorted({*spellings, *also_known}))
-            raise InvalidParameterError(spelling, value, f"unknown parameter; known: {known}")
+            raise unknown(spelling, value, {*spellings, *also_known})
         own = check(field, spelling, value)
         if result.setdefault(field.name, own) != own:
             raise InvalidParameterError(
@@ -247,6 +254,24 @@ def checked(
                 f"it contradicts another spelling of {field.name}: {result[field.name]!r}",
             )
     return result
+
+
+def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterError:
+    """The refusal of a parameter that nobody knows."""
+    meant = near_miss(name, known)
+    hint = f"did you mean {meant}?" if meant else f"known: {', '.join(sorted(known))}"
+    return InvalidParameterError(name, value, f"unknown parameter; {hint}")
+
+
+def near_miss(name: str, known: Iterable[str] = OWN_SPELLINGS) -> str | None:
+    """The known name that `name` almost is; capitals, dashes and underscores do not count."""
+    names = {_letters(other): other for other in sorted(known)}
+    found = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
+    return names[found[0]] if found else None
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's imports take the longest with, later or once.
+"""What upstream's imports take the longest with, later or once, and what is added to them.
 
 Upstream's `__init__` imports the compiler's table of lowerings, a second of every process, to put a
 list of its own into it. It does without where that import fails; so it fails at first, and the list
 is put in place when the table is imported after all, which is when something compiles.
 
 transformers reads the sources of all its models twice, half a second each, to know what is where.
+
+What is added to upstream's command is added when that is imported.
 
 Nothing here imports torch, transformers or upstream.
 """
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 LOWERING = "torch._inductor.lowering"
+COMMAND = "vllm.entrypoints.cli.serve"
 STRUCTURE = "transformers.utils.import_utils"
 _READS = "create_import_structure_from_path"
 
@@ -79,6 +82,16 @@ def read_models_once() -> None:
     """Let transformers keep what it has read of a folder. Called before it is imported."""
     if STRUCTURE not in sys.modules:
         sys.meta_path.insert(0, _After(STRUCTURE, _read_folders_once))
+
+
+def _extend(module: ModuleType) -> None:
+    importlib.import_module("vllm.diffusion.api.cli").extend(module.ServeSubcommand)
+
+
+def extend_upstreams_command() -> None:
+    """Let `vllm serve` have our arguments, before it makes its parser."""
+    if COMMAND not in sys.modules:
+        sys.meta_path.insert(0, _After(COMMAND, _extend))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -153,6 +154,15 @@ REQUESTS_TIMED_OUT = Metric(
     "counter",
     "Requests that were not complete when their `timeout_s` was over.",
 )
+REQUESTS_WAITING = Metric(
+    "dllm:requests_waiting",
+    "gauge",
+    "Requests that wait, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
+    "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`), a "
+    "`prompt` that another request computes, the rest of their `call`, or their `order` behind "
+    "earlier ones.",
+    label="waits_for",
+)
 BUILD_INFO = Metric(
     "dllm:build_info",
     "gauge",
@@ -180,11 +190,17 @@ METRICS: tuple[Metric, ...] = (
     HOST_IN_USE,
     POOL_PEAK,
     PLANNER_TIME,
+    REQUESTS_WAITING,
     REQUESTS_REFUSED,
     REQUESTS_ABORTED,
     REQUESTS_TIMED_OUT,
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
+MOST_WAITING = 64  # requests of which is told what they wait for
+_WAITS = "waits"
 
 
 class Observations:
@@ -212,6 +228,15 @@ class Observations:
             self._found.pop(key, None)  # the newest value comes last
         self._found[key] += 1
 
+    def wait_for(self, waiting: Mapping[str, str]) -> None:
+        """Say what requests wait for, by id, in order: how many for what, and the first of them."""
+        if not self._enabled:
+            return
+        counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
+        self._found.update({f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()})
+        first = islice(waiting.items(), MOST_WAITING)
+        self._found.update({f"{_WAITS} {req_id} {reason}": 1 for req_id, reason in first})
+
     def put_into(self, stats: SchedulerStats) -> None:
         """Send everything with upstream's statistics of the step, and start anew."""
         stats.waiting_lora_adapters.update(self._found)
@@ -223,4 +248,11 @@ def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
     sent: Mapping[str, int] = stats.waiting_lora_adapters
     for key, times in sent.items():
         name, _, value = key.partition(" ")
-        yield _BY_NAME[name], value, times
+        if name != _WAITS:
+            yield _BY_NAME[name], value, times
+
+
+def waiting_in(stats: SchedulerStats) -> dict[str, str]:
+    """What requests wait for, by id, as far as it was put in."""
+    keys = (key.split(" ") for key in stats.waiting_lora_adapters)
+    return {parts[1]: parts[2] for parts in keys if parts[0] == _WAITS}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.guides import Guides
 
 SEED_BITS = 64
+DRAWN_SEED_BITS = 52  # JavaScript's numbers are exact below 2^53, and answer i uses seed + i
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class ServedModel:
         defaults: server-wide defaults under canonical names.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: of a block-causal checkpoint's config.
-        penalties: of generation_config.json, which upstream gives to requests that have none.
         guides: compiles what answers must match; None where nothing can be matched.
     """
 
@@ -67,7 +67,6 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_steps: int | None = None
     block_length: int | None = None
-    penalties: Mapping[str, float] = field(default_factory=dict)
     guides: Guides | None = None
 
     @property

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+CPU_ROW_BUDGET = 8192  # rows of a shared step of a server, as upstream has it for a large GPU
+
+
 class _EagerPlatform(Platform):
     """No kernels of upstream's, no compiler."""
 
@@ -63,6 +66,12 @@ class DiffusionCpuPlatform(_EagerPlatform):
     def supported_dtypes(self) -> list[torch.dtype]:
         # The first one is what upstream casts float32 checkpoints to: answers stay reproducible.
         return [torch.float32, torch.bfloat16]
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        # Upstream's default for a server, 2,048, would keep two canvases of 1,024 tokens apart.
+        if parser is not None:
+            parser.set_defaults(max_num_batched_tokens=CPU_ROW_BUDGET)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.families import FAMILIES
 
@@ -32,16 +32,37 @@ def register() -> None:
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
-    startup_log.shorten_the_configuration()
+    startup_log.tell_what_is_ours()
     tokenizers.register()
     for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)
-    if "vllm.entrypoints.cli.serve" in sys.modules:  # a process of upstream's command line
-        from vllm.diffusion.api import cli
-
-        cli.want_a_model()
+    _check_models_first()
     _register_configurations()
     _register_models()
+
+
+def _check_models_first() -> None:
+    """Let a model that is none be refused before upstream looks for it on the Hub."""
+    from vllm.diffusion import preflight
+    from vllm.diffusion.config import Settings, server_settings
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, "__wrapped__"):
+        return
+
+    @functools.wraps(create)
+    def create_checked(engine: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        speculation = (engine.speculative_config, engine.spec_method, engine.spec_model)
+        preflight.check_model(engine.model, is_speculating=any(speculation))
+        config = create(engine, *args, **kwargs)
+        family = Settings.of(server_settings(config.additional_config)).family
+        if family is not None:
+            found = config.model_config.hf_config
+            preflight.check_family(engine.model, family, found.architectures, found.model_type)
+        return config
+
+    EngineArgs.create_engine_config = create_checked
 
 
 def _register_configurations() -> None:

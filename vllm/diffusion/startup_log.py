@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager, redirect_stderr, suppress
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from vllm.diffusion import __version__
 from vllm.diffusion.families import ARCHITECTURES
 from vllm.logger import init_logger
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # Loggers of upstream's, and how the lines begin that are left out.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.config.compilation": ("Enabled custom fusions",),
+    # Whose settings are used as they are; and positions may be of any number.
+    "transformers.generation.configuration_utils": ("The following generation flags",),
+    "vllm.config.model": ("Default vLLM sampling parameters", "User-specified max_model_len ("),
     "vllm.config.kernel": ("Final IR op priority",),
     "vllm.config.vllm": ("Inductor compilation was disabled",),
     "vllm.distributed.parallel_state": ("world_size=%d rank=%d", "rank %s in world size"),
@@ -50,7 +54,17 @@ class _Without(logging.Filter):
         self._beginnings = beginnings
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self._beginnings)
+        texts = str(record.msg), record.getMessage()
+        return not any(text.startswith(self._beginnings) for text in texts)
+
+
+class _Named(logging.Filter):
+    """Says in one line what is started, in place of upstream's picture."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.funcName == "log_version_and_model":
+            record.msg = f"Mosaic {__version__} on vLLM %s, model %s"
+        return True
 
 
 class _Shortened(logging.Filter):
@@ -82,21 +96,26 @@ def _is_ours(config: VllmConfig) -> bool:
     return any(name in ARCHITECTURES for name in config.model_config.architectures)
 
 
-def shorten_the_configuration() -> None:
-    """The first line of an engine's process comes before any class of ours: it is rewritten."""
-    logger = init_logger("vllm.v1.engine.core")
-    is_done = any(isinstance(own, _Shortened) for own in logger.filters)
-    if not is_done and not logger.isEnabledFor(logging.DEBUG):
-        logger.addFilter(_Shortened())
+def tell_what_is_ours() -> None:
+    """Rewrite the first lines of a server and of its engine, which come before any class of ours.
+
+    Again changes nothing.
+    """
+    _add_filter("vllm.entrypoints.launchers.launcher", _Named())
+    _add_filter("vllm.v1.engine.core", _Shortened())
 
 
 def leave_out_what_does_not_apply() -> None:
     """From now on, in this process, which runs a diffusion model. Again changes nothing."""
     for name, beginnings in LEFT_OUT.items():
-        logger = init_logger(name)
-        is_done = any(isinstance(own, _Without) for own in logger.filters)
-        if not is_done and not logger.isEnabledFor(logging.DEBUG):
-            logger.addFilter(_Without(beginnings))
+        _add_filter(name, _Without(beginnings))
+
+
+def _add_filter(name: str, wanted: logging.Filter) -> None:
+    logger = logging.getLogger(name)
+    is_there = any(type(own) is type(wanted) for own in logger.filters)
+    if not is_there and not init_logger("vllm").isEnabledFor(logging.DEBUG):
+        logger.addFilter(wanted)
 
 
 class _Lossy:

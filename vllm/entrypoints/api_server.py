@@ -24,28 +24,25 @@ def main() -> None:
     with early.without_collecting():
         import uvloop
 
+        from vllm.diffusion import startup_log
         from vllm.diffusion.api import cli
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-        from vllm.logger import configure_logging_from_args, init_logger
+        from vllm.logger import configure_logging_from_args
 
         gc.freeze()
 
-    logger = init_logger("vllm.entrypoints.api_server")
     cli_env_setup()
     early.adopt()
     args = parse_arguments()
     configure_logging_from_args(args)
-    try:
+    startup_log.leave_out_what_does_not_apply()
+    with cli.errors_in_one_line(args):
         cli.fold_into_additional_config(args)
         validate_parsed_serve_args(args)
         check_http(args)
         uvloop.run(run_server(args))
-    except (OSError, TypeError, ValueError) as error:
-        # What a user can mend is one line; a failing engine has told its story in the log.
-        logger.debug("the server ended", exc_info=True)
-        raise SystemExit(f"error: {cli.one_line(error, args)}") from None
 
 
 def check_http(args: Namespace) -> None:
@@ -71,10 +68,9 @@ def parse_arguments() -> Namespace:
     """The command line, with our defaults; the model is given by `--model` or by position."""
     from vllm.diffusion.api import cli
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(
-        FlexibleArgumentParser(
+        cli.ServerParser(
             prog="python -m vllm.entrypoints.api_server",
             description="Serve a diffusion language model over HTTP.",
         )

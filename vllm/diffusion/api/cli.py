@@ -1,57 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-wide diffusion defaults on the command line.
 
-They end in `--additional-config '{"dllm": {...}}'`, which `vllm serve` and `LLM` take as well.
+They end in `--additional-config '{"dllm": {...}}'`, which `LLM` takes as well.
 """
 
 from __future__ import annotations
 
+import difflib
 import errno
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import ValidationError
 
-from vllm.diffusion import __version__
+from vllm.config import ModelConfig
+from vllm.diffusion import __version__, families
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.errors import ServerConfigError
+from vllm.logger import init_logger
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator, Sequence
 
+    from vllm.entrypoints.cli.serve import ServeSubcommand
 
+logger = init_logger(__name__)
+
+SEE_HELP = "--help tells those that there are"
 NO_MODEL = (
     "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
     "download: scripts/make_tiny_model.py makes models/llada-tiny"
 )
 
 
-def want_a_model() -> None:
-    """Let `vllm serve` without a model say what it wants, in place of serving upstream's default.
+class ServerParser(FlexibleArgumentParser):  # type: ignore[misc]
+    """Upstream's parser, which tells a mistake in one line, and what was meant."""
 
-    It says so before upstream looks for its own default on the Hub.
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(args, namespace)
+        flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
+        if flag is not None:
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
+            self.error(f"{flag}: unknown; {f'did you mean {near[0]}?' if near else SEE_HELP}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {' '.join(message.removeprefix('argument ').split())}\n")
+
+
+def extend(command: type[ServeSubcommand]) -> None:
+    """Give `vllm serve` our arguments and what else `python -m vllm.entrypoints.api_server` has.
+
+    Without a model it says so before upstream looks for its own default on the Hub.
     """
-    from vllm.config import ModelConfig
-    from vllm.entrypoints.cli.serve import ServeSubcommand
+    init, validate, run = command.subparser_init, command.validate, command.cmd
 
-    validate = ServeSubcommand.validate
+    def init_with_ours(self: ServeSubcommand, subparsers: Any) -> FlexibleArgumentParser:
+        parser = init(self, subparsers)
+        add_arguments(parser)
+        parser.__class__ = ServerParser
+        return parser
 
-    def validate_model_first(command: ServeSubcommand, args: Namespace) -> None:
+    def validate_with_ours(self: ServeSubcommand, args: Namespace) -> None:
         if args.model_tag is None and args.model == ModelConfig.model:
             raise SystemExit(f"error: {NO_MODEL}; vllm serve models/llada-tiny serves it")
-        validate(command, args)
+        with errors_in_one_line(args):
+            fold_into_additional_config(args)
+            validate(self, args)
 
-    ServeSubcommand.validate = validate_model_first
+    def run_with_ours(args: Namespace) -> None:
+        with errors_in_one_line(args):
+            run(args)
+
+    command.subparser_init = init_with_ours
+    command.validate = validate_with_ours
+    command.cmd = staticmethod(run_with_ours)
+
+
+@contextmanager
+def errors_in_one_line(args: Namespace) -> Iterator[None]:
+    """While a server runs: what a user can mend ends it in one line.
+
+    A failing engine has told its story in the log.
+    """
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        logger.debug("the server ended", exc_info=True)
+        raise SystemExit(f"error: {one_line(error, args)}") from None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add `--dllm-algorithm[-config]`, `--sequence-parallel-size` and `--no-page`."""
+    """Add `--dllm-algorithm[-config]`, `--sequence-parallel-size`, `--no-page` and `--family`."""
     group = parser.add_argument_group(
-        "Diffusion", "Defaults of requests that do not say; ranks that divide rows; the page."
+        "Diffusion", "Of diffusion language models: defaults of requests, ranks, the web page."
     )
     group.add_argument(
         "--dllm-algorithm",
@@ -79,6 +130,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--no-page", action="store_true", help="serve no web page at / and /status, only the API"
     )
+    group.add_argument(
+        "--family",
+        metavar="NAME",
+        help=f"refuse a checkpoint of another family: {', '.join(families.SERVED_AS)}",
+    )
 
 
 def fold_into_additional_config(args: Namespace) -> None:
@@ -96,10 +152,13 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings["sequence_parallel_size"] = args.sequence_parallel_size
     if args.no_page:
         settings["page"] = False
+    if args.family is not None:
+        settings["family"] = args.family
     additional = dict(args.additional_config or {})
-    additional["dllm"] = server_settings(additional) | settings
-    check_settings(additional["dllm"], family=None)
-    args.additional_config = additional
+    settings = server_settings(additional) | settings
+    check_settings(settings, family=None)
+    if settings:
+        args.additional_config = additional | {"dllm": settings}
 
 
 def one_line(error: Exception, args: Namespace) -> str:

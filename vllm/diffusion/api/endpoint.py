@@ -10,39 +10,52 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm.diffusion import __version__
-from vllm.diffusion.api import gate, metrics
+from vllm.diffusion.api import gate, metrics, refusals
+from vllm.diffusion.api.bodies import (
+    check_body,
+    check_conversations,
+    check_messages,
+    check_prompt,
+    refuse_fields,
+)
 from vllm.diffusion.api.decisions import DecisionRequest, adopt_decisions, register
 from vllm.diffusion.api.documentation import routes as documentation
 from vllm.diffusion.api.documentation.examples import shown
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.lifecycle import Lifecycle
 from vllm.diffusion.api.likelihood import LikelihoodHandler, LikelihoodRequest, LikelihoodResponse
+from vllm.diffusion.api.messages import DiffusionServingMessages, MessagesAnswer, MessagesBody
 from vllm.diffusion.api.openai_protocol import (
     ChatAnswer,
+    ChatBatchBody,
     ChatCompletionBody,
     CompletionAnswer,
     CompletionBody,
-    check_body,
 )
 from vllm.diffusion.api.openai_serving import (
     DiffusionServingChat,
+    DiffusionServingChatBatch,
     DiffusionServingCompletion,
-    DiffusionServingResponses,
     adopt,
 )
 from vllm.diffusion.api.page import routes as page
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.routes import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
+from vllm.diffusion.api.responses import DiffusionServingResponses, ResponsesBody, check_input
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.api.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.config import served_model, settings_of
+from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
-from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.chat_completion.api_router import (
+    create_batch_chat_completion,
+    create_chat_completion,
+)
 from vllm.entrypoints.openai.completion.api_router import create_completion
+from vllm.entrypoints.openai.responses.api_router import create_responses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -54,6 +67,7 @@ from vllm.version import __version__ as VLLM_VERSION
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Callable
 
     from vllm.diffusion.api.likelihood import LikelihoodBody
     from vllm.diffusion.api.protocol import GenerateBody
@@ -146,15 +160,24 @@ async def version() -> JSONResponse:
     return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
 
 
-async def check_openai_body(raw_request: Request) -> None:
-    """A dependency of its own: it runs before the body is made a model."""
-    if await raw_request.body():
-        check_body(await raw_request.json())
+def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
+    """Dependencies of a route that look at its body, as it was sent, before it is made a model."""
+
+    async def check(raw_request: Request) -> None:
+        body = await raw_request.json() if await raw_request.body() else None
+        if isinstance(body, dict):
+            try:
+                for one in checks:
+                    one(body)
+            except InvalidParameterError as error:
+                raise RequestRefused(error) from None
+
+    return [Depends(validate_json_request), Depends(check)]
 
 
 @openai_router.post(
     "/v1/chat/completions",
-    dependencies=[Depends(validate_json_request), Depends(check_openai_body)],
+    dependencies=checked_by(check_body, lambda body: check_messages(body.get("messages"))),
     response_model=None,
     responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/v1/chat/completions"),
@@ -166,7 +189,7 @@ async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # typ
 
 @openai_router.post(
     "/v1/completions",
-    dependencies=[Depends(validate_json_request), Depends(check_openai_body)],
+    dependencies=checked_by(check_body, lambda body: check_prompt(body.get("prompt"))),
     response_model=None,
     responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/v1/completions"),
@@ -176,12 +199,46 @@ async def completions(request: CompletionBody, raw_request: Request) -> Any:  # 
     return await create_completion(request, raw_request)
 
 
-async def refused(raw_request: Request, error: Exception) -> Response:
-    """Upstream's answer to a refusal, which is counted."""
-    assert isinstance(error, RequestRefused)
-    metrics.count_refusal(error.reason)
-    answer: Response = await exception_handler(raw_request, error)
-    return answer
+@openai_router.post(
+    "/v1/chat/completions/batch",
+    dependencies=checked_by(check_body, check_conversations),
+    response_model=None,
+    responses={200: {"model": ChatAnswer}, **_ANSWERS},
+)
+async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """Several conversations, with one answer each."""
+    return await create_batch_chat_completion(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/responses",
+    dependencies=checked_by(refuse_fields, lambda body: check_input(body.get("input"))),
+    response_model=None,
+    responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's responses, with diffusion parameters at top level."""
+    return await create_responses(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/messages",
+    dependencies=checked_by(refuse_fields, lambda body: check_messages(body.get("messages"))),
+    response_model=None,
+    responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+@with_cancellation
+@load_aware_call
+async def messages(request: MessagesBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """Anthropic's messages, with diffusion parameters at top level."""
+    handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
+    answer = await handler.create_messages(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return refusals.answer(raw_request, answer)
+    if isinstance(answer, MessagesAnswer):
+        content = answer.model_dump(exclude_none=True)
+        return JSONResponse({**content, "diffusion": answer.diffusion.content()})
+    return StreamingResponse(answer, media_type="text/event-stream")
 
 
 class DiffusionEndpoint:
@@ -196,7 +253,6 @@ class DiffusionEndpoint:
         if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
             register()
-        app.add_exception_handler(RequestRefused, refused)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: Any, args: Namespace
@@ -211,6 +267,7 @@ class DiffusionEndpoint:
         build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
         metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(engine_client)
+        refusals.install(self._app)
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")
@@ -225,6 +282,12 @@ class DiffusionEndpoint:
         state.openai_serving_responses = adopt(
             state.openai_serving_responses, DiffusionServingResponses, validator
         )
+        state.openai_serving_chat_batch = adopt(
+            state.openai_serving_chat_batch, DiffusionServingChatBatch, validator
+        )
+        state.anthropic_serving_messages = adopt(
+            state.anthropic_serving_messages, DiffusionServingMessages, validator
+        )
         adopt_decisions(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
@@ -233,10 +296,12 @@ class DiffusionEndpoint:
             options = page_options(served, model_names[0], __version__)
             page.install(self._app, options, Status(engine_client))
         tokenizer = engine_client.renderer.tokenizer
+        scheduling = engine_client.vllm_config.scheduler_config
         log_welcome(
             args,
             served.family.name,
             validator.longest_request(),
+            limits=(scheduling.max_num_seqs, scheduling.max_num_batched_tokens),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,

@@ -191,7 +191,7 @@ def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
 
     uvicorn's access log, which knows no ids, is replaced by ours.
     """
-    inner = app.middleware_stack or app.build_middleware_stack()
+    inner = app.build_middleware_stack()  # with the exception handlers that there are by now
     excluded = (args.disable_access_log_for_endpoints or "").split(",")
     app.middleware_stack = AccessLog(
         Gate(inner, lifecycle, keys_of(args), envs.max_request_bytes()),

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.bodies import left_out
 from vllm.diffusion.api.choices import Cancelling, RequestTimedOut, answers, last, primed
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
@@ -27,9 +28,9 @@ from vllm.diffusion.api.protocol import (
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
-from vllm.diffusion.decision import attach
+from vllm.diffusion.decision import IGNORED, attach
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import canonical
+from vllm.diffusion.fields import SPELLINGS, canonical
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
@@ -137,7 +138,8 @@ class GenerateHandler:
                     late = timeout_in(told(output).get(0, {}))
                     if late is not None and not is_begun:
                         raise RequestTimedOut(late)
-                    for data in self._events(request_id, index, finals[index], output):
+                    news = self._events(request_id, index, choices[index], finals[index], output)
+                    for data in news:
                         is_begun = True
                         yield event(data)
                     finals[index] = output
@@ -152,7 +154,12 @@ class GenerateHandler:
         yield DONE
 
     def _events(
-        self, request_id: str, index: int, before: RequestOutput | None, output: RequestOutput
+        self,
+        request_id: str,
+        index: int,
+        choice: _Choice,
+        before: RequestOutput | None,
+        output: RequestOutput,
     ) -> Iterator[str]:
         """What is new in an output: the canvas, and the prefix if it has grown or is complete."""
         found, completion = told(output).get(0, {}), output.outputs[0]
@@ -165,7 +172,7 @@ class GenerateHandler:
                 id=request_id,
                 index=index,
                 text=text,
-                token_ids=_answer_ids(completion),
+                token_ids=_answer_ids(completion, choice.decided),
                 delta=text if before is None else text.removeprefix(before.outputs[0].text),
             ).model_dump_json()
 
@@ -186,7 +193,11 @@ class GenerateHandler:
             add_special_tokens=body.add_special_tokens
         )
         parsed = [parse_model_prompt(self._engine.model_config, p) for p in prompts]
-        return list(await renderer.render_cmpl_async(parsed, tokenization))
+        rendered = list(await renderer.render_cmpl_async(parsed, tokenization))
+        for prompt, found in zip(split_prompt(body.prompt), rendered, strict=True):
+            if not found["prompt_token_ids"]:
+                raise InvalidParameterError("prompt", prompt, "wanted at least one token")
+        return rendered
 
     def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
         return answers(self._engine, choice.engine_input, choice.sampling, choice.request_id)
@@ -203,7 +214,7 @@ class GenerateHandler:
             created=int(time.time()),
             model=self._model_names[0],
             text=[c.text for c in completions],
-            token_ids=[_answer_ids(c) for c in completions],
+            token_ids=[_answer_ids(c, decided) for c in completions],
             finish_reason=[c.finish_reason or "abort" for c in completions],
             logprobs=None
             if decided.logprobs is None
@@ -226,6 +237,7 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     check_body(body)
     own = GenerateBody.model_fields
     given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
+    ignored = left_out(body.model_dump(exclude_unset=True), own.keys() | SPELLINGS.keys())
     asked = canonical(given, also_known=own)
     if asked.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
@@ -233,7 +245,8 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     spec = asked_spec(body.response_format, body.structured_outputs)
     structured = {} if spec is None else {STRUCTURED: spec}
     own_fields = {"stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
-    return {**asked, **structured, **own_fields, "logprob_token_ids": body.logprob_token_ids}
+    told = {"logprob_token_ids": body.logprob_token_ids, IGNORED: ignored}
+    return {**asked, **structured, **own_fields, **told}
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
@@ -253,13 +266,10 @@ def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
     )
 
 
-def _answer_ids(completion: Any) -> list[int]:
+def _answer_ids(completion: Any, decided: DiffusionParams) -> list[int]:
     """The answer's token ids; the token that ended it is not part of it."""
     ids = list(completion.token_ids)
-    ended_by_token = completion.finish_reason == "stop" and not isinstance(
-        completion.stop_reason, str
-    )
-    return ids[:-1] if ended_by_token else ids
+    return ids[:-1] if ids and ids[-1] in decided.stop_ids else ids
 
 
 def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
@@ -268,7 +278,7 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
         TokenLogprob(
             **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, decided)
         )
-        for token, found in zip(_answer_ids(completion), completion.logprobs, strict=False)
+        for token, found in zip(_answer_ids(completion, decided), completion.logprobs, strict=False)
     ]
 
 

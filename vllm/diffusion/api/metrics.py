@@ -15,7 +15,10 @@ from vllm.diffusion.metrics import (
     METRICS,
     REQUESTS_ABORTED,
     REQUESTS_REFUSED,
+    REQUESTS_WAITING,
+    WAITS_FOR,
     observations_in,
+    waiting_in,
 )
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
@@ -49,15 +52,23 @@ def _collector(metric: Metric) -> Any:
 
 
 class DiffusionStatLogger(AggregateStatLoggerBase):
-    """Takes the scheduler's observations out of upstream's statistics of a step."""
+    """Takes the scheduler's observations out of upstream's statistics of a step.
+
+    Attributes:
+        waiting: what requests wait for, by the engine's ids.
+    """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self._model_name = str(vllm_config.model_config.served_model_name)
         self._samples: dict[tuple[str, int, str], Any] = {}
+        self.waiting: dict[str, str] = {}
         for metric in METRICS:
             if metric.label is None and not metric.facts:  # served from the start, at zero
                 for engine in engine_indexes:
                     self._of(metric, engine)
+        for engine in engine_indexes:
+            for reason in WAITS_FOR:
+                self._of(REQUESTS_WAITING, engine, reason)
         self.refused("engine", 0)
 
     def record(
@@ -69,9 +80,12 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
+        self.waiting = waiting_in(scheduler_stats)
         for metric, value, times in observations_in(scheduler_stats):
             if metric.kind == "counter":
                 self._of(metric, engine_idx, value).inc(times)
+            elif metric.label is not None:
+                self._of(metric, engine_idx, value).set(times)
             elif metric.kind == "gauge":
                 self._of(metric, engine_idx).set(float(value))
             else:
@@ -142,3 +156,8 @@ def count_refusal(reason: str) -> None:
     """
     for logger in _installed:
         logger.refused(reason if reason in _REASONS else "other")
+
+
+def waiting() -> dict[str, str]:
+    """What requests wait for, by the engine's ids, as the engine last told."""
+    return {req_id: reason for logger in _installed for req_id, reason in logger.waiting.items()}

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and answers of the OpenAI routes: upstream's, and what diffusion adds at top level.
+"""Bodies and answers of OpenAI's and Anthropic's routes: upstream's, and what diffusion adds.
 
-What cannot work is refused, and so is what nobody knows: nothing that might change an answer is
-ignored.
+What cannot be had is refused. Fields that do not act, and those that nobody knows, are named in the
+answer.
 """
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
+from vllm.diffusion.api.bodies import left_out, refuse_fields
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
 from vllm.diffusion.api.tools import asked_tools
-from vllm.diffusion.api.validator import RequestRefused
-from vllm.diffusion.decision import AUTOREGRESSIVE, RESERVED_EXTRA_ARGS
+from vllm.diffusion.decision import IGNORED, RESERVED_EXTRA_ARGS
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.fields import BY_NAME, SPELLINGS, canonical
-from vllm.diffusion.guided.guides import SPEC, STRUCTURED, asked_spec, packed, spec_of_tools
+from vllm.diffusion.guided.guides import SPEC, asked_spec, packed, spec_of_tools
 from vllm.diffusion.params import SEED_BITS
 from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
@@ -31,39 +31,13 @@ from vllm.tokenizers import cached_tokenizer_from_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_EFFORT = ("reasoning_effort", "reasoning")
+_THINKING = ("enable_thinking", "reasoning_effort")  # what templates read of them
 _DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 
-# Fields that upstream's body does not declare and that change no answer.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-    }
-)
-
-# Fields that cannot work, beside those of SamplingParams, with the values that ask for nothing.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "reasoning_effort": (None, "none"),
-    "use_beam_search": (False, None),
-    "length_penalty": (1.0, None),
-    "best_of": (None, 1),
-    "prompt_embeds": (None,),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
-
 # Parameters that upstream's bodies declare and hand on. Its seeds have 63 bits; ours, which answers
-# report, have 64.
-_UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed"}
+# report, have 64. It drops top_p and top_k at temperature 0, where they act on some families.
+_UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed", "top_p", "top_k"}
 
 
 class _CompletionBase(CompletionRequest):
@@ -85,6 +59,12 @@ class _CompletionBase(CompletionRequest):
 ChatCompletionBody = with_diffusion_fields(
     ChatCompletionRequest, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
 )
+ChatBatchBody = with_diffusion_fields(
+    BatchChatCompletionRequest,
+    "ChatBatchBody",
+    "Body of POST /v1/chat/completions/batch.",
+    _UPSTREAMS & BatchChatCompletionRequest.model_fields.keys(),
+)
 CompletionBody = with_diffusion_fields(
     _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
 )
@@ -102,34 +82,21 @@ class CompletionAnswer(CompletionResponse, _Reporting):
     """Answer of POST /v1/completions."""
 
 
-def prepare(request: Any, model_config: Any) -> None:
+def prepare(request: Any, model_config: Any, template: str = "") -> None:
     """Bring a body into the form that upstream hands on to the engine.
-
-    Diffusion parameters at top level become those of `vllm_xargs`, which upstream makes
-    `SamplingParams.extra_args` of. Parameters that upstream's body declares stay where they are.
 
     Args:
         request: ChatCompletionRequest or CompletionRequest, or one of the bodies above; changed.
         model_config: upstream's, of the served model.
+        template: the chat template.
 
     Raises:
         InvalidParameterError: naming the field, the given and the wanted value.
     """
-    _refuse_unsupported({**vars(request), **request.model_extra})
     if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
         raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
     _check_logprobs(request, model_config)
-    given = _given(request)
-    xargs = request.vllm_xargs or {}
-    extra = canonical({k: v for k, v in xargs.items() if k not in RESERVED_EXTRA_ARGS})
-    for name, value in given.items():
-        if extra.get(name, value) != value:
-            raise InvalidParameterError(
-                name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
-            )
-    extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
-    if "seed" in extra:  # upstream knows it, and that answer i uses seed + i
-        request.seed = extra.pop("seed") % 2**SEED_BITS
+    extra = extra_args(request, template)
     if isinstance(request, CompletionRequest) and request.suffix:
         extra["suffix_ids"] = _suffix_ids(request.suffix, extra, model_config)
         request.suffix = None  # upstream refuses it
@@ -162,51 +129,54 @@ def _plain(given: Any) -> Any:
     return given if given is None or isinstance(given, dict) else dict(vars(given))
 
 
-def _given(request: Any) -> dict[str, Any]:
-    """The diffusion parameters of a body under canonical names."""
-    unknown = request.model_extra.keys() - _WITHOUT_EFFECT - _NOT_SUPPORTED.keys()
-    names = [*SPELLINGS, *sorted(unknown)]
-    given = {name: getattr(request, name) for name in names if name in request.model_fields_set}
-    most = getattr(request, "max_completion_tokens", None)
-    if most is not None:
-        if given.get("max_tokens") not in (None, most):
-            raise InvalidParameterError(
-                "max_completion_tokens", most, f"it contradicts max_tokens: {given['max_tokens']!r}"
-            )
-        given["max_tokens"] = most
-    if isinstance(request, CompletionRequest) and reads_prompt(request):
-        _shortest_canvas(given)
-    return canonical(given, also_known=type(request).model_fields)
+def extra_args(request: Any, template: str) -> dict[str, Any]:
+    """What a body asks for, as `vllm_xargs`, of which upstream makes `SamplingParams.extra_args`.
 
+    Diffusion parameters at top level are among them, and the names of fields that are left out.
+    Parameters that upstream's body declares stay where they are.
 
-def check_body(body: Any) -> None:
-    """Look at a body as it was sent, before upstream's validators, which have other words.
+    Args:
+        request: a body of one of upstream's routes; its seed is changed.
+        template: the chat template, some of which know how to think less or more.
 
     Raises:
-        RequestRefused: HTTP 400, naming the field.
+        InvalidParameterError: naming the field, the given and the wanted value.
     """
-    if not isinstance(body, dict):
-        return
-    try:
-        _refuse_unsupported(body)
-        asked_spec(body.get("response_format"), body.get(STRUCTURED))
-        if not isinstance(body.get("messages", []), list):
-            raise InvalidParameterError("messages", body["messages"], "wanted a list of messages")
-        for name in sorted(body.keys() - SPELLINGS.keys()):
-            if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
-                raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
-    except InvalidParameterError as error:
-        raise RequestRefused(error) from None
+    fields = {**vars(request), **(request.model_extra or {})}
+    names = request.model_fields_set
+    sent = {name: value for name, value in fields.items() if name in names and name != IGNORED}
+    refuse_fields(sent)
+    ignored = left_out(sent, type(request).model_fields.keys() | SPELLINGS.keys())
+    given = _given(request)
+    xargs = getattr(request, "vllm_xargs", None) or {}
+    extra = canonical({k: v for k, v in xargs.items() if k not in RESERVED_EXTRA_ARGS})
+    for name, value in given.items():
+        if extra.get(name, value) != value:
+            raise InvalidParameterError(
+                name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
+            )
+    extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
+    if "seed" in extra:  # upstream knows it, and that answer i uses seed + i
+        request.seed = extra.pop("seed") % 2**SEED_BITS
+    if any(word in template for word in _THINKING):
+        ignored = [name for name in ignored if name not in _EFFORT]
+    extra[IGNORED] = [*ignored, *fields.get(IGNORED, [])]
+    return extra
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name, neutral, wanted in AUTOREGRESSIVE:
-        if body.get(name, neutral[0]) not in neutral:
-            raise InvalidParameterError(name, body[name], wanted)
-    for name, neutral in _NOT_SUPPORTED.items():
-        if body.get(name, neutral[0]) not in neutral:
-            wanted = "none" if neutral[0] is None else json.dumps(neutral[0])
-            raise InvalidParameterError(name, body[name], f"wanted {wanted}: not supported")
+def _given(request: Any) -> dict[str, Any]:
+    """The diffusion parameters of a body under canonical names."""
+    given = {name: getattr(request, name) for name in SPELLINGS if name in request.model_fields_set}
+    for name in ("max_completion_tokens", "max_output_tokens"):
+        most = getattr(request, name, None)
+        if most is not None:
+            if given.get("max_tokens") not in (None, most):
+                contradicts = f"it contradicts max_tokens: {given['max_tokens']!r}"
+                raise InvalidParameterError(name, most, contradicts)
+            given["max_tokens"] = most
+    if isinstance(request, CompletionRequest) and reads_prompt(request):
+        _shortest_canvas(given)
+    return canonical(given)
 
 
 def _check_logprobs(request: Any, model_config: Any) -> None:

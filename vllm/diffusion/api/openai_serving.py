@@ -22,12 +22,11 @@ from vllm.diffusion.api.readings import TERMS
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.tools import described, put_calls, with_calls
 from vllm.diffusion.api.validator import RequestRefused
-from vllm.diffusion.decision import attach
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, unpacked
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 if TYPE_CHECKING:
@@ -36,10 +35,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.outputs import RequestOutput
 
-Handler = TypeVar(
-    "Handler",
-    bound="DiffusionServingChat | DiffusionServingCompletion | DiffusionServingResponses",
-)
+Handler = TypeVar("Handler", bound="Diffusion")
 
 
 def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
@@ -53,8 +49,8 @@ def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     return handler
 
 
-class _Diffusion:
-    """What both handlers have.
+class Diffusion:
+    """What all handlers have.
 
     Attributes:
         token_texts: of the server's tokenizer.
@@ -64,7 +60,7 @@ class _Diffusion:
     token_texts: TokenTexts
     validator: Validator
     model_config: Any
-    chat_template: str | None
+    renderer: Any
 
     async def prepare(self, request: Any) -> bool:
         """Bring a body into upstream's form, and compile what its answer must match.
@@ -76,13 +72,19 @@ class _Diffusion:
             RequestRefused: HTTP 400, naming the field.
         """
         try:
-            prepare(request, self.model_config)
+            prepare(request, self.model_config, self.template_of(request))
             given = request.vllm_xargs.get(SPEC)
             spec = None if given is None else unpacked(given)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
         return spec is not None and spec.kind == "tools"
+
+    def template_of(self, request: Any) -> str:
+        """The chat template of a request, as far as it is known here."""
+        own = getattr(self.renderer.tokenizer, "chat_template", None)
+        given = getattr(request, "chat_template", None)
+        return str(given or getattr(self, "chat_template", None) or own or "")
 
     async def begun(self, request: Any, answer: Any) -> Any:
         """An answer; of a stream that a time may end, once it has begun.
@@ -96,19 +98,14 @@ class _Diffusion:
         return answer
 
 
-class DiffusionServingChat(_Diffusion, OpenAIServingChat):
+class DiffusionServingChat(Diffusion, OpenAIServingChat):
     """POST /v1/chat/completions."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        if await self.prepare(request) and "tools" not in self._template(request):
+        if await self.prepare(request) and "tools" not in self.template_of(request):
             request.messages, request.tools = described(request.messages, request.tools), None
         answer = await super().create_chat_completion(request, raw_request)
         return await self.begun(request, answer)
-
-    def _template(self, request: Any) -> str:
-        """The chat template of a request, as far as it is known here."""
-        own = getattr(self.renderer.tokenizer, "chat_template", None)
-        return str(request.chat_template or self.chat_template or own or "")
 
     async def chat_completion_stream_generator(
         self,
@@ -148,11 +145,11 @@ class DiffusionServingChat(_Diffusion, OpenAIServingChat):
         if not isinstance(response, ErrorResponse):
             if _calls_tools(request):
                 put_calls(response)
-            _report(response, listener.reports)
+            put_report(response, listener.reports)
         return response
 
 
-class DiffusionServingCompletion(_Diffusion, OpenAIServingCompletion):
+class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
     """POST /v1/completions."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
@@ -202,22 +199,34 @@ class DiffusionServingCompletion(_Diffusion, OpenAIServingCompletion):
     ) -> Any:
         response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
         found = [report for output in final_res_batch for report in told(output).values()]
-        _report(response, dict(enumerate(found)))
+        put_report(response, dict(enumerate(found)))
         return response
 
 
-class DiffusionServingResponses(_Diffusion, OpenAIServingResponses):
-    """POST /v1/responses: upstream's, but that a request is refused before its stream begins."""
+class DiffusionServingChatBatch(Diffusion, OpenAIServingChatBatch):
+    """POST /v1/chat/completions/batch."""
 
-    def _generate_with_builtin_tools(
-        self, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        decided = self.validator.decide_sampling(sampling_params, engine_input["prompt_token_ids"])
-        attach(sampling_params, decided)
-        found: AsyncGenerator[Any, None] = super()._generate_with_builtin_tools(
-            request_id, engine_input, sampling_params, *args, **kwargs
+    async def render_batch_chat_request(self, request: Any) -> Any:
+        rendered = await super().render_batch_chat_request(request)
+        if not isinstance(rendered, ErrorResponse):
+            for single in rendered[0]:
+                await self.prepare(single)
+        return rendered
+
+    async def chat_completion_full_generator_batch(
+        self, request: Any, generators: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        listener = Listener(len(generators))
+        heard = [
+            _heard(generator, listener, first_choice=index)
+            for index, generator in enumerate(generators)
+        ]
+        response = await super().chat_completion_full_generator_batch(
+            request, heard, *args, **kwargs
         )
-        return found
+        if not isinstance(response, ErrorResponse):
+            put_report(response, listener.reports)
+        return response
 
 
 def _calls_tools(request: Any) -> bool:
@@ -226,13 +235,13 @@ def _calls_tools(request: Any) -> bool:
 
 
 async def _heard(
-    outputs: AsyncGenerator[RequestOutput, None], listener: Listener
+    outputs: AsyncGenerator[RequestOutput, None], listener: Listener, first_choice: int = 0
 ) -> AsyncGenerator[RequestOutput, None]:
     """Outputs as upstream knows them; the first one in any case, which brings the role."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
-            if listener.hear(output) or is_first:
+            if listener.hear(output, first_choice) or is_first:
                 yield output
             is_first = False
 
@@ -290,7 +299,8 @@ def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
     return event(json.dumps(content))
 
 
-def _report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
+def put_report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
+    """Put what was told of the choices, by number, into an answer."""
     response.diffusion = _content(reports)
     response.kv_transfer_params = None  # where upstream carried it
 

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm.diffusion.api.bodies import PROMPT, check_messages
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
-from vllm.diffusion.decision import AUTOREGRESSIVE
+from vllm.diffusion.decision import refuse_unsupported
 from vllm.diffusion.errors import InvalidParameterError
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 from vllm.exceptions import VLLMNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+_INERT = "taken and not used; the answer says so"
 
 
 class GenerateBody(BaseModel):
@@ -29,7 +33,7 @@ class GenerateBody(BaseModel):
 
     model: str | None = Field(None, description="a served model's name")
     prompt: Any = Field(None, description="a string, token ids, or a list of either; taken as is")
-    messages: list[dict[str, Any]] | None = Field(
+    messages: Any = Field(
         None, description="a conversation; it goes through the checkpoint's chat template"
     )
     apply_chat_template: bool = Field(
@@ -47,12 +51,14 @@ class GenerateBody(BaseModel):
         True, description="answer with text; false leaves it empty and saves its cost"
     )
     stream: bool = Field(False, description="answer with server-sent events")
-    # Fields of autoregressive sampling: accepted at the value that changes nothing.
-    min_p: float = Field(0.0, description="only 0 is accepted")
-    presence_penalty: float = Field(0.0, description="only 0 is accepted")
-    frequency_penalty: float = Field(0.0, description="only 0 is accepted")
-    repetition_penalty: float = Field(1.0, description="only 1 is accepted")
-    logit_bias: dict[str, float] | None = Field(None, description="not supported")
+    # Fields that clients send to every model: named in `diffusion.ignored` where they ask for
+    # something.
+    min_p: float | None = Field(None, description=_INERT)
+    presence_penalty: float | None = Field(None, description=_INERT)
+    frequency_penalty: float | None = Field(None, description=_INERT)
+    repetition_penalty: float | None = Field(None, description=_INERT)
+    logit_bias: dict[int, float] | None = Field(None, description=_INERT)
+    reasoning_effort: str | None = Field(None, description=_INERT)
     response_format: dict[str, Any] | None = Field(
         None,
         description="what the answer must be, as OpenAI has it: type text, json_object, or "
@@ -98,18 +104,12 @@ def check_body(body: GenerateBody) -> None:
     """
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
-    for name, neutral, wanted in AUTOREGRESSIVE:
-        value = getattr(body, name, neutral[0])
-        if value not in neutral:
-            raise InvalidParameterError(name, value, wanted)
+    refuse_unsupported(body.model_extra or {})
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")
-    for message in body.messages or []:
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise InvalidParameterError(
-                "messages", message, "wanted a role and a content in every message"
-            )
+    if body.messages is not None:
+        check_messages(body.messages)
     if body.apply_chat_template and not isinstance(body.prompt, str):
         raise InvalidParameterError(
             "apply_chat_template", True, "wanted a string prompt beside it (or use messages)"
@@ -129,9 +129,7 @@ def split_prompt(prompt: Any) -> list[str] | list[list[int]]:
             return [prompt]
         if all(isinstance(p, str) for p in prompt) or all(_are_token_ids(p) for p in prompt):
             return prompt
-    raise InvalidParameterError(
-        "prompt", prompt, "wanted a string, token ids, or a non-empty list of either"
-    )
+    raise InvalidParameterError("prompt", prompt, f"wanted {PROMPT}")
 
 
 def _are_token_ids(value: Any) -> bool:

@@ -28,7 +28,8 @@ class DiffusionReport(BaseModel):
         tokens_per_forward: canvas tokens committed per forward.
         queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
         seeds: seed of every answer, to repeat it.
-        ignored: standard fields of the request that cannot act beside its algorithm.
+        ignored: fields of the request that did not act.
+        replaced_by: of those that are of older versions, what does the same now.
         peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
             the steps of these answers, and in that step on average.
         budget_bytes: of the pool.
@@ -47,6 +48,7 @@ class DiffusionReport(BaseModel):
     peak_bytes: int | None = None
     average_bytes: int | None = None
     budget_bytes: int | None = None
+    replaced_by: dict[str, str] | None = None
     infilled: list[dict[int, int]] | None = None
     error: str | None = None
 
@@ -57,6 +59,7 @@ class DiffusionReport(BaseModel):
         forwards = sum(t["num_forwards"] for t in found)
         committed = sum(t["num_committed"] for t in found)
         infilled = [t.get("infilled", {}) for t in found]
+        ignored = found[0]["ignored"] if found else []
         largest = max(found, key=lambda t: t.get("peak_bytes", 0), default={})
         return cls(
             steps=found[0]["steps"] if found else None,
@@ -66,7 +69,8 @@ class DiffusionReport(BaseModel):
             queue_ms=max((t["queue_ms"] for t in found), default=0.0),
             denoise_ms=max((t["denoise_ms"] for t in found), default=0.0),
             seeds=[t["seed"] for t in found],
-            ignored=found[0]["ignored"] if found else [],
+            ignored=ignored,
+            replaced_by={n: _REPLACED_BY[n] for n in ignored if n in _REPLACED_BY} or None,
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),
@@ -75,11 +79,18 @@ class DiffusionReport(BaseModel):
         )
 
     def content(self) -> dict[str, Any]:
-        """The report as JSON; `infilled` and `error` are left out where there are none."""
+        """The report as JSON, without what only some answers have."""
         return self.model_dump(exclude={n for n in _RARE if getattr(self, n) is None})
 
 
-_RARE = ("infilled", "error")
+_RARE = ("replaced_by", "infilled", "error")
+_REPLACED_BY = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "functions": "tools",
+    "function_call": "tool_choice",
+}
 
 
 class TokenTexts:

@@ -134,9 +134,7 @@ class _CallWriter:
             calls = self._deltas(head)
             if calls:
                 delta["tool_calls"] = calls
-        if choice.get("finish_reason") == "stop" or (
-            choice.get("finish_reason") == "length" and _CALL.fullmatch(self._text.strip())
-        ):
+        if choice.get("finish_reason") == "stop":
             choice["finish_reason"] = "tool_calls"
 
     def _deltas(self, head: re.Match[str]) -> list[dict[str, Any]]:

@@ -61,11 +61,12 @@ def log_welcome(
     family: str,
     longest: int,
     *,
+    limits: tuple[int, int],
     has_template: bool,
     has_page: bool,
     engine_ready_at: float,
 ) -> None:
-    """Four lines, the last one a command that works.
+    """Five lines, the last one a command that works.
 
     Args:
         args: of the server.
@@ -73,11 +74,17 @@ def log_welcome(
         longest: prompt and canvas of the longest request, in tokens.
         has_template: whether there is a chat template.
         has_page: whether the server has its pages.
+        limits: requests, and rows of a shared step, that may run at once.
         engine_ready_at: time.time() when the server went on after its engine's start.
     """
     logger.info("started in %s", durations(engine_ready_at))
     url, name = address(args), (args.served_model_name or [args.model])[0]
     logger.info("serving %s (%s): prompt and canvas up to %d tokens", name, family, longest)
+    logger.info(
+        "at once: %d requests (--max-num-seqs), those of short steps as far as they have %d rows "
+        "together (--max-num-batched-tokens) and memory is there",
+        *limits,
+    )
     if has_page:
         logger.info("open %s/ to ask and watch, %s/status for what the server does", url, url)
     logger.info("or: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))

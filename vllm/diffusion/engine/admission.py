@@ -22,7 +22,7 @@ from vllm.diffusion.errors import ActivationBudgetError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from vllm.diffusion.engine.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduled import Scheduled, WaitsFor
     from vllm.diffusion.memory import Planner
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
@@ -60,7 +60,7 @@ class WaitingLine:
         planner: Planner,
         has_pages: Callable[[Scheduled], bool] = lambda _: True,
         is_long: Callable[[Scheduled], bool] = lambda _: False,
-        waits: Callable[[Scheduled], bool] = lambda _: False,
+        waits: Callable[[Scheduled], WaitsFor | None] = lambda _: None,
     ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
         """Take out those that start now, and those that never can, with the reason.
 
@@ -70,44 +70,54 @@ class WaitingLine:
             planner: knows what fits.
             has_pages: gives one that may start what else it needs, if that is there.
             is_long: whether all steps of a request come in slices, so that it shares none.
-            waits: whether a request waits for something else than room; whoever starts meanwhile
+            waits: what else than room a request waits for, if anything; whoever starts meanwhile
                 does not overtake it.
+
+        What those who stay wait for is noted in them.
         """
         passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
         is_long = cache(is_long)  # each of these is asked about again for everybody who waits
+        for item in self._waiting:
+            item.waits_for = "order"
         for item in list(self._waiting):
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return
-            if waits(item):
+            other = waits(item)
+            if other is not None:
+                item.waits_for = other
                 continue
             error = _refusal(item, planner)
-            may_start = error is None and self._may_start(item, running, planner, is_long)
-            if error is None and not (may_start and has_pages(item)):
-                passed.append(item)
-                if len(passed) == MAX_PASSED:
-                    return
-                continue
+            if error is None:
+                found = self._obstacle(item, running, planner, is_long)
+                found = found or (None if has_pages(item) else "memory")
+                if found is not None:
+                    item.waits_for = found
+                    passed.append(item)
+                    if len(passed) == MAX_PASSED:
+                        return
+                    continue
             self._waiting.remove(item)
             if error is None:
                 for earlier in passed:
                     earlier.num_overtaken += 1
             yield item, error
 
-    def _may_start(
+    def _obstacle(
         self,
         item: Scheduled,
         running: Collection[Scheduled],
         planner: Planner,
         is_long: Callable[[Scheduled], bool],
-    ) -> bool:
+    ) -> WaitsFor | None:
+        """What keeps a request from joining those that run, if anything does."""
         if not running:
-            return True
+            return None
         if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
-            return False
+            return "others"
         if len(running) >= self._max_running:
-            return False
+            return "requests"
         long = {other.demand for other in (*running, item) if is_long(other)}
-        return planner.admits([r.demand for r in running], item.demand, long=long)
+        return planner.obstacle([r.demand for r in running], item.demand, long=long)
 
 
 def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:

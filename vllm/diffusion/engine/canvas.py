@@ -421,6 +421,9 @@ class Canvas:
             canvas=view,
             scores=self.rule.scores,
             num_kept=self.num_kept,
+            is_closed=self.is_complete
+            and self._guided is not None
+            and self._guided.is_closed(self.tokens),
         )
 
     def _infilled(self) -> dict[int, int]:

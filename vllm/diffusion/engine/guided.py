@@ -91,6 +91,14 @@ class Guided(Selector):
                     break
                 tokens[stretch.rows.start + index] = token
 
+    def is_closed(self, tokens: Array) -> bool:
+        """Whether the answer is a whole string of the language which no text could go on."""
+        answer = self._stretches[-1]
+        state = answer.state
+        for token in tokens[answer.rows.start :][answer.num_passed : answer.limit].tolist():
+            state = self._language.advance(state, token)
+        return self._language.is_closed(state)
+
     def joints(self, tokens: Array, work: Work, scoring: Scoring, step: int) -> list[Joint]:
         """What a forward chooses together, in the order of positions."""
         found = []

@@ -84,6 +84,8 @@ class StepResult:
         canvas: for requests that ask to see it.
         scores: the answer to a request that is only read.
         num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
+        is_closed: the answer fills its room with a whole string of the language that it must be
+            in, and no text could go on from there.
     """
 
     new_token_ids: list[int]
@@ -96,6 +98,7 @@ class StepResult:
     canvas: CanvasView | None = None
     scores: TokenScores | None = None
     num_kept: int = 0
+    is_closed: bool = False
 
 
 @dataclass(frozen=True)

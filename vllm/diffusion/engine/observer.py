@@ -14,12 +14,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.diffusion.engine.messages import (
         DiffusionRunnerOutput,
         DiffusionSchedulerOutput,
         StepResult,
     )
-    from vllm.diffusion.engine.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduled import Scheduled, WaitsFor
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -106,12 +108,20 @@ class Observer:
         """Whether they travel without an output: it costs the server as much as a small step."""
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 
-    def statistics(self, num_running: int, num_waiting: int) -> SchedulerStats | None:
-        """Everything since they were last taken; None where nobody reads them."""
+    def statistics(
+        self, num_running: int, waiting: Mapping[str, WaitsFor]
+    ) -> SchedulerStats | None:
+        """Everything since they were last taken; None where nobody reads them.
+
+        Args:
+            num_running: requests that run.
+            waiting: what each of the others waits for, by id, in order.
+        """
         if not self._enabled:
             return None
         self._last_statistics = time.monotonic()
-        stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=num_waiting)
+        stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=len(waiting))
+        self._seen.wait_for(waiting)
         self._seen.put_into(stats)
         return stats
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from vllm.diffusion.lengths import forwards_saved
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
@@ -22,10 +24,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def progress(item: Scheduled, new_token_ids: list[int], result: StepResult) -> EngineCoreOutput:
-    """What a step brought: tokens that are final now, and at the end the report."""
+def progress(
+    item: Scheduled, new_token_ids: list[int], result: StepResult
+) -> list[EngineCoreOutput]:
+    """What a step brought: tokens that are final now, and at the end the report.
+
+    An answer that is closed stops behind its last token. Upstream takes the last token of an output
+    that stops for one that ends the answer and leaves it out of the text, so the end comes by
+    itself.
+    """
     logprobs = result.logprobs
-    return EngineCoreOutput(
+    output = EngineCoreOutput(
         request_id=item.req_id,
         new_token_ids=new_token_ids,
         new_logprobs=logprobs and logprobs.slice_request(0, len(new_token_ids)),
@@ -34,6 +43,11 @@ def progress(item: Scheduled, new_token_ids: list[int], result: StepResult) -> E
         kv_transfer_params=_side_channel(item, result),
         **_common(item.request),
     )
+    if not result.is_closed or new_token_ids[-1] in item.params.stop_ids:
+        return [output]
+    end = replace(output, new_token_ids=[], new_logprobs=None, events=None, prefill_stats=None)
+    output.finish_reason = None
+    return [output, end]
 
 
 def refusal(request: Request, message: str) -> EngineCoreOutput:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.pages import PAGE_SIZE
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+# What a request waits for: rows of a step (`--max-num-batched-tokens`), memory, fewer running
+# requests (`--max-num-seqs`), the end of those that run (`force_single_batch`), the prompt that
+# another one computes, the rest of its call, its turn behind earlier ones.
+WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
+
+
 @dataclass(eq=False)
 class Scheduled:
     """A request with its decided parameters, from arrival to its last token; itself alone.
@@ -26,6 +32,7 @@ class Scheduled:
     Attributes:
         started: time.monotonic() of admission; 0 before.
         deadline: time.monotonic() at which it ends, complete or not.
+        waits_for: what it waits for, until it is admitted.
         num_overtaken: later requests that have started before it.
         next_rows: of its next forward.
         num_kept: positions from 0 whose keys and values are kept.
@@ -39,6 +46,7 @@ class Scheduled:
     demand: Demand
     started: float = 0.0
     deadline: float = math.inf
+    waits_for: WaitsFor = "order"
     num_overtaken: int = 0
     next_rows: int = field(init=False)
     num_kept: int = 0
@@ -125,4 +133,6 @@ class Scheduled:
         if new and new[-1] in self.params.stop_ids:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = new[-1] if new[-1] != self.params.eos_id else None
+        elif result.is_closed:
+            request.status = RequestStatus.FINISHED_STOPPED
         return new

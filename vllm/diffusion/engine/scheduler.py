@@ -35,7 +35,7 @@ from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.engine.slicing import Slicing
 from vllm.diffusion.engine.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
-from vllm.diffusion.params import SEED_BITS
+from vllm.diffusion.params import DRAWN_SEED_BITS
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import CachedRequestData
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.engine.scheduled import WaitsFor
     from vllm.diffusion.memory import Planner
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
@@ -106,7 +107,7 @@ class DiffusionScheduler(SchedulerInterface):
             self._refuse(request, str(error), reason="engine")
             return
         if decided.seed is None:
-            decided = decided.with_seed(secrets.randbits(SEED_BITS))
+            decided = decided.with_seed(secrets.randbits(DRAWN_SEED_BITS))
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
         demand = demand_of(decided, request.num_prompt_tokens)
@@ -209,8 +210,10 @@ class DiffusionScheduler(SchedulerInterface):
         def is_long(item: Scheduled) -> bool:
             return self.slicing.is_long(item, item.demand.steady_rows, planner)
 
-        def waits(item: Scheduled) -> bool:
-            return self._siblings.waits(item) or self._gathering.waits(item)
+        def waits(item: Scheduled) -> WaitsFor | None:
+            if self._siblings.waits(item):
+                return "prompt"
+            return "call" if self._gathering.waits(item) else None
 
         for item, error in self._waiting.admit(
             self._running.values(), planner, self._paging.admits, is_long, waits
@@ -256,9 +259,9 @@ class DiffusionScheduler(SchedulerInterface):
             item = self._running.get(req_id)
             if item is None:
                 continue  # aborted while the step ran
-            output = self._advance(item, result, done.usage)
-            if output is not None:
-                told[item.request.client_index].append(output)
+            news = self._advance(item, result, done.usage)
+            if news:
+                told[item.request.client_index] += news
         to_the_end(self._running, done.results)
         finished, self._finished_by_client = self._finished_by_client, defaultdict(set)
         stats = self._statistics_if_due(has_outputs=bool(told or finished))
@@ -275,13 +278,13 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _advance(
         self, item: Scheduled, result: StepResult, usage: StepUsage | None
-    ) -> EngineCoreOutput | None:
-        """Take in what became final; None when there is nothing to tell the client."""
+    ) -> list[EngineCoreOutput]:
+        """Take in what became final, and say what the client is told of it."""
         request = item.request
         if result.error is not None:
             self._observer.refused(request, result.error, reason="engine")
             self._end(request, RequestStatus.FINISHED_ERROR)
-            return outputs.refusal(request, result.error)
+            return [outputs.refusal(request, result.error)]
         self._observer.progressed(item, result)
         item.take_part(result, usage)
         new_token_ids = item.accept(result)
@@ -289,7 +292,7 @@ class DiffusionScheduler(SchedulerInterface):
         if request.is_finished():
             self._end(request, request.status)
         elif not new_token_ids and result.canvas is None:
-            return None
+            return []
         return outputs.progress(item, new_token_ids, result)
 
     def _statistics_if_due(self, has_outputs: bool) -> SchedulerStats | None:
@@ -319,7 +322,8 @@ class DiffusionScheduler(SchedulerInterface):
         return len(self._running), len(self._waiting)
 
     def make_stats(self) -> SchedulerStats | None:
-        stats = self._observer.statistics(*self.get_request_counts())
+        waiting = {item.req_id: item.waits_for for item in self._waiting}
+        stats = self._observer.statistics(len(self._running), waiting)
         if stats is not None:
             self._paging.put_into(stats)
         return stats

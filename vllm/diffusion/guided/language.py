@@ -122,6 +122,13 @@ class Language:
         """The state behind a token; `num_states` where it does not belong there."""
         return int(self.next_state[state, self.class_of_token[token]])
 
+    def is_closed(self, state: int) -> bool:
+        """Whether an answer that led to `state` is whole, and only its end may follow."""
+        if state == self.num_states or self.room[state] > 0:
+            return False
+        alive = self.edge_sets[state] < self.num_sets
+        return bool((self.edge_targets[state, alive] == self.num_states - 1).all())
+
     def packed(self) -> bytes:
         """The language as one string, which `unpacked` takes."""
         parts = [(a.dtype.str, a.shape, a.tobytes()) for a in (getattr(self, n) for n in _NAMES)]

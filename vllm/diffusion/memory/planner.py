@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.memory.footprint import Layout, StepShape, device_layers
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 FEW_CHUNKS = 64  # of a stage: a step in so many is hardly slower than in few
 RESERVED_PART = 8  # of the budget one part in so many is left to short steps, at most
+
+
+Obstacle = Literal["rows", "memory"]
 
 
 class Planner(Plans):
@@ -65,8 +68,10 @@ class Planner(Plans):
             predicted_average_bytes=plan.predicted_average_bytes - reserved,
         )
 
-    def admits(self, running: Sequence[Demand], new: Demand, long: Collection[Demand] = ()) -> bool:
-        """Whether a request may join those that run.
+    def obstacle(
+        self, running: Sequence[Demand], new: Demand, long: Collection[Demand] = ()
+    ) -> Obstacle | None:
+        """What keeps a request from joining those that run: the row budget, or memory.
 
         In most steps all of them fit together. When the larger forwards of several meet, they are
         spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. Alone, a
@@ -81,17 +86,17 @@ class Planner(Plans):
         together = [*running, new]
         sharing = [demand for demand in together if demand not in long]
         if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
-            return False
+            return "rows"
         keeping = [d.cached_positions for d in together if d.cached_positions]
         if len(keeping) > 1 and sum(keeping) > self.cached_positions:
-            return False
+            return "memory"
         kept_bytes = self.kept_bytes(together)
         try:
             for step in self._largest_steps(together, sharing):
                 self.plan(step, kept_bytes)
         except ActivationBudgetError:
-            return False
-        return True
+            return "memory"
+        return None
 
     def kept_bytes(self, demands: Iterable[Demand]) -> int:
         """Of the device, what requests keep between steps."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
+from vllm.diffusion.api import metrics
 from vllm.diffusion.api.files import WebFile
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Status:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine: Any = engine
+        scheduling = engine.vllm_config.scheduler_config
+        self._row_budget = scheduling.max_num_batched_tokens
+        self._max_requests = scheduling.max_num_seqs
         self._question: asyncio.Task[list[dict[str, Any]]] | None = None
         self._answer: dict[str, Any] = {}
         self._answered_at = time.time()
@@ -58,24 +62,34 @@ class Status:
             question, self._question = self._question, None
             self._answer, *_ = question.result()
             self._answered_at = time.time()
+        waiting = metrics.waiting()
         running = {found["id"]: found for found in self._answer.get("requests", [])}
         return {
             "pool_bytes": self._answer.get("pool_bytes"),
             "host_bytes": self._answer.get("host_bytes"),
             "age_s": time.time() - self._answered_at,
+            "row_budget": self._row_budget,
+            "max_requests": self._max_requests,
             "requests": [
-                _request(state, running.get(key))
+                _request(state, running.get(key), waiting.get(key))
                 for key, state in list(self._engine.output_processor.request_states.items())
             ],
         }
 
 
-def _request(state: Any, found: dict[str, Any] | None) -> dict[str, Any]:
-    """A request that the server waits for; `found` is what the engine says of it, if it runs."""
+def _request(state: Any, found: dict[str, Any] | None, waits_for: str | None) -> dict[str, Any]:
+    """A request that the server waits for.
+
+    Args:
+        state: upstream's.
+        found: what the engine says of it, if it runs.
+        waits_for: what else it waits for, where the engine has told.
+    """
     since = None if state.stats is None else time.time() - state.stats.arrival_time
     known = {"prompt_tokens": state.prompt_len} if found is None else found
     name = state.external_req_id or state.request_id
-    return {**known, "id": name, "state": "running" if found else "waiting", "seconds": since}
+    told = {"id": name, "state": "running" if found else "waiting", "seconds": since}
+    return {**known, **told, "waits_for": None if found else waits_for}
 
 
 @router.get("/")

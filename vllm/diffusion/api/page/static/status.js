@@ -36,6 +36,7 @@ function showNumbers(ready, status, samples) {
   const buckets = bucketsOf(samples, "dllm:step_time_seconds");
   const numbers = [
     ["running", count("running")], ["waiting", count("waiting")],
+    ["at once", `≤ ${status.max_requests}, ${status.row_budget} rows`],
     ["steps/s", rate(samples, "dllm:denoise_steps_total")],
     ["answer tokens/s", rate(samples, "vllm:generation_tokens_total")],
     ["median step", `≤ ${seconds(quantile(buckets, 0.5))}`],
@@ -100,6 +101,16 @@ function showRequests(requests) {
   find("requests").replaceChildren(...requests.map(rowOf));
 }
 
+const REASONS = {
+  rows: "for rows of a step (--max-num-batched-tokens)",
+  memory: "for memory",
+  requests: "for fewer requests (--max-num-seqs)",
+  others: "for the others to end (force_single_batch)",
+  prompt: "for a prompt that another one computes",
+  call: "for the rest of its call",
+  order: "behind earlier ones",
+};
+
 function rowOf(request) {
   const row = element("tr");
   const isRunning = request.state === "running";
@@ -115,7 +126,7 @@ function rowOf(request) {
   const number = (text) => element("td", text, { className: "number" });
   row.append(
     element("td", short(request.id), { title: request.id, className: "code" }),
-    element("td", request.state),
+    element("td", isRunning ? "running" : `waits ${REASONS[request.waits_for] ?? ""}`),
     element("td", isRunning ? `${request.algorithm}, ${request.cache}` : ""),
     number(String(request.prompt_tokens)), progress,
     number(isRunning ? `${request.forwards}${request.steps ? `/${request.steps}` : ""}` : ""),

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/messages, and conversations in batches: upstream's routes with what is ours."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.server.client import ANSWER, MESSAGES, QUESTION, body_for, refusal
+from tests.server.process import MODEL_NAME
+
+if TYPE_CHECKING:
+    from tests.server.client import Client
+
+BATCH = "/v1/chat/completions/batch"
+TOOLS: list[dict[str, Any]] = [
+    {
+        "name": "add",
+        "input_schema": {
+            "type": "object",
+            "properties": {"number": {"type": "integer", "maximum": 99}},
+            "required": ["number"],
+        },
+    }
+]
+
+
+def events(client: Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, each checked to bear its type's name."""
+    with client.http.stream("POST", MESSAGES, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        lines = [line for line in response.iter_lines() if line]
+    names = [line.removeprefix("event: ") for line in lines[0::2]]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [event["type"] for event in found]
+    return found
+
+
+def test_a_message_is_answered_with_a_report(client: Client) -> None:
+    body = body_for(MESSAGES, gen_length=32, steps=8)
+    answer = client.answer(MESSAGES, body)
+    assert answer["content"] == [{"type": "text", "text": ANSWER}]
+    assert answer["stop_reason"] == "end_turn"
+    assert answer["diffusion"]["num_forwards"] == 8
+    assert "kv_transfer_params" not in answer
+    *_, delta, stop = events(client, body)
+    assert delta["delta"]["stop_reason"] == "end_turn"
+    assert delta["diffusion"]["num_forwards"] == 8
+    assert stop == {"type": "message_stop"}
+
+
+def test_tools_are_called_without_a_flag_of_the_server(client: Client) -> None:
+    asked = body_for(MESSAGES, max_tokens=96, tools=TOOLS)
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        body = {**asked, "tool_choice": choice}
+        answer = client.answer(MESSAGES, body)
+        (call,) = answer["content"]
+        assert (call["type"], call["name"], answer["stop_reason"]) == (
+            "tool_use",
+            "add",
+            "tool_use",
+        )
+        assert list(call["input"]) == ["number"]
+        found = events(client, body)
+        written = [e["delta"].get("partial_json", "") for e in found if "delta" in e]
+        assert list(json.loads("".join(written))) == ["number"]
+        assert found[-2]["delta"]["stop_reason"] == "tool_use"
+    assert client.http.post(MESSAGES, json=asked).status_code == 200  # auto
+
+
+def test_what_messages_name_and_refuse(client: Client) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    taken = body_for(MESSAGES, max_tokens=2000, gen_length=2016, steps=63, thinking=thinking, n=3)
+    assert client.answer(MESSAGES, taken)["diffusion"]["ignored"] == ["n", "thinking"]
+    for fields, name in (
+        ({"algorithm": "nonsense"}, "algorithm"),
+        ({"algoritm": "semi_ar"}, "algoritm"),
+        ({"stream_canvas": True, "stream": True}, "stream_canvas"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ):
+        error = refusal(client.http.post(MESSAGES, json=body_for(MESSAGES, **fields)))
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name}: given ")
+    missing = refusal(client.http.post(MESSAGES, json=body_for(MESSAGES, model="other")), 404)
+    assert MODEL_NAME in missing["message"]
+
+
+def test_conversations_in_a_batch(client: Client) -> None:
+    conversations = [[{"role": "user", "content": QUESTION}]] * 2
+    body = {"messages": conversations, "gen_length": 32, "steps": 8, "cache_prompt": True}
+    answer = client.answer(BATCH, body)
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [ANSWER] * 2
+    assert answer["diffusion"]["num_forwards"] == 16
+    assert answer["diffusion"]["ignored"] == ["cache_prompt"]
+    for fields, name in (
+        ({"algorithm": "nonsense"}, "algorithm"),
+        ({"messages": conversations[0]}, "messages[0]"),
+    ):
+        assert refusal(client.http.post(BATCH, json={**body, **fields}))["param"] == name
