@@ -70,8 +70,8 @@ def install(app: FastAPI, *, has_keys: bool) -> None:
         document = made()
         if has_keys:
             schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
-            schemes["API key"] = {"type": "http", "scheme": "bearer"}
-            document["security"] = [{"API key": []}]
+            schemes["api_key"] = {"type": "http", "scheme": "bearer"}
+            document["security"] = [{"api_key": []}]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
