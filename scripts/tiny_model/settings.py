@@ -26,7 +26,7 @@ class TrainingSettings:
 
     phases: tuple[Phase, ...] = (
         Phase(450, (16,), only_single=True),
-        Phase(650, (16, 16, 16, 16, 32, 32, 64, 128)),
+        Phase(800, (16, 16, 16, 16, 32, 32, 64, 128)),
     )
     examples_per_phase: int = 12_000
     prompt_lengths_per_batch: int = 12  # of one batch differ by as many tokens at most
@@ -66,7 +66,7 @@ class Plan:
         DecodingSetting(canvas=64, steps=16, num_questions=16),
         DecodingSetting(canvas=128, steps=16, num_questions=8),
     )
-    required_share: float = 0.9
+    required_share: float = 0.95
 
 
 def plan_for(family: str) -> Plan:
