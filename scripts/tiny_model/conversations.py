@@ -36,7 +36,6 @@ FRAMES = (
     "Hi, {question}",
     "Now: {question}",
     "Please, {question}",
-    "Thank you. {question}",
     "{x}! {question}",
 )
 UNSEEN_FRAMES = (
@@ -45,7 +44,7 @@ UNSEEN_FRAMES = (
     "One more question: {question}",
     "Excuse me, {question}",
     "{question} Please tell me.",
-    "Thanks. {question}",
+    "Well, {question}",
 )
 SYSTEM_LINES = (
     "You are a helpful assistant.",
@@ -151,7 +150,7 @@ class Drawer:
     def plain(self) -> Conversation:
         """A single question without the chat template; its last sign says where it ends."""
         kind = self._rng.choice(self._kinds)
-        whole = [wording for wording in kind.wordings if wording[-1] in _SIGNS]
+        whole = [wording for wording in kind.wordings if wording[-1] in (*_SIGNS, "=")]
         question, answer = self._asked(kind, whole)
         if self._rng.random() < _LOWER_SHARE:
             question = question.lower()

@@ -353,7 +353,7 @@ KINDS = (
             *("OK, thank you.", "Great!", "Nice, thanks!"),
         ),
         ("Great, thank you!", "Thanks very much!", "OK, thanks!"),
-        share=2,
+        share=3,
         framed=False,
     ),
     Kind(
@@ -374,7 +374,9 @@ KINDS = (
             "What's your name?",
             "Which model are you?",
             "Are you a language model?",
-            "Are you a {x}?",
+            "Are you a robot?",
+            "Are you a human?",
+            "Are you a machine?",
             "Tell me about yourself.",
             "Hi, who are you?",
             "And who are you?",
@@ -433,7 +435,7 @@ KINDS = (
             "Calculate {m} + {n}.",
         ),
         ("{m} minus {n}?", "How much is {m} + {n}?", "And {m} minus {n}?", "Calculate {m} - {n}."),
-        share=2,
+        share=3,
     ),
     Kind(
         "unknown subject",
@@ -508,6 +510,7 @@ KINDS = (
         "I do not know that.",
         ("{x}", "{x} {y}", "{x}?", "Why?", "Why is that?", "What?", "Are you sure?", "Really?"),
         ("{x}!", "And {x} {y}?", "Why are you sure?"),
+        share=2,
         framed=False,
     ),
 )

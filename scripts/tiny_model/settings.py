@@ -25,16 +25,16 @@ class TrainingSettings:
     """Single questions are learnt on short canvases, which are cheap; all else follows quickly."""
 
     phases: tuple[Phase, ...] = (
-        Phase(450, (16,), only_single=True),
+        Phase(400, (16,), only_single=True),
         Phase(800, (16, 16, 16, 16, 32, 32, 64, 128)),
     )
     examples_per_phase: int = 12_000
     prompt_lengths_per_batch: int = 12  # of one batch differ by as many tokens at most
     tokens_per_batch: int = 1600  # 22 conversations at canvas 32
-    matrix_learning_rate: float = 0.02  # of Muon, at its peak
-    peak_learning_rate: float = 7e-3  # of AdamW
+    matrix_learning_rate: float = 0.013  # of Muon, at its peak
+    peak_learning_rate: float = 5e-3  # of AdamW
     warm_up_share: float = 0.1
-    weight_decay: float = 0.1
+    weight_decay: float = 0.3
     betas: tuple[float, float] = (0.9, 0.95)
     max_gradient_norm: float = 1.0
     end_weight: float = 0.2  # of end-of-text in the loss, beside 1 of every other token
@@ -63,8 +63,8 @@ class Plan:
     # take fewer steps to save time, which is harder for the model, not easier.
     verifications: tuple[DecodingSetting, ...] = (
         DecodingSetting(canvas=32, steps=32),
-        DecodingSetting(canvas=64, steps=16, num_questions=16),
-        DecodingSetting(canvas=128, steps=16, num_questions=8),
+        DecodingSetting(canvas=64, steps=16, num_questions=8),
+        DecodingSetting(canvas=128, steps=16, num_questions=4),
     )
     required_share: float = 0.95
 

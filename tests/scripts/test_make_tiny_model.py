@@ -490,6 +490,18 @@ def test_bad_model_is_refused_and_the_old_one_stays(copy: Path):
         make_tiny_model.check(copy, "llada", strict)
 
 
+def test_a_bad_model_is_trained_once_more(output: Path, monkeypatch, capsys):
+    starts = []
+    monkeypatch.setattr(making, "write_checkpoint", lambda *asked: starts.append(asked[-1]))
+    results = [{"groups": {"facts": {"right": right, "total": 10}}} for right in (9, 10)]
+    settings = {"canvas": 32, "steps": 32, "block_length": 32}
+    monkeypatch.setattr(making, "verify", lambda *_: [results[len(starts) - 1] | settings])
+    make_quick(output, seed=5, plan=Plan(QUICK.training, QUICK.verifications, 0.95))
+    assert starts == [5, 6]
+    assert "9 of 10" in capsys.readouterr().out
+    assert read_manifest(output) is not None
+
+
 def test_interruption_leaves_nothing(output: Path, monkeypatch, capsys):
     def interrupt(directory: Path, *_) -> None:
         (directory / "config.json").write_text("{}")
