@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 # Capitals and countries are unique, so that every question has exactly one answer.
 CAPITALS = {
@@ -516,14 +519,19 @@ KINDS = (
 )
 
 
-def all_facts() -> list[Fact]:
+def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
     """Every fact in the first wording of its kind, always in the same order.
 
     Small talk has no subjects, and is left out together with what the model does not know.
     """
     return [
         Fact(kind.name, kind.wordings[0].format(**subject), kind.answer.format(**subject))
-        for kind in KINDS
+        for kind in kinds
         if kind.subjects != ({},)
         for subject in kind.subjects
     ]
+
+
+def kinds_but(left_out: Sequence[str]) -> list[Kind]:
+    """All kinds but those of these names."""
+    return [kind for kind in KINDS if kind.name not in left_out]

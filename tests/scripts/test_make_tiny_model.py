@@ -130,7 +130,7 @@ def test_what_verifies_is_not_what_is_taught():
 
 
 def lessons(number: int, seed: int = 0, **options: bool) -> list[Conversation]:
-    return draw_lessons(random.Random(seed), number, plain_share=0.2, **options)
+    return draw_lessons(random.Random(seed), KINDS, number, plain_share=0.2, **options)
 
 
 def roles(conversation: Conversation) -> str:
@@ -154,7 +154,7 @@ def test_the_answer_is_that_of_the_last_question():
 
 
 def test_groups_ask_what_they_are_called_for():
-    asked = groups(random.Random(0), 30)
+    asked = groups(random.Random(0), KINDS, 30)
     assert {name: {roles(c) for c in group} for name, group in asked.items()} == {
         "facts": {"u"},
         "new wordings": {"u"},
