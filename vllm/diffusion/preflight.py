@@ -56,10 +56,15 @@ def _is_length(value: str) -> bool:
     return is_number is not None or value == "-1" or value.lower() == "auto"
 
 
+def _is_yaml(value: str) -> bool:
+    return value.endswith((".yaml", ".yml")) and Path(value).is_file()
+
+
 _FLAGS = {
     "--port": _Flag("a whole number from 0 to 65535", _is_port),
     "--max-model-len": _Flag("tokens, as 4096 or 4k, or auto", _is_length),
     "--gpu-memory-utilization": _Flag("a number above 0, at most 1", _is_share),
+    "--config": _Flag("a .yaml or .yml file that is there", _is_yaml),
 }
 
 
@@ -92,7 +97,7 @@ def server_arguments() -> list[str] | None:
 
 
 def check_model(name: str, *, is_speculating: bool = False, family: str | None = None) -> None:
-    """Refuse what reads like a folder and is none, and a folder whose config.json does not fit.
+    """Refuse what reads like a folder and is none, and a folder without what is wanted.
 
     Args:
         name: of the model, as a user gives it.
@@ -105,6 +110,12 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
     path = Path(name)
     if not path.exists() and _reads_like_a_path(name):
         raise ServerConfigError(f"model {name}: no such folder{_did_you_mean(name)}")
+    if path.is_dir() and not any(entry.suffix in (".json", ".gguf") for entry in path.iterdir()):
+        inside = " or ".join(sorted(str(file.parent) for file in path.glob("*/config.json"))[:3])
+        raise ServerConfigError(
+            f"model {name}: a folder without config.json"
+            f"{f'; did you mean {inside}?' if inside else ''}"
+        )
     try:
         config = json.loads((path / "config.json").read_text())
         found = config.get("architectures"), config.get("model_type")
@@ -238,6 +249,7 @@ def _check_hub(name: str, revision: str | None) -> None:
     """
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
+    from httpx2 import HTTPError
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     told = f"model {name}: no such folder, and "
@@ -249,7 +261,7 @@ def _check_hub(name: str, revision: str | None) -> None:
         raise ServerConfigError(f"{told}no ORGANISATION/NAME{_did_you_mean(name)}") from None
     except errors.RemoteEntryNotFoundError:
         return  # without config.json: upstream knows other formats
-    except (errors.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
         if 400 <= status < 500:
             at = "" if revision is None else f" at --revision {revision}"

@@ -229,6 +229,9 @@ class DiffusionEndpoint:
             args,
             served.family.name,
             validator.longest_request(),
+            own_length=getattr(
+                engine_client.model_config.hf_config, "max_position_embeddings", None
+            ),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,

@@ -61,6 +61,7 @@ def log_welcome(
     family: str,
     longest: int,
     *,
+    own_length: int | None,
     has_template: bool,
     has_page: bool,
     engine_ready_at: float,
@@ -71,13 +72,21 @@ def log_welcome(
         args: of the server.
         family: of the served model.
         longest: prompt and canvas of the longest request, in tokens.
+        own_length: that its config.json gives the checkpoint, in tokens.
         has_template: whether there is a chat template.
         has_page: whether the server has its pages.
         engine_ready_at: time.time() when the server went on after its engine's start.
     """
     logger.info("started in %s", durations(engine_ready_at))
     url, name = address(args), (args.served_model_name or [args.model])[0]
-    logger.info("serving %s (%s): prompt and canvas up to %d tokens", name, family, longest)
+    beyond = (
+        ""
+        if own_length is None or longest <= own_length
+        else f" (its config.json says {own_length})"
+    )
+    logger.info(
+        "serving %s (%s): prompt and canvas up to %d tokens%s", name, family, longest, beyond
+    )
     if has_page:
         logger.info("open %s/ to ask and watch, %s/status for what the server does", url, url)
     logger.info("or: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))
