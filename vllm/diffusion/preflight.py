@@ -194,7 +194,7 @@ def _check_address(values: Mapping[str, str]) -> None:
         if number == errno.EADDRINUSE:
             raise ServerConfigError(
                 f"{_name('--port', port)}: given {port}, which is in use"
-                f"{f' on {host}' if host else ''}; wanted another port"
+                f"{f' on {host}' if host else ''}; wanted another"
             ) from None
         if number == errno.EACCES:
             raise ServerConfigError(
@@ -249,8 +249,8 @@ def _check_hub(name: str, revision: str | None) -> None:
     """
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
-    from httpx2 import HTTPError
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's own
 
     told = f"model {name}: no such folder, and "
     try:

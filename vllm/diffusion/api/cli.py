@@ -23,6 +23,7 @@ from vllm.diffusion import __version__, families
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.errors import ServerConfigError
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -96,7 +97,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
         if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
             raise  # a mistake of ours; upstream's names of parsers are told so, too
         logger.debug("the server ended", exc_info=True)

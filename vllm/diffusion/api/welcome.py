@@ -79,13 +79,11 @@ def log_welcome(
     """
     logger.info("started in %s", durations(engine_ready_at))
     url, name = address(args), (args.served_model_name or [args.model])[0]
-    beyond = (
-        ""
-        if own_length is None or longest <= own_length
-        else f" (its config.json says {own_length})"
-    )
+    is_beyond = own_length is not None and longest > own_length
     logger.info(
-        "serving %s (%s): prompt and canvas up to %d tokens%s", name, family, longest, beyond
+        "serving %s (%s): prompt and canvas up to %d tokens%s",
+        *(name, family, longest),
+        f" (its config.json says {own_length})" if is_beyond else "",
     )
     if has_page:
         logger.info("open %s/ to ask and watch, %s/status for what the server does", url, url)
