@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.server.warm import WarmProcess
 from vllm.diffusion import fields
 from vllm.diffusion.api import cli
 from vllm.diffusion.errors import ServerConfigError
@@ -203,7 +201,7 @@ class TestUpstreamsCommand:
         [
             (["m", "--dllm-algorithm", "best"], "error: dllm settings: algorithm: given 'best'; w"),
             (["m", "--chat-template", "/no"], "error: The supplied chat template string (/no"),
-            ([], "error: wanted a checkpoint: a folder"),
+            ([], f"error: {cli.NO_MODEL}; vllm serve models/llada-tiny serves it"),
         ],
     )
     def test_what_is_wrong_together(
@@ -226,15 +224,6 @@ class TestUpstreamsCommand:
             FlexibleArgumentParser._search_keyword = None
         for flag in ("--no-page", "--dllm-algorithm-config FILE", "--sequence-parallel-size RANKS"):
             assert flag in told
-
-
-def test_upstreams_command_without_a_model_names_ours(tmp_path: Path) -> None:
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", "--port", "0"]
-    log = tmp_path / "log"
-    assert WarmProcess(command, log, os.environ).wait(60) == 1
-    last_line = log.read_text().splitlines()[-1]
-    assert last_line.startswith("error: wanted a checkpoint: a folder")
-    assert last_line.endswith("makes models/llada-tiny; vllm serve models/llada-tiny serves it")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ NO_MODEL = (
 )
 
 
-class ServerParser(FlexibleArgumentParser):  # type: ignore[misc]
+class ServerParser(FlexibleArgumentParser):
     """Upstream's parser, which tells a mistake in one line, and what was meant."""
 
     def parse_known_args(
