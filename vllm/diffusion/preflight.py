@@ -109,11 +109,11 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
     """
     path = Path(name)
     if not path.exists() and _reads_like_a_path(name):
-        raise ServerConfigError(f"model {name}: no such folder{_did_you_mean(name)}")
+        raise ServerConfigError(f"{_of(name)}: no such folder{_did_you_mean(name)}")
     if path.is_dir() and not any(entry.suffix in (".json", ".gguf") for entry in path.iterdir()):
         inside = " or ".join(sorted(str(file.parent) for file in path.glob("*/config.json"))[:3])
         raise ServerConfigError(
-            f"model {name}: a folder without config.json"
+            f"{_of(name)}: a folder without config.json"
             f"{f'; did you mean {inside}?' if inside else ''}"
         )
     try:
@@ -123,7 +123,7 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
         return  # on the hub, of another format, or broken: upstream tells of it
     if is_speculating and families.family_of(*found) is not None:
         raise ServerConfigError(
-            f"model {name}: --speculative-config: wanted none; a diffusion language model fills "
+            f"{_of(name)}: --speculative-config: wanted none; a diffusion language model fills "
             "several tokens a step by itself (docs/decoding.md)"
         )
     if family is not None:
@@ -140,7 +140,7 @@ def check_family(
     """
     reason = families.why_not_served(family, architectures, model_type)
     if reason is not None:
-        raise ServerConfigError(f"model {name}: {reason}")
+        raise ServerConfigError(f"{_of(name)}: {reason}")
 
 
 def _check_arguments(words: Sequence[str]) -> None:
@@ -179,6 +179,13 @@ def _name(flag: str, value: str) -> str:
     """The flag, or the variable of our scripts that it comes from."""
     variable = flag[2:].upper().replace("-", "_")
     return variable if os.environ.get(variable) == value else flag
+
+
+def _of(model: str) -> str:
+    """The model, and the variable of our scripts that it comes from."""
+    given = (n for n, v in os.environ.items() if n.endswith("MODEL_DIR") and v == model)
+    variable = next(given, None)
+    return f"model {model}" if variable is None else f"model {model} ({variable})"
 
 
 def _check_address(values: Mapping[str, str]) -> None:
@@ -252,7 +259,7 @@ def _check_hub(name: str, revision: str | None) -> None:
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's own
 
-    told = f"model {name}: no such folder, and "
+    told = f"{_of(name)}: no such folder, and "
     try:
         get_hf_file_metadata(
             hf_hub_url(name, "config.json", revision=revision), timeout=_HUB_TIMEOUT_S
