@@ -302,6 +302,9 @@ class DiffusionEndpoint:
             served.family.name,
             validator.longest_request(),
             limits=(scheduling.max_num_seqs, scheduling.max_num_batched_tokens),
+            own_length=getattr(
+                engine_client.model_config.hf_config, "max_position_embeddings", None
+            ),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,
