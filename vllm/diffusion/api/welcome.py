@@ -88,8 +88,8 @@ def log_welcome(
         f" (its config.json says {own_length})" if is_beyond else "",
     )
     logger.info(
-        "at once: %d requests (--max-num-seqs), those of short steps as far as they have %d rows "
-        "together (--max-num-batched-tokens) and memory is there",
+        "at once: up to %d requests (--max-num-seqs), and %d rows of those with short steps "
+        "(--max-num-batched-tokens), as far as memory reaches",
         *limits,
     )
     if has_page:
