@@ -18,7 +18,6 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import ValidationError
 
-from vllm.config import ModelConfig
 from vllm.diffusion import __version__, families
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.config import check_settings, server_settings
@@ -30,8 +29,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Sequence
-
-    from vllm.entrypoints.cli.serve import ServeSubcommand
 
 logger = init_logger(__name__)
 
@@ -58,35 +55,6 @@ class ServerParser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {' '.join(message.removeprefix('argument ').split())}\n")
         raise SystemExit(2)
-
-
-def extend(command: type[ServeSubcommand]) -> None:
-    """Give `vllm serve` our arguments and what else `python -m vllm.entrypoints.api_server` has.
-
-    Without a model it says so before upstream looks for its own default on the Hub.
-    """
-    init, validate, run = command.subparser_init, command.validate, command.cmd
-
-    def init_with_ours(self: ServeSubcommand, subparsers: Any) -> FlexibleArgumentParser:
-        parser = init(self, subparsers)
-        add_arguments(parser)
-        parser.__class__ = ServerParser
-        return parser
-
-    def validate_with_ours(self: ServeSubcommand, args: Namespace) -> None:
-        if args.model_tag is None and args.model == ModelConfig.model:
-            raise SystemExit(f"error: {NO_MODEL}; vllm serve models/llada-tiny serves it")
-        with errors_in_one_line(args):
-            fold_into_additional_config(args)
-            validate(self, args)
-
-    def run_with_ours(args: Namespace) -> None:
-        with errors_in_one_line(args):
-            run(args)
-
-    command.subparser_init = init_with_ours
-    command.validate = validate_with_ours
-    command.cmd = staticmethod(run_with_ours)
 
 
 @contextmanager
