@@ -141,7 +141,7 @@ def until_prompt(terminal: int) -> bytes:
 
 
 def curl_lines() -> list[str]:
-    files = (ROOT / "README.md", ROOT / "docs" / "requests.md")
+    files = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in CURL.findall(block)]
