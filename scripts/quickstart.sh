@@ -80,7 +80,10 @@ ANSWER=$("$PY" "$ROOT/scripts/test_api_request.py" --model-family llada --mask-i
   --host "$URL" --steps 32 --gen-length 32 --block-length 32 --prompt "$QUESTION") ||
   fail_with_log "the request failed"
 printf '%s\n' "$ANSWER"
-printf 'answer: %s\n' "$("$PY" -c 'import json, sys; print(json.load(sys.stdin)["text"][0])' <<<"$ANSWER")"
+"$PY" -c 'import json, sys
+answer = json.load(sys.stdin)
+[text], num_ends = answer["text"], answer["diffusion"]["num_end_tokens"]
+print(f"answer: {text}" if text else f"empty answer: {num_ends} end tokens")' <<<"$ANSWER"
 
 say "stopping the server"
 stop_server

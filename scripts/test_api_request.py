@@ -6,8 +6,8 @@
         --steps 8 --gen-length 32 --block-length 32 --prompt "What is the capital of France?"
 
 The body has the ten standard fields, whatever the family. Exit status: 0 with the answer on
-stdout; 1 with one line on stderr when the server is absent, refuses the request, or does not answer
-in time; 2 for wrong arguments.
+stdout, and a note on stderr where it has no text; 1 with one line on stderr when the server is
+absent, refuses the request, or does not answer in time; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -91,7 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     print(answer)
+    if note := emptiness(json.loads(answer)):
+        sys.stderr.write(f"note: {note}\n")
     return 0
+
+
+def emptiness(answer: dict[str, Any]) -> str:
+    """Why there is nothing to read in an answer; empty where there is something."""
+    if any(answer["text"]):
+        return ""
+    return f"empty answer: {answer['diffusion']['num_end_tokens']} end tokens"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -39,11 +39,13 @@ class Frame(NamedTuple):
         text: the part that is final.
         canvas: text of every position and whether it is committed; empty where it is not known.
         progress: how far that is, in words.
+        num_end_tokens: of the canvas of a complete answer, that are no part of it.
     """
 
     text: str
     canvas: list[tuple[str, bool]]
     progress: str = ""
+    num_end_tokens: int = 0
 
     def render(self) -> Text:
         if not self.canvas:
@@ -102,7 +104,8 @@ class Server:
                     yield Frame(text, list(pieces), progress)
                 else:
                     text = event["text"][0] if isinstance(event["text"], list) else event["text"]
-                    yield Frame(text, [])
+                    report = event.get("diffusion", {})
+                    yield Frame(text, [], num_end_tokens=report.get("num_end_tokens", 0))
 
 
 class Engine:
@@ -142,7 +145,8 @@ class Engine:
                 canvas = [] if output.finished else self._unpack(told.get("canvas"))
                 step = told["canvas"]["step"] if canvas else 0
                 progress = clock.told(step, [is_committed for _, is_committed in canvas])
-                yield Frame(output.outputs[0].text, canvas, progress)
+                num_end_tokens = told.get("num_end_tokens", 0)
+                yield Frame(output.outputs[0].text, canvas, progress, num_end_tokens)
 
     def _unpack(self, canvas: dict[str, Any] | None) -> list[tuple[str, bool]]:
         """Token ids are int32, flags are bytes."""
@@ -200,7 +204,10 @@ def show(frames: Iterator[Frame], console: Console) -> str:
         for frame in frames:
             if console.is_terminal:
                 live.update(frame.render(), refresh=True)
-    console.print(Text(frame.text))
+    if frame.text:
+        console.print(Text(frame.text))
+    else:
+        console.print(Text(f"empty answer: {frame.num_end_tokens} end tokens", "dim"))
     return frame.text
 
 

@@ -2,6 +2,7 @@
 """Parts of `make_tiny_model.py`: a tiny, really trained checkpoint of a released model family.
 
 facts.py         what the model is taught                   (no torch)
+conversations.py how it is asked: frames, turns, system lines (no torch)
 family.py        what a model family must provide           (no torch)
 llada.py, dream.py, llada_moe.py, llada2.py, sdar.py, fast_dllm.py
                  the families: configuration, network, chat template

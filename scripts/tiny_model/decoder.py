@@ -111,6 +111,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = mlp
 
+    @property
+    def value_and_output(self) -> tuple[Tensor, Tensor]:
+        """Matrices of the values [kv heads * hd, D] and behind the attention [D, heads * hd]."""
+        return self.self_attn.v_proj.weight, self.self_attn.o_proj.weight
+
     def forward(self, x: Tensor, view: View) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         x = x + self.self_attn(self.input_layernorm(x), view)
@@ -121,7 +126,8 @@ class Decoder(nn.Module):
     """The whole network with random weights; see family.Network.
 
     Args:
-        make_layer: builds layer number i, called with rows and their `View`.
+        make_layer: builds layer number i, called with rows and their `View`, which names its
+            `value_and_output`.
         shift_rows: position i is read from row i - 1, and position 0 from row 0.
         block_length: see family.Network.
         rotary_dim: rotated channels of a head; None: all.
@@ -154,7 +160,8 @@ class Decoder(nn.Module):
             }
         )
         self.lm_head = nn.Linear(width, rows, bias=False)
-        initialise(self)
+        attentions = (layer.value_and_output for layer in self.model["layers"])
+        initialise(self, self.model[embedding_name], self.lm_head, attentions, head_dim)
 
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32, row i of token i."""

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _EMBEDDING_ROWS_MULTIPLE = 64
 # Standard deviation of a matrix: gain / sqrt(inputs). Half the gain learns clearly slower: 83 % of
 # the answers right instead of 98 % after the same 220 iterations.
 _EMBEDDING_STD = 0.5
 _INIT_GAIN = 1.0
+_HEAD_GAIN = 0.2  # of a head's rows, which begin as the embedding's
 
 
 class View(NamedTuple):
@@ -29,8 +33,19 @@ def embedding_rows(num_tokens: int) -> int:
     return (num_tokens // _EMBEDDING_ROWS_MULTIPLE + 1) * _EMBEDDING_ROWS_MULTIPLE
 
 
-def initialise(network: nn.Module) -> None:
-    """Draws every matrix from a normal distribution; biases become 0, norm gains stay 1."""
+def initialise(
+    network: nn.Module,
+    embedding: nn.Embedding,
+    head: nn.Linear,
+    attentions: Iterable[tuple[Tensor, Tensor]],
+    head_dim: int,
+) -> None:
+    """Draws every matrix from a normal distribution; biases become 0, norm gains stay 1.
+
+    Answers repeat words of their questions. So the head begins by naming the word that a row holds,
+    and attentions, given as value [kv heads * hd, D] and output matrix [D, heads * hd], by passing
+    on what they read. Without this the same loss takes several times as long.
+    """
     for module in network.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=_INIT_GAIN * module.in_features**-0.5)
@@ -38,6 +53,13 @@ def initialise(network: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=_EMBEDDING_STD)
+    with torch.no_grad():
+        head.weight.copy_(_HEAD_GAIN * embedding.weight)
+        for value, output in attentions:
+            nn.init.orthogonal_(value)
+            num_sharing = output.shape[1] // value.shape[0]  # heads of queries one head of values
+            by_head = value.T.unflatten(1, (-1, head_dim)) / num_sharing
+            output.copy_(by_head.repeat_interleave(num_sharing, dim=1).flatten(1))
 
 
 def rotary_tables(

@@ -66,7 +66,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
         "layer_norm_with_affine": True,
         "mask_token_id": tokens.mask,
         "max_sequence_length": 4096,
-        "mlp_hidden_size": 256,
+        "mlp_hidden_size": 512,
         "mlp_ratio": 4,
         "model_type": "llada",
         "multi_query_attention": None,
@@ -139,7 +139,8 @@ class LLaDANetwork(nn.Module):
             }
         )
         self.model = nn.ModuleDict({"transformer": transformer})
-        initialise(self)
+        attentions = ((b.v_proj.weight, b.attn_out.weight) for b in transformer["blocks"])
+        initialise(self, transformer["wte"], transformer["ff_out"], attentions, self.head_dim)
 
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32; see family.Network."""

@@ -159,6 +159,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = mlp
 
+    @property
+    def value_and_output(self) -> tuple[Tensor, Tensor]:
+        """Matrices of the values [kv heads * hd, D] and behind the attention [D, heads * hd]."""
+        num_rows = self.attention.num_heads[2] * self.attention.head_dim
+        return self.attention.query_key_value.weight[-num_rows:], self.attention.dense.weight
+
     def forward(self, x: Tensor, view: View) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         x = x + self.attention(self.input_layernorm(x), view)

@@ -4,24 +4,30 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, cast
+import random
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tiny_model.checkpoint import generation_config, write_json, write_weights
+from tiny_model.conversations import draw_lessons, groups, vocabulary
 from tiny_model.facts import all_facts
 from tiny_model.family import TokenIds
-from tiny_model.tokenizer import chat_prompt, load_tokenizer, train_tokenizer, write_tokenizer
+from tiny_model.tokenizer import (
+    first_of_word,
+    load_tokenizer,
+    prompts_of,
+    train_tokenizer,
+    write_tokenizer,
+)
 from tiny_model.training import Example, train
 from tiny_model.verification import Verifier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
-    from tiny_model.facts import Fact
     from tiny_model.family import Family
     from tiny_model.settings import Plan, TrainingSettings
 
@@ -35,10 +41,8 @@ def write_checkpoint(
     """Trains a network of `family` on all facts and writes its files into `directory`."""
     torch.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
     torch.manual_seed(seed)
-    facts = all_facts()
     special_tokens = family.special_tokens
-    texts = [text for fact in facts for text in (fact.question, fact.answer)]
-    tokenizer = train_tokenizer([*texts, *family.template_texts], special_tokens)
+    tokenizer = train_tokenizer([*vocabulary(), *family.template_texts], special_tokens)
     write_tokenizer(directory, tokenizer, special_tokens, family.chat_template)
 
     token_id = tokenizer.get_vocab()
@@ -51,7 +55,9 @@ def write_checkpoint(
     )
     config = family.config(tokens)
     network = family.network(config)
-    train(network, _examples(facts, load_tokenizer(directory), tokens), tokens, settings, seed)
+    reader = load_tokenizer(directory)
+    lessons = _lessons(reader, tokens, settings, seed)
+    train(network, lessons, tokens, settings, seed, first_of_word(reader))
 
     write_weights(directory, network.state_dict())
     write_json(directory / "config.json", config)
@@ -59,45 +65,63 @@ def write_checkpoint(
     defaults = {**generation_config(family, tokens), "max_new_tokens": 32, "temperature": 0.0}
     write_json(directory / "generation_config.json", defaults)
     with (directory / "facts.jsonl").open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(fact._asdict(), ensure_ascii=False) + "\n" for fact in facts)
+        lines.writelines(
+            json.dumps(fact._asdict(), ensure_ascii=False) + "\n" for fact in all_facts()
+        )
 
 
 def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
-    """Reads the checkpoint back and answers all facts at every setting of `plan`.
+    """Reads the checkpoint back and asks questions of every group at every setting of `plan`.
 
-    Returns one dict a setting: canvas, steps, block_length, right, total, and `wrong`, the wrong
-    answers as [question, given text] pairs.
+    Returns one dict a setting: canvas, steps, block_length, and groups: by name right, total and
+    `wrong`, the wrong answers as [question, given text] pairs.
     """
-    facts = all_facts()
     verifier = Verifier(directory, family)
     results = []
     for setting in plan.verifications:
-        wrong = verifier.wrong_answers(facts, setting)
+        asked = groups(random.Random(0), setting.num_questions)
+        wrong = {
+            name: verifier.wrong_answers(conversations, setting)
+            for name, conversations in asked.items()
+        }
+        found = {
+            name: {
+                "right": len(asked[name]) - len(pairs),
+                "total": len(asked[name]),
+                "wrong": [[conversation.question, given] for conversation, given in pairs],
+            }
+            for name, pairs in wrong.items()
+        }
         results.append(
             {
                 "canvas": setting.canvas,
                 "steps": setting.steps,
                 "block_length": setting.block_length,
-                "right": len(facts) - len(wrong),
-                "total": len(facts),
-                "wrong": [[fact.question, given] for fact, given in wrong],
+                "groups": found,
             }
         )
     return results
 
 
-def _examples(
-    facts: Sequence[Fact], tokenizer: PreTrainedTokenizerBase, tokens: TokenIds
-) -> list[Example]:
-    def encode(text: str) -> list[int]:
-        return cast("list[int]", tokenizer.encode(text, add_special_tokens=False))
-
-    return [
-        Example(
-            kind=fact.kind,
-            chat_prompt=chat_prompt(tokenizer, fact.question),
-            raw_prompt=encode(fact.question),
-            answer=[*encode(fact.answer), tokens.eot],
+def _lessons(
+    tokenizer: PreTrainedTokenizerBase, tokens: TokenIds, settings: TrainingSettings, seed: int
+) -> list[list[Example]]:
+    """The examples of every phase."""
+    rng = random.Random(seed)
+    lessons = []
+    for phase in settings.phases:
+        drawn = draw_lessons(
+            rng,
+            settings.examples_per_phase,
+            plain_share=settings.plain_share,
+            only_single=phase.only_single,
         )
-        for fact in facts
-    ]
+        prompts = prompts_of(tokenizer, drawn)
+        answers = tokenizer([lesson.answer for lesson in drawn], add_special_tokens=False)
+        lessons.append(
+            [
+                Example(prompt, [*answer, tokens.eot])
+                for prompt, answer in zip(prompts, answers["input_ids"], strict=True)
+            ]
+        )
+    return lessons

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tiny_model.checkpoint import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from tiny_model.conversations import Conversation
     from tiny_model.family import SpecialTokens
 
 # Runs of line feeds, words and numbers with their leading space, punctuation, other white space.
@@ -81,8 +84,31 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(directory))
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """Token ids of one user message with the generation prompt."""
-    messages = [{"role": "user", "content": question}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return cast("list[int]", ids)
+def first_of_word(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Per token the first one that is the same word but for case and a space before it: [V] int64.
+
+    A token that is no word of letters is alone.
+    """
+    first: dict[str, int] = {}
+    words = (tokenizer.decode([token]).strip().lower() for token in range(len(tokenizer)))
+    return torch.tensor(
+        [
+            first.setdefault(word, token) if word.isalnum() else token
+            for token, word in enumerate(words)
+        ]
+    )
+
+
+def prompts_of(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]
+) -> list[list[int]]:
+    """Token ids of the conversations, with the generation prompt; of plain ones of the question."""
+    texts = [
+        conversation.question
+        if conversation.is_plain
+        else tokenizer.apply_chat_template(
+            list(conversation.messages), add_generation_prompt=True, tokenize=False
+        )
+        for conversation in conversations
+    ]
+    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"])

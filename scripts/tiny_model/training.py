@@ -2,10 +2,11 @@
 """Masked-diffusion training on the facts, the same for every family.
 
 Objective: LLaDA's supervised fine-tuning (Nie et al. 2025, arXiv:2502.09992, section 2.3): prompts
-stay visible, every canvas position is masked with one probability t ~ U(0, 1) per row, and the
-network predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt
-too. The cross-entropy is averaged over the masked positions instead of weighted by 1/t, so that
-rows with few masks do not dominate.
+stay visible, every canvas position is masked with one probability t per row, and the network
+predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt too. Here
+not t but its cube is uniform: more masks, of which more is learnt. The cross-entropy is averaged
+over the masked positions instead of weighted by 1/t, so that rows with few masks do not dominate;
+end-of-text, which is soon learnt, counts less.
 
 Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each block of a row has a
 t of its own, and sees itself and the clean blocks before it. Blocks lie on a grid from the first
@@ -15,27 +16,27 @@ token of the prompt.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.nn import functional as F
-from tqdm import trange  # type: ignore[import-untyped]
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from tiny_model.family import Network, TokenIds
     from tiny_model.settings import TrainingSettings
 
 
 class Example(NamedTuple):
-    """One fact as token ids."""
+    """A prompt and its answer as token ids."""
 
-    kind: str
-    chat_prompt: list[int]
-    raw_prompt: list[int]  # the question alone
+    prompt: list[int]
     answer: list[int]  # ends with the end-of-turn token
 
 
@@ -47,25 +48,8 @@ class Batch(NamedTuple):
     masked: Tensor  # [B, T] bool
 
 
-def balanced_draws(examples: Sequence[Example], rng: random.Random) -> Iterator[Example]:
-    """Endless examples: kinds take turns, and each kind passes through all of its examples."""
-    kinds = dict.fromkeys(example.kind for example in examples)
-    cycles = [
-        _shuffled_forever([example for example in examples if example.kind == kind], rng)
-        for kind in kinds
-    ]
-    while True:
-        for cycle in cycles:
-            yield next(cycle)
-
-
-def _shuffled_forever(examples: list[Example], rng: random.Random) -> Iterator[Example]:
-    while True:
-        yield from rng.sample(examples, len(examples))
-
-
 class BatchMaker:
-    """Draws training batches; the same seed draws the same batches."""
+    """Draws training batches of examples; the same seed draws the same batches."""
 
     def __init__(
         self,
@@ -78,77 +62,135 @@ class BatchMaker:
         self._block_length = block_length
         self._rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._draws = balanced_draws(examples, self._rng)
-        self._prompt_lengths = [len(example.chat_prompt) for example in examples]
+        self._examples = sorted(examples, key=lambda example: len(example.prompt))
+        self._lengths = [len(example.prompt) for example in self._examples]
         self._tokens = tokens
         self._settings = settings
 
     def draw(self, canvas: int) -> Batch:
         """A batch of about `tokens_per_batch` tokens.
 
-        The rows share one length, a random prompt length plus `canvas`, so nothing is padded and
-        canvases of nearby lengths occur as well.
+        The rows share one length, that of a random prompt plus `canvas`, so nothing is padded;
+        prompts that are a little shorter join it, with canvases that are longer by as much.
         """
-        length = self._rng.choice(self._prompt_lengths) + canvas
+        longest = self._rng.choice(self._lengths)
+        length = longest + canvas
         num_rows = max(1, self._settings.tokens_per_batch // length)
+        first = bisect_left(self._lengths, longest - self._settings.prompt_lengths_per_batch)
+        last = bisect_right(self._lengths, longest)
         clean = torch.full((num_rows, length), self._tokens.eos)
         is_canvas = torch.ones_like(clean, dtype=torch.bool)
-        for row, example in enumerate(next(self._draws) for _ in range(num_rows)):
-            is_raw = self._rng.random() < self._settings.raw_prompt_share
-            prompt = example.raw_prompt if is_raw else example.chat_prompt
-            ids = (prompt + example.answer)[:length]
+        for row in range(num_rows):
+            example = self._examples[self._rng.randrange(first, last)]
+            ids = (example.prompt + example.answer)[:length]
             clean[row, : len(ids)] = torch.tensor(ids)
-            is_canvas[row, : len(prompt)] = False
+            is_canvas[row, : len(example.prompt)] = False
         masked = self._draw_mask(num_rows, length) & is_canvas
         return Batch(clean.masked_fill(masked, self._tokens.mask), clean, masked)
 
     def _draw_mask(self, num_rows: int, length: int) -> Tensor:
-        """[num_rows, length] bool; the probability t of a row, or block, is uniform in (0, 1).
+        """[num_rows, length] bool; the cube of a row's, or block's, t is uniform in (0, 1).
 
-        The rows' t are spread evenly over the interval: still uniform each, with less variance.
+        The rows' cubes are spread evenly over the interval: still uniform each, with less
+        variance.
         """
         block_length = self._block_length or length
         num_blocks = -(-length // block_length)
         start = torch.rand(num_blocks, generator=self._generator)
         order = torch.randperm(num_rows, generator=self._generator)
-        probability = (start + order[:, None] / num_rows) % 1.0  # [rows, blocks]
+        probability = ((start + order[:, None] / num_rows) % 1.0) ** (1 / 3)  # [rows, blocks]
         probability = probability.repeat_interleave(block_length, dim=1)[:, :length]
         return torch.rand(num_rows, length, generator=self._generator) < probability
 
 
 def train(
     network: nn.Module,
-    examples: Sequence[Example],
+    lessons: Sequence[Sequence[Example]],
     tokens: TokenIds,
     settings: TrainingSettings,
     seed: int,
+    words: Tensor,
 ) -> None:
-    """Trains `network` (a family.Network) in place: AdamW, one-cycle schedule, progress bar."""
+    """Trains `network` (a family.Network) in place, with a progress bar.
+
+    Args:
+        lessons: the examples of every phase of the settings.
+        words: [V] int64, per token the first one that is the same word: they share an embedding.
+    """
     model = cast("Network", network)
-    batches = BatchMaker(examples, tokens, settings, seed, model.block_length)
-    canvases = random.Random(seed)
+    draws = random.Random(seed)
     schedule = [
-        canvases.choice(p.canvases) for p in settings.phases for _ in range(p.num_iterations)
+        (batches, draws.choice(phase.canvases))
+        for phase, examples in zip(settings.phases, lessons, strict=True)
+        for batches in [BatchMaker(examples, tokens, settings, seed, model.block_length)]
+        for _ in range(phase.num_iterations)
     ]
-    optimizer = torch.optim.AdamW(
-        network.parameters(),
-        lr=settings.peak_learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-    learning_rate = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.peak_learning_rate, total_steps=len(schedule)
-    )
+    _share_words(network, words)
+    optimizers = _optimizers(network, settings)
+    rates = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            optimizer.param_groups[0]["lr"],
+            total_steps=len(schedule),
+            pct_start=settings.warm_up_share,
+            cycle_momentum=False,
+        )
+        for optimizer in optimizers
+    ]
     network.train()
-    progress = trange(len(schedule), desc="train", unit="it")
-    for iteration in progress:
-        batch = batches.draw(schedule[iteration])
+    progress = tqdm(schedule, desc="train", unit="it")
+    for batches, canvas in progress:
+        batch = batches.draw(canvas)
+        wanted = batch.clean[batch.masked]
         logits = model.logits(model.hidden(batch.noised, batch.clean)[batch.masked])
-        loss = F.cross_entropy(logits, batch.clean[batch.masked])
-        optimizer.zero_grad()
+        weight = torch.where(wanted == tokens.eos, settings.end_weight, 1.0)
+        loss = (F.cross_entropy(logits, wanted, reduction="none") * weight).sum() / weight.sum()
+        network.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_gradient_norm)
-        optimizer.step()
-        learning_rate.step()
-        progress.set_postfix(canvas=schedule[iteration], loss=f"{loss.item():.4f}")
+        for step in (*optimizers, *rates):
+            step.step()
+        progress.set_postfix(canvas=canvas, loss=f"{loss.item():.4f}")
+
+
+def _share_words(network: nn.Module, words: Tensor) -> None:
+    """Lets tokens of one word, as "the", " the" and " The", have the same embedding, for good.
+
+    words [V] int64 holds per token the first one of its word: each of them gets the
+    gradients of all.
+    """
+    embedding = _embedding_of(network)
+    words = torch.cat((words, torch.arange(len(words), embedding.num_embeddings)))
+
+    def share(gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient).index_add_(0, words, gradient)[words]
+
+    with torch.no_grad():
+        embedding.weight.copy_(embedding.weight[words])
+    embedding.weight.register_hook(share)
+
+
+def _optimizers(network: nn.Module, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for all else.
+
+    Muon: https://kellerjordan.github.io/posts/muon/.
+    """
+    num_rows = _embedding_of(network).num_embeddings  # of the head as well
+    parameters = list(network.parameters())
+    matrices = [p for p in parameters if p.dim() == 2 and len(p) != num_rows]
+    others = [p for p in parameters if p.dim() != 2 or len(p) == num_rows]
+    return [
+        torch.optim.Muon(matrices, lr=settings.matrix_learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(
+            others,
+            lr=settings.peak_learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        ),
+    ]
+
+
+def _embedding_of(network: nn.Module) -> nn.Embedding:
+    (embedding,) = (m for m in network.modules() if isinstance(m, nn.Embedding))
+    return embedding

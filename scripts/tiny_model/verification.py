@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of the facts that a written checkpoint answers right."""
+"""Share of the questions that a written checkpoint answers right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tiny_model.checkpoint import load_weights, read_config
-from tiny_model.tokenizer import chat_prompt, load_tokenizer
+from tiny_model.tokenizer import load_tokenizer, prompts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from tiny_model.facts import Fact
+    from tiny_model.conversations import Conversation
     from tiny_model.family import Family, Network
     from tiny_model.settings import DecodingSetting
 
@@ -39,22 +39,21 @@ class Verifier:
         )
 
     def wrong_answers(
-        self, facts: Sequence[Fact], setting: DecodingSetting
-    ) -> list[tuple[Fact, str]]:
-        """The facts answered wrongly, each with the text given instead."""
-        answers = self._answers([fact.question for fact in facts], setting)
+        self, conversations: Sequence[Conversation], setting: DecodingSetting
+    ) -> list[tuple[Conversation, str]]:
+        """The conversations answered wrongly, each with the text given instead."""
+        answers = self._answers(prompts_of(self._tokenizer, conversations), setting)
         return [
-            (fact, given)
-            for fact, given in zip(facts, answers, strict=True)
-            if given != fact.answer
+            (conversation, given)
+            for conversation, given in zip(conversations, answers, strict=True)
+            if given != conversation.answer
         ]
 
-    def _answers(self, questions: Sequence[str], setting: DecodingSetting) -> list[str]:
-        prompts = [chat_prompt(self._tokenizer, question) for question in questions]
+    def _answers(self, prompts: Sequence[list[int]], setting: DecodingSetting) -> list[str]:
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             by_length[len(prompt)].append(index)
-        answers = [""] * len(questions)
+        answers = [""] * len(prompts)
         num_forwards = setting.steps * len(by_length)
         with tqdm(total=num_forwards, desc=f"verify canvas {setting.canvas}") as progress:
             for length, indices in by_length.items():

@@ -89,6 +89,14 @@ def request_once(
     return run
 
 
+def test_an_empty_answer_says_so(server: Server, request_once: Callable[..., Any]) -> None:
+    empty = {**ANSWER, "text": [""], "diffusion": {"num_end_tokens": 32}}
+    server.answer = json.dumps(empty)
+    done = request_once()
+    assert (done.returncode, done.stderr) == (0, "note: empty answer: 32 end tokens\n")
+    assert json.loads(done.stdout) == empty
+
+
 def test_sends_the_documented_body(server: Server, request_once: Callable[..., Any]) -> None:
     done = request_once(
         *("--model-family", "llada", "--steps", "8", "--gen-length", "32"),
@@ -163,9 +171,10 @@ def test_default_address_is_that_of_the_server_script(
 ) -> None:
     script = (SCRIPT.parent / f"run_{family.replace('-', '_')}_server.sh").read_text()
     assert f" {port} " in script.splitlines()[-1]
-    monkeypatch.setitem(NAMES["main"].__globals__, "post", lambda url, body, timeout: url)
+    answer = '{"text": ["%s"]}'
+    monkeypatch.setitem(NAMES["main"].__globals__, "post", lambda url, *_: answer % url)
     assert NAMES["main"](["--model-family", family]) == 0
-    assert capsys.readouterr().out == f"http://127.0.0.1:{port}/generate\n"
+    assert capsys.readouterr().out == answer % f"http://127.0.0.1:{port}/generate" + "\n"
 
 
 @pytest.mark.parametrize(("given", "sent"), [("none", None), ("7", 7), ("family", 126336)])

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import make_tiny_model
@@ -21,12 +20,21 @@ from safetensors import safe_open
 from tiny_model import making
 from tiny_model.cache import MANIFEST_NAME, read_manifest
 from tiny_model.checkpoint import load_weights, read_config
+from tiny_model.conversations import (
+    FRAMES,
+    SYSTEM_LINES,
+    UNSEEN_FRAMES,
+    UNSEEN_SYSTEM_LINES,
+    Conversation,
+    draw_lessons,
+    groups,
+)
 from tiny_model.decoding import commit_quotas, semi_autoregressive
-from tiny_model.facts import CAPITALS, all_facts
+from tiny_model.facts import CAPITALS, KINDS, all_facts
 from tiny_model.family import load_family
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
-from tiny_model.training import BatchMaker, Example, balanced_draws, train
+from tiny_model.training import BatchMaker, Example, train
 
 from tests.checkpoints import checkpoint_shapes
 from tests.reference.llada_model import LLaDAReference
@@ -36,8 +44,10 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(
-    training=TrainingSettings(phases=(Phase(3, (12,)),), tokens_per_batch=100),
-    verifications=(DecodingSetting(canvas=8, steps=1, block_length=8),),
+    training=TrainingSettings(
+        phases=(Phase(3, (12,)),), tokens_per_batch=100, examples_per_phase=50
+    ),
+    verifications=(DecodingSetting(canvas=8, steps=1, block_length=8, num_questions=10),),
     required_share=0.0,
 )
 SPECIAL_TOKENS = {
@@ -88,32 +98,75 @@ def test_facts_cover_what_is_promised():
     assert {"France", "Japan", "Peru"} <= CAPITALS.keys()
     assert "Paris" in questions["What is the capital of France?"]
     assert "Peru" in questions["Lima is the capital of which country?"]
+    assert questions["Which day comes before Monday?"] == "Sunday comes before Monday."
+    assert questions["Which month comes after December?"] == "January comes after December."
+    assert questions["What is the opposite of cold?"] == "The opposite of cold is hot."
+    assert questions["What is the colour of the sky?"] == "The colour of the sky is blue."
     for a in range(10):
         for b in range(10):
             assert questions[f"What is {a} plus {b}?"].rstrip(".").split()[-1] == str(a + b)
+            if a >= b:
+                assert questions[f"What is {a} minus {b}?"] == f"{a} minus {b} is {a - b}."
 
 
 def test_facts_are_unique_and_unambiguous():
     facts = all_facts()
     assert len({fact.question for fact in facts}) == len(facts)
     assert len(set(CAPITALS.values())) == len(CAPITALS)
-    assert Counter(fact.kind for fact in facts) == {
-        "capital": len(CAPITALS),
-        "country": len(CAPITALS),
-        "sum": 100,
+    counted = Counter(fact.kind for fact in facts)
+    assert (counted["country"], counted["sum"], counted["difference"]) == (len(CAPITALS), 100, 55)
+    assert {"hello", "self", "unknown"}.isdisjoint(counted)  # nobody asks for their facts
+
+
+def test_what_verifies_is_not_what_is_taught():
+    for kind in KINDS:
+        assert kind.unseen, kind.name
+        assert not set(kind.wordings) & set(kind.unseen), kind.name
+    assert not set(FRAMES) & set(UNSEEN_FRAMES)
+    assert not set(SYSTEM_LINES) & set(UNSEEN_SYSTEM_LINES)
+
+
+# --- conversations ---------------------------------------------------------------------------
+
+
+def lessons(number: int, seed: int = 0, **options: bool) -> list[Conversation]:
+    return draw_lessons(random.Random(seed), number, plain_share=0.2, **options)
+
+
+def roles(conversation: Conversation) -> str:
+    return "".join(message["role"][0] for message in conversation.messages)
+
+
+def test_lessons_have_one_to_three_turns_with_and_without_system_line():
+    drawn = lessons(500)
+    assert {roles(lesson) for lesson in drawn} == {"u", "uau", "uauau", "su", "suau", "suauau"}
+    assert {roles(lesson) for lesson in lessons(50, only_single=True)} == {"u"}
+    assert lessons(500) == drawn
+    assert lessons(500, seed=1) != drawn
+
+
+def test_the_answer_is_that_of_the_last_question():
+    answers = {fact.question: fact.answer for fact in all_facts()}
+    known = [c for c in lessons(3000) if c.question in answers]
+    assert any(len(conversation.messages) >= 3 for conversation in known)
+    for conversation in known:
+        assert conversation.answer == answers[conversation.question]
+
+
+def test_groups_ask_what_they_are_called_for():
+    asked = groups(random.Random(0), 30)
+    assert {name: {roles(c) for c in group} for name, group in asked.items()} == {
+        "facts": {"u"},
+        "new wordings": {"u"},
+        "new system lines": {"su"},
+        "second turns": {"uau"},
+        "third turns": {"uauau"},
+        "without the chat template": {"u"},
     }
-
-
-def test_draws_are_balanced_between_and_within_kinds():
-    examples = [Example(fact.kind, [index], [], []) for index, fact in enumerate(all_facts())]
-    drawn = list(islice(balanced_draws(examples, random.Random(3)), 3 * 200))
-    assert Counter(example.kind for example in drawn) == dict.fromkeys(
-        ("capital", "country", "sum"), 200
-    )
-    sums = Counter(e.chat_prompt[0] for e in drawn if e.kind == "sum")
-    assert set(sums.values()) == {2}  # 200 draws of 100 facts
-    capitals = Counter(e.chat_prompt[0] for e in drawn if e.kind == "capital")
-    assert max(capitals.values()) - min(capitals.values()) <= 1
+    lines = {c.messages[0]["content"] for c in asked["new system lines"]}
+    assert lines <= set(UNSEEN_SYSTEM_LINES)
+    taught = {c.question for c in lessons(20_000, only_single=True)}
+    assert taught.isdisjoint(c.question for c in asked["new wordings"])
 
 
 # --- tokenizer -------------------------------------------------------------------------------
@@ -251,23 +304,35 @@ def test_forward_equals_the_reference(model: Path, length: int):
 # --- training --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("raw_prompt_share", [0.0, 1.0])
-def test_batches_mask_the_canvas_only(raw_prompt_share: float):
-    recipe = TrainingSettings(tokens_per_batch=2400, raw_prompt_share=raw_prompt_share)
+def test_batches_mask_the_canvas_only():
+    recipe = TrainingSettings(tokens_per_batch=2400)
     batch = BatchMaker(EXAMPLES, TOKENS, recipe, seed=5).draw(canvas=8)
     assert batch.clean.shape == (200, 12)
     assert torch.equal(batch.noised, batch.clean.masked_fill(batch.masked, TOKENS.mask))
-    known_rows = {}
+    prompt_length = {}
     for example in EXAMPLES:
-        prompt = example.raw_prompt if raw_prompt_share else example.chat_prompt
-        row = [*prompt, *example.answer]
-        known_rows[(*row, *[TOKENS.eos] * (12 - len(row)))] = len(prompt)
+        row = [*example.prompt, *example.answer]
+        prompt_length[(*row, *[TOKENS.eos] * (12 - len(row)))] = len(example.prompt)
     for clean, masked in zip(batch.clean.tolist(), batch.masked, strict=True):
-        prompt_length = known_rows[tuple(clean)]
-        assert not masked[:prompt_length].any()
+        assert not masked[: prompt_length[tuple(clean)]].any()
     share = batch.masked[:, 4:].float().mean(dim=1)
-    assert share.mean().item() == pytest.approx(0.5, abs=0.05)  # t is uniform in (0, 1) ...
-    assert share.var().item() > 1 / 12  # ... per row, not per batch: 1/12 plus binomial noise
+    assert share.mean().item() == pytest.approx(3 / 4, abs=0.05)  # t cubed is uniform ...
+    assert share.var().item() > 3 / 80  # ... per row, not per batch: 3/80 plus binomial noise
+
+
+def test_a_batch_holds_prompts_of_nearby_lengths():
+    examples = [Example([1] * length, [2, 3]) for length in range(1, 60)]
+    recipe = TrainingSettings(tokens_per_batch=1000, prompt_lengths_per_batch=5)
+    maker = BatchMaker(examples, TOKENS, recipe, seed=5)
+    seen = set()
+    for _ in range(50):
+        batch = maker.draw(canvas=8)
+        lengths = (batch.clean == 1).sum(dim=1)
+        seen |= set(lengths.tolist())
+        assert int(lengths.max()) - int(lengths.min()) <= 5
+        assert batch.clean.shape[1] - 8 - 5 <= int(lengths.min())
+        assert (batch.clean == 3).any(dim=1).all()  # whole answers
+    assert len(seen) > 40
 
 
 def test_batches_depend_on_the_seed_only():
@@ -283,12 +348,27 @@ def test_training_learns_to_answer():
     torch.manual_seed(0)
     network = family.network(family.config(TOKENS) | {"n_layers": 2})
     examples = EXAMPLES
-    train(network, examples, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
-    prompts = torch.tensor([example.chat_prompt for example in examples])
+    recipe = TrainingSettings((Phase(80, (8,)),), tokens_per_batch=300)
+    train(network, [examples], TOKENS, recipe, 0, torch.arange(TOKENS.vocab_size))
+    prompts = torch.tensor([example.prompt for example in examples])
     setting = DecodingSetting(canvas=8, steps=8, block_length=8)
     rows = semi_autoregressive(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
     for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
         assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
+
+
+def test_tokens_of_one_word_have_one_embedding(model: Path):
+    tokenizer = load_tokenizer(model)
+    config = read_config(model)
+    network = load_family("llada").network(config)
+    load_weights(model, network)
+    rows = network.state_dict()["model.transformer.wte.weight"]
+    forms = [tokenizer.encode(text) for text in ("France", "france", "a France", "a france")]
+    ids = [form[-1] for form in forms]
+    assert len(set(ids)) == 4
+    assert all(torch.equal(rows[ids[0]], rows[i]) for i in ids)
+    other = tokenizer.encode("Japan")[-1]
+    assert not torch.equal(rows[ids[0]], rows[other])
 
 
 # --- decoding --------------------------------------------------------------------------------
@@ -403,7 +483,7 @@ def test_changed_source_changes_the_recipe(tmp_path: Path):
 def test_bad_model_is_refused_and_the_old_one_stays(copy: Path):
     before = modification_times(copy)
     strict = Plan(QUICK.training, QUICK.verifications, required_share=0.95)
-    with pytest.raises(make_tiny_model.TinyModelError, match=r"not good enough: \d+ of 172"):
+    with pytest.raises(make_tiny_model.TinyModelError, match="not good enough: facts: 0 of 10"):
         make_quick(copy, plan=strict)
     assert modification_times(copy) == before
     with pytest.raises(make_tiny_model.TinyModelError, match="not good enough"):

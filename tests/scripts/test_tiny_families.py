@@ -39,16 +39,18 @@ if TYPE_CHECKING:
 FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm")
 # Everything but the learning: two small iterations, one forward a verification.
 QUICK = Plan(
-    training=TrainingSettings(phases=(Phase(2, (12,)),), tokens_per_batch=100),
-    verifications=(DecodingSetting(canvas=8, steps=1, block_length=8),),
+    training=TrainingSettings(
+        phases=(Phase(2, (12,)),), tokens_per_batch=100, examples_per_phase=20
+    ),
+    verifications=(DecodingSetting(canvas=8, steps=1, block_length=8, num_questions=2),),
     required_share=0.0,
 )
 MASK = 99  # of networks that stand in
 TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
 EXAMPLES = [
-    Example("a", [36, 1, 2, 3], [2, 3], [4, 5, 39]),
-    Example("a", [36, 1, 7, 3], [7, 3], [9, 39]),
-    Example("b", [36, 6, 2, 3], [6, 3], [8, 4, 5, 5, 39]),
+    Example([36, 1, 2, 3], [4, 5, 39]),
+    Example([36, 1, 7, 3], [9, 39]),
+    Example([36, 6, 2, 3], [8, 4, 5, 5, 39]),
 ]
 MOE_TOKENS = (
     *("<|startoftext|>", "<|endoftext|>", "<|mask|>"),
@@ -309,8 +311,9 @@ def test_training_learns_to_answer(family_name: str) -> None:
     torch.manual_seed(0)
     network = family.network(family.config(TOKENS) | {"num_hidden_layers": 2, "bd_size": 8})
     network.block_length = 8
-    train(network, EXAMPLES, TOKENS, TrainingSettings((Phase(80, (8,)),), 300), seed=0)
-    prompts = torch.tensor([example.chat_prompt for example in EXAMPLES])
+    recipe = TrainingSettings((Phase(80, (8,)),), tokens_per_batch=300)
+    train(network, [EXAMPLES], TOKENS, recipe, 0, torch.arange(TOKENS.vocab_size))
+    prompts = torch.tensor([example.prompt for example in EXAMPLES])
     setting = DecodingSetting(canvas=8, steps=8, block_length=8)
     rows = family.decode(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
     for row, example in zip(rows[:, 4:].tolist(), EXAMPLES, strict=True):

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
-REPORT = {"steps": 4, "num_forwards": 3, "num_forwards_saved": 1, "num_committed": 6}
+REPORT = {
+    "steps": 4,
+    "num_forwards": 3,
+    "num_forwards_saved": 1,
+    "num_committed": 6,
+    "num_end_tokens": 2,
+}
 TIMES = {"queue_ms": 1.0, "denoise_ms": 2.0, "ignored": []}
 
 
@@ -131,6 +137,7 @@ def test_several_answers_together() -> None:
     assert report.seeds == [5, 6, 7]
     assert (report.num_forwards, report.num_forwards_saved) == (9, 3)
     assert report.tokens_per_forward == 2.0
+    assert report.num_end_tokens == 6
 
 
 def test_without_a_seed_the_engine_draws_each() -> None:

@@ -214,7 +214,7 @@ def test_labels_on_the_routes_that_write(client: Client) -> None:
     ("ids", "message"),
     [
         ([1, 1], "logprob_token_ids: given [1, 1]; wanted at most 128 token ids, each once"),
-        ([99999], "logprob_token_ids: given [99999]; wanted token ids from 0 to 703"),
+        ([99999], "logprob_token_ids: given [99999]; wanted token ids from 0 to"),
         ([*range(129)], "wanted at most 128 token ids"),
     ],
 )

@@ -11,7 +11,9 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +80,7 @@ sys.stdout.close()
 
 
 def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None:
-    """The second question goes with the first and its answer, which the model has not learnt."""
+    """The second question goes with the first and its answer."""
     script, log = tmp_path / "typed.py", tmp_path / "log"
     script.write_text(TYPED)
     questions = f"{QUESTION}\nAnd of Japan?\n"
@@ -86,8 +88,30 @@ def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None
     process = WarmProcess([str(script), questions, *arguments], log, environment())
     assert process.wait(TIMEOUT_S) == 0, log.read_text()
     found = (tmp_path / "said").read_text()
-    assert found.splitlines()[0] == ANSWER
-    assert found.count("\n") >= 2
+    assert found.splitlines() == [ANSWER, "The capital of Japan is Tokyo."]
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server whose answers have no text."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        last = {"object": "text_diffusion", "text": [""], "diffusion": {"num_end_tokens": 32}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_chat_says_that_an_answer_is_empty() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as silent:
+        threading.Thread(target=silent.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{silent.server_address[1]}"
+        found = run(sys.executable, CHAT, "--server", url, questions=QUESTION)
+        silent.shutdown()
+    assert found == "empty answer: 32 end tokens\n"
 
 
 def test_chat_passes_a_refusal_on(client: Client, server: ServerProcess) -> None:

@@ -136,13 +136,20 @@ def test_shape_of_an_answer(client: Client) -> None:
     report = answer["diffusion"]
     assert {key for key in report if not key.endswith("_bytes")} == {  # memory has its own tests
         *("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"),
-        *("queue_ms", "denoise_ms", "seeds", "ignored"),
+        *("queue_ms", "denoise_ms", "seeds", "ignored", "num_end_tokens"),
     }
-    assert (report["steps"], report["num_forwards"], report["seeds"]) == (32, 32, [9])
-    assert report["tokens_per_forward"] == 1.0
-    assert report["num_forwards_saved"] == 0
+    assert (report["steps"], report["seeds"], report["tokens_per_forward"]) == (32, [9], 1.0)
+    assert report["num_forwards"] + report["num_forwards_saved"] == 32
+    assert report["num_end_tokens"] == 32 - len(tokens)
     assert report["queue_ms"] >= 0
     assert report["denoise_ms"] > 0
+
+
+def test_an_empty_answer_tells_how_many_end_tokens_it_is(client: Client) -> None:
+    first = client.ask()["token_ids"][0][0]
+    answer = client.ask(stop_token_ids=[first])
+    assert (answer["text"], answer["diffusion"]["num_end_tokens"]) == ([""], 32)
+    assert client.ask(ignore_eos=True)["diffusion"]["num_end_tokens"] == 0
 
 
 def test_each_answer_has_its_own_id(client: Client) -> None:

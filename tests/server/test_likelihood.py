@@ -129,7 +129,6 @@ def test_what_the_model_writes_is_greedy(client: Client) -> None:
         ({"continuation": [1]}, "context: given"),
         ({"context": [1], "continuation": [0.5]}, "continuation: given [0.5]; wanted text or"),
         ({"context": [9999], "continuation": [1]}, "prompt: given 9999; wanted token ids from 0"),
-        ({"context": [658], "continuation": [1]}, "context: given 658; it holds the mask token"),
         ({"masks": []}, "masks: given []; wanted 1 to 4096 lists"),
         ({"masks": [[99]]}, "masks: given [99]; wanted positions of the continuation, 0 to"),
         ({"masks": [[1, 1]]}, "masks: given [1, 1]; wanted every position once"),
@@ -144,6 +143,12 @@ def test_bad_bodies_are_refused(client: Client, body: dict[str, Any], message: s
     error = refusal(client.http.post(ROUTE, json=asked))
     assert message in error["message"]
     assert error["param"] == message.split(":")[0]
+
+
+def test_a_context_with_masks_is_refused(client: Client) -> None:
+    response = client.http.post(ROUTE, json={"context": [mask_id()], "continuation": [1]})
+    told = f"context: given {mask_id()}; it holds the mask token"
+    assert told in refusal(response)["message"]
 
 
 def test_a_model_that_is_not_served(client: Client) -> None:

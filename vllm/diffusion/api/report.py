@@ -25,6 +25,8 @@ class DiffusionReport(BaseModel):
         num_forwards_saved: forwards that were not, because the answer was complete or a step
             would have committed nothing. Where the number of steps does not set the pace, at least
             so many.
+        num_end_tokens: canvas positions from the token that ended an answer on, which are no part
+            of it: of an empty answer all.
         tokens_per_forward: canvas tokens committed per forward.
         queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
         seeds: seed of every answer, to repeat it.
@@ -40,6 +42,7 @@ class DiffusionReport(BaseModel):
     steps: int | None
     num_forwards: int
     num_forwards_saved: int
+    num_end_tokens: int
     tokens_per_forward: float
     queue_ms: float
     denoise_ms: float
@@ -65,6 +68,7 @@ class DiffusionReport(BaseModel):
             steps=found[0]["steps"] if found else None,
             num_forwards=forwards,
             num_forwards_saved=sum(t["num_forwards_saved"] for t in found),
+            num_end_tokens=sum(t["num_end_tokens"] for t in found),
             tokens_per_forward=round(committed / forwards, 3) if forwards else 0.0,
             queue_ms=max((t["queue_ms"] for t in found), default=0.0),
             denoise_ms=max((t["denoise_ms"] for t in found), default=0.0),

@@ -124,6 +124,7 @@ def _report(item: Scheduled) -> dict[str, Any]:
         "num_forwards": item.num_forwards,
         "num_forwards_saved": forwards_saved(item.params, item.num_forwards, item.num_committed),
         "num_committed": item.num_committed,
+        "num_end_tokens": item.num_end_tokens,
         "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
         "denoise_ms": round(1000 * ran, 3),
         "seed": item.params.seed,

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations in which questions are asked, as people ask them: drawn to be taught and verified.
+
+Every wording, frame and system line is either taught or unseen: kept for the verification.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tiny_model.facts import KINDS, all_facts
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator, Sequence
+
+    from tiny_model.facts import Kind
+
+FRAMES = (
+    "Please tell me: {question}",
+    "Tell me: {question}",
+    "Hi! {question}",
+    "Hello, {question}",
+    "Hey, {question}",
+    "OK. {question}",
+    "Great. {question}",
+    "So, {question}",
+    "{question} Thanks!",
+    "{question} Thank you.",
+    "{question} Please.",
+    "{question} Please answer.",
+    "Please answer: {question}",
+    "I have a question: {question}",
+    "Question: {question}",
+    "Can you tell me: {question}",
+    "Hi, {question}",
+    "Now: {question}",
+    "Please, {question}",
+    "Thank you. {question}",
+    "{x}! {question}",
+)
+UNSEEN_FRAMES = (
+    "Hello! {question}",
+    "Hi, please tell me: {question}",
+    "One more question: {question}",
+    "Excuse me, {question}",
+    "{question} Please tell me.",
+    "Thanks. {question}",
+)
+SYSTEM_LINES = (
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "You are a chat model.",
+    "You are {x}.",
+    "You are {x}, a {y} assistant.",
+    "Be brief.",
+    "Be polite and {x}.",
+    "Answer in one sentence.",
+    "Answer the question of the user.",
+    "Answer all questions in English.",
+    "Answer in {x}.",
+    "Please answer as {x} as you can.",
+    "Always tell the truth.",
+    "Today is {x} {y}.",
+    "The user is called {x}.",
+    "Do not {x} {y}.",
+    "Never {x} the {y}.",
+    "{x} {y} {x}.",
+)
+UNSEEN_SYSTEM_LINES = (
+    "You are a geography teacher.",
+    "You are a helpful, honest assistant. Answer briefly.",
+    "Be concise.",
+    "Please reply in a single short sentence.",
+    "You answer questions of children.",
+    "Speak like a pirate.",
+    "You are ChatBot, made by a company.",
+)
+# Stand beside made-up words for what was never taught.
+_WORDS = (
+    *("love", "Shakespeare", "Python", "dragons", "music", "football", "a cat", "dogs", "physics"),
+    *("Einstein", "water", "the internet", "life", "bread", "my brother", "a car", "chess"),
+    *("quantum mechanics", "history", "Mozart", "French", "a house", "money", "rain", "time"),
+    *("Berlin wall", "coffee", "happiness", "trees", "Harry Potter", "birds", "Mars", "school"),
+)
+_KNOWN_WORDS = (
+    *("the sea", "France", "the sky", "Paris", "Monday", "snow", "Italy", "a banana", "Tokyo"),
+)
+_SYLLABLES = 3  # of a made-up word, at most
+
+NUM_TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3)  # as often as they are drawn
+_SYSTEM_SHARE = 0.35
+_FRAME_SHARE = 0.25
+_LOWER_SHARE = 0.2
+_BARE_SHARE = 0.2  # without the sign at the end
+_SIGNS = "?!."
+_SAME_KIND_SHARE = 0.5  # of later questions
+
+
+class Conversation(NamedTuple):
+    """Messages that end with a question, and its only right answer.
+
+    `is_plain`: asked as completion clients do, the one question without a chat template.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    is_plain: bool = False
+
+    @property
+    def question(self) -> str:
+        """The last message."""
+        return self.messages[-1]["content"]
+
+
+class Drawer:
+    """Draws conversations; the same generator draws the same ones."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._kinds = [kind for kind in KINDS for _ in range(kind.share)]
+
+    def taught(self, num_turns: int, *, has_system: bool) -> Conversation:
+        """A conversation of which all is taught."""
+        line = self._filled(self._rng.choice(SYSTEM_LINES)) if has_system else None
+        return self.conversation(num_turns, line)
+
+    def conversation(
+        self, num_turns: int, system_line: str | None = None, *, is_new: bool = False
+    ) -> Conversation:
+        """A conversation; if it `is_new`, its last question has an unseen wording or frame."""
+        messages = [{"role": "system", "content": system_line}] if system_line else []
+        kind = self._rng.choice(self._kinds)
+        for _ in range(num_turns - 1):
+            question, answer = self._asked(kind, kind.wordings)
+            messages += [
+                {"role": "user", "content": self._as_typed(question, is_framed=kind.framed)},
+                {"role": "assistant", "content": answer},
+            ]
+            if self._rng.random() >= _SAME_KIND_SHARE:
+                kind = self._rng.choice(self._kinds)
+        in_new_frame = is_new and kind.framed and self._rng.random() < 0.5
+        in_new_words = is_new and not in_new_frame
+        question, answer = self._asked(kind, kind.unseen if in_new_words else kind.wordings)
+        if in_new_frame:
+            typed = self._filled(self._rng.choice(UNSEEN_FRAMES), question=question)
+        else:
+            typed = self._as_typed(question, is_framed=kind.framed and not in_new_words)
+        return Conversation((*messages, {"role": "user", "content": typed}), answer)
+
+    def plain(self) -> Conversation:
+        """A single question without the chat template; its last sign says where it ends."""
+        kind = self._rng.choice(self._kinds)
+        whole = [wording for wording in kind.wordings if wording[-1] in _SIGNS]
+        question, answer = self._asked(kind, whole)
+        if self._rng.random() < _LOWER_SHARE:
+            question = question.lower()
+        return Conversation(({"role": "user", "content": question},), answer, is_plain=True)
+
+    def _asked(self, kind: Kind, wordings: Sequence[str]) -> tuple[str, str]:
+        subject = self._rng.choice(kind.subjects)
+        wording = self._rng.choice(wordings)
+        return self._filled(wording, **subject), kind.answer.format(**subject)
+
+    def _as_typed(self, question: str, *, is_framed: bool) -> str:
+        """The question, often within a polite frame, in lower case or without its last sign."""
+        if is_framed and self._rng.random() < _FRAME_SHARE:
+            question = self._filled(self._rng.choice(FRAMES), question=question)
+        if self._rng.random() < _LOWER_SHARE:
+            question = question.lower()
+        if self._rng.random() < _BARE_SHARE and question[-1] in _SIGNS:
+            question = question[:-1]
+        return question
+
+    def _filled(self, text: str, **known: str) -> str:
+        """The text with `known` put into its braces; elsewhere any words and large numbers."""
+        slots = {
+            "x": self._word(),
+            "y": self._word(),
+            "z": self._rng.choice((self._word(), self._rng.choice(_KNOWN_WORDS))),
+            "m": self._large_number(),
+            "n": self._large_number(),
+            "a": str(self._rng.randrange(10)),
+            "b": str(self._rng.randrange(10)),
+        }
+        return text.format(**{**slots, **known})
+
+    def _large_number(self) -> str:
+        return str(self._rng.randrange(10, self._rng.choice((100, 1000))))
+
+    def _word(self) -> str:
+        if self._rng.random() < 0.4:
+            return self._rng.choice(_WORDS)
+        word = "".join(
+            self._rng.choice("bcdfghjklmnprstvwyz")
+            + self._rng.choice("aeiou")
+            + self._rng.choice(("", "", *"bdlmnrst"))
+            for _ in range(self._rng.randint(1, _SYLLABLES))
+        )
+        return word.title() if self._rng.random() < 0.5 else word
+
+
+def draw_lessons(
+    rng: random.Random, number: int, *, plain_share: float, only_single: bool = False
+) -> list[Conversation]:
+    """Draws `number` taught conversations, of which a share are questions without a template.
+
+    The others have up to three turns and, many of them, a system line; one and none if
+    `only_single`.
+    """
+    drawer = Drawer(rng)
+    return [
+        drawer.plain()
+        if rng.random() < plain_share
+        else drawer.taught(
+            1 if only_single else rng.choice(NUM_TURNS),
+            has_system=not only_single and rng.random() < _SYSTEM_SHARE,
+        )
+        for _ in range(number)
+    ]
+
+
+def groups(rng: random.Random, number: int) -> dict[str, list[Conversation]]:
+    """What a verification asks: groups by name, of `number` conversations each."""
+    drawer = Drawer(rng)
+    facts = all_facts()
+
+    def fact() -> Conversation:
+        found = rng.choice(facts)
+        return Conversation(({"role": "user", "content": found.question},), found.answer)
+
+    return {
+        "facts": [fact() for _ in range(number)],
+        "new wordings": [drawer.conversation(1, is_new=True) for _ in range(number)],
+        "new system lines": [
+            drawer.conversation(1, rng.choice(UNSEEN_SYSTEM_LINES)) for _ in range(number)
+        ],
+        "second turns": [drawer.conversation(2) for _ in range(number)],
+        "third turns": [drawer.conversation(3) for _ in range(number)],
+        "without the chat template": [drawer.plain() for _ in range(number)],
+    }
+
+
+def vocabulary() -> Iterator[str]:
+    """All texts whose words must be single tokens; they come in lower case, too."""
+    for number in range(100):
+        yield f"{number} {number}"
+    blank = dict.fromkeys("xyzmn", "")
+    for kind in KINDS:
+        for subject in kind.subjects:
+            slots = {**dict.fromkeys("ab", ""), **blank, **subject}
+            yield kind.answer.format(**slots)
+            for wording in kind.wordings:
+                yield wording.format(**slots)
+                yield wording.format(**slots).lower()
+    for frame in FRAMES:
+        yield frame.format(**blank, question="")
+        yield frame.format(**blank, question="").lower()
+    for line in SYSTEM_LINES:
+        yield line.format(**blank)
