@@ -232,12 +232,15 @@ def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
             welcome.logger,
             lambda length=own_length: welcome.log_welcome(
                 *(args, "llada", 8192),
+                limits=(256, 4096),
                 own_length=length,
                 has_template=False,
                 has_page=False,
                 engine_ready_at=0.0,
             ),
         )
+        assert "256 requests" in lines[2][1]
+        assert "4096 rows" in lines[2][1]
         assert lines[1][1] == f"serving m (llada): prompt and canvas up to 8192 tokens{ending}"
 
 

@@ -411,11 +411,11 @@ def test_all_text_can_be_read(
     press(page, "Edit question 2")
     page.run("document.getElementById('compare').click()")
     assert page.run(CONTRAST) == []
-    assert page.run("document.documentElement.scrollWidth") == size[0]
+    assert page.run("document.documentElement.scrollWidth") <= size[0]
     page.open(f"{server.url}/status")
     page.wait_for("document.getElementById('state').textContent === 'ready'")
     assert page.run(CONTRAST) == []
-    assert page.run("document.documentElement.scrollWidth") == size[0]
+    assert page.run("document.documentElement.scrollWidth") <= size[0]
 
 
 def test_a_conversation_survives_a_reload(page: Browser, server: ServerProcess) -> None:
