@@ -310,7 +310,8 @@ def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
     choose(page, "answer", "choice")
     assert page.run("document.querySelector('textarea[name=language]').value").startswith("Paris")
     ask(page, QUESTION)
-    assert answers(page) == ["Paris"]
+    offered = page.run("document.querySelector('textarea[name=language]').value").split("\n")
+    assert answers(page)[0] in offered
     assert page.run("document.querySelector('.verdict').textContent") == "matches: one of"
     choose(page, "language", "")
     begin(page, QUESTION)
