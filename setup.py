@@ -7,7 +7,8 @@ At the root, for every room, or inside one room's folder, for that room alone::
 
 ``pip install .`` makes a wheel of the project. Upstream's package has files of the same names, so
 the wheel holds ours in a folder of its own, which ``mosaic.pth`` puts first on the path. Where the
-rooms cannot be compiled it holds none of them, and the server says so at its start.
+rooms cannot be compiled it holds none of them, and the server says so at its start. pip keeps to
+itself what is said here, unless it is ``pip install -v .``.
 
 This file decides what is compiled and how; ninja decides what is out of date, and runs nvcc. The
 extension module is left beside the ``__init__.py`` that imports it, everything else under
@@ -25,6 +26,7 @@ Environment:
 * ``MAX_JOBS`` (default: the number of processors) bounds the compilers run at once.
 """
 
+import logging
 import os
 import re
 import shlex
@@ -52,6 +54,9 @@ OVERLAY = "mosaic_overlay"  # the wheel's folder
 PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
 # Of what lies in a package.
 KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed"})
+
+
+COST = "PyTorch serves in their place: on a GPU slower and in more memory, on a CPU no difference"
 
 
 class BuildError(Exception):
@@ -100,8 +105,8 @@ def find_nvcc(room: Room) -> str:
     if found is None:
         where = f"in CUDA_HOME={cuda_home}" if cuda_home else "on PATH"
         raise BuildError(
-            f"{room.name}: nvcc not found {where}: install the CUDA toolkit or set CUDA_HOME "
-            f"(BUILD_{room.name.upper()}=0 leaves this room out)"
+            f"{room.name}: nvcc not found {where} (CUDA_HOME names the toolkit, "
+            f"BUILD_{room.name.upper()}=0 leaves the room out)"
         )
     return found
 
@@ -167,14 +172,14 @@ rule compile
   command = $nvcc $flags -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
-  description = $in
+  description = $name
 rule link
   command = $nvcc -shared -cudart=static $in -ldl -o $out
-  description = $out
+  description = $name
 # A new file in the old one's place: a running process may have that mapped.
 rule place
   command = cp $in $out.partial && mv $out.partial $out
-  description = $out
+  description = $name
 """
 
 
@@ -196,9 +201,10 @@ def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
         objects.append(escaped(made))
         lines.append(f"build {objects[-1]}: compile {escaped(source)}")
         lines.append(f"  flags = {flags_of[source.suffix]}")
+        lines.append(f"  name = {source.relative_to(ROOT)}")
     linked = escaped(FOLDER / room.name / output.name)
-    lines.append(f"build {linked}: link {' '.join(objects)}")
-    return [*lines, f"build {escaped(output)}: place {linked}"]
+    lines += [f"build {linked}: link {' '.join(objects)}", f"  name = {room.name}: linked"]
+    return [*lines, f"build {escaped(output)}: place {linked}", f"  name = {room.name}: built"]
 
 
 def build(outputs: dict[Room, Path], archs: str) -> None:
@@ -217,8 +223,13 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     file = FOLDER / "build.ninja"
     file.write_text("\n".join(lines) + "\n")
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    targets = ", ".join(re.findall(r"code=(sm_\w+)", flags_of[".cu"]))
+    for room in outputs:
+        print(f"{room.name}: {len(room.sources())} sources for {targets}, as far as they changed")
     sys.stdout.flush()
-    if subprocess.run([ninja, "-f", str(file), "-j", jobs], check=False).returncode != 0:
+    status = {"NINJA_STATUS": "[%f/%t, %e s] "}
+    command = [ninja, "-f", str(file), "-j", jobs]
+    if subprocess.run(command, env={**status, **os.environ}, check=False).returncode != 0:
         raise BuildError(f"{file}: the build failed, see the compiler's words above")
 
 
@@ -243,7 +254,9 @@ class BuildNative(build_ext):
         except BuildError as error:
             if self.inplace:
                 sys.exit(str(error))
-            print(f"without compiled kernels: {error}", file=sys.stderr)
+            names = ", ".join(room.name for room in outputs)
+            reason = str(error).removeprefix(f"{next(iter(outputs)).name}: ")
+            print(f"left out: {names}: {reason}; {COST}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
         """They are part of what `BuildOverlay` makes."""
@@ -276,6 +289,7 @@ def main(room_name: str | None) -> None:
     package_dir = {"": "."} if room_name is None else {rooms[0].package: "."}
     os.chdir(ROOT if room_name is None else ROOT / rooms[0].folder)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    logging.disable(logging.INFO)  # of setuptools, which names every file that it copies
     setup(
         packages=[],
         py_modules=["mosaic_overlay_path"] if room_name is None else [],

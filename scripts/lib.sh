@@ -150,7 +150,8 @@ find_nvcc() {
 build_native_rooms() {
   local nvcc
   if ! nvcc=$(find_nvcc); then
-    say "native rooms not built: no nvcc here (PyTorch references are used)"
+    say "left out: the native rooms: nvcc not found (CUDA_HOME names the toolkit); PyTorch serves" \
+      "in their place: on a GPU slower and in more memory, on a CPU no difference"
     return
   fi
   command -v c++ >/dev/null || command -v g++ >/dev/null ||

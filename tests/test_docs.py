@@ -100,3 +100,41 @@ def test_pictures_of_algorithms_are_as_the_engine_decodes() -> None:
     for file, text in drawn.items():
         assert file.read_text(encoding="utf-8") == text, f"{file.name}: scripts/draw_algorithms.py"
         assert f"](images/algorithms/{file.name})" in document
+
+
+# What runs the commands of the documents, by how these begin.
+RUN_BY = {
+    "scripts/setup.sh": ".ci/run",
+    "scripts/test.sh": ".ci/run",
+    "scripts/quickstart.sh": ".ci/run",
+    "LLADA_MODEL_DIR=": "tests/scripts/test_shell_scripts.py",
+    "scripts/test_api_request.py": "tests/server/test_standard_fields.py",
+    "curl": "tests/server/test_examples.py",
+    "vllm bench serve": "tests/server/test_clients.py",
+    "lm_eval": "tests/server/test_lm_eval.py",
+    "PYTHONPATH=": "tests/native/test_rooms.py",
+    ".venv/bin/python -m vllm.entrypoints.api_server": "tests/server/conftest.py",
+    "python scripts/make_dummy_checkpoint.py": "tests/scripts/test_make_dummy_checkpoint.py",
+    "python scripts/plan_memory.py": "tests/scripts/test_plan_memory.py",
+    "python benchmarks/llada/run_benchmark.py": "tests/benchmarks/test_context_length_server.py",
+    "python benchmarks/step_latency.py": "tests/benchmarks/test_step_latency.py",
+    "python benchmarks/compare_hf.py": "tests/benchmarks/test_compare_hf.py",
+    "python benchmarks/serve_throughput.py": "tests/benchmarks/test_serve_throughput.py",
+    "python benchmarks/fragmentation.py": "tests/benchmarks/test_fragmentation.py",
+    "benchmarks/quality_speed.py": "tests/benchmarks/test_quality_speed.py",
+    "benchmarks/gsm8k.py": "tests/benchmarks/test_gsm8k.py",
+}
+
+
+def test_every_command_is_run_or_listed_as_not_run() -> None:
+    """On small models, where its own would need a GPU or released weights."""
+    listed = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8").split("## Not run")[1]
+    not_run = re.findall(r"^- `(.+?)`", listed, re.MULTILINE)
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = file.read_text(encoding="utf-8").replace("\\\n", " ")
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            quoted = re.sub(r"'[^']*'", "''", block)  # bodies and programs have lines of their own
+            for command in filter(None, quoted.splitlines()):
+                assert command.startswith((*RUN_BY, *not_run)), f"{file.name}: {command}"
+    for place in RUN_BY.values():
+        assert (ROOT / place).is_file(), place

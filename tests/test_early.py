@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -61,6 +62,18 @@ def test_only_a_server_begins(
     monkeypatch.setattr(early.SpawnProcess, "terminate", lambda process: ended.append(True))
     early._end_what_waits()
     assert ended == started
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_a_missing_gpu_is_told_once(is_child: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    monkeypatch.setattr(sys, "orig_argv", ["python", *["--multiprocessing-fork"] * is_child])
+    try:
+        early.say_nothing_twice()
+        assert logger.isEnabledFor(logging.WARNING) != is_child
+    finally:
+        logger.setLevel(level)
 
 
 def job(*args: Any) -> None:

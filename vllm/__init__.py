@@ -64,7 +64,7 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _early.begin()
 
 _late.read_models_once()
-_late.extend_upstreams_command()
+_late.replace_upstreams_command()
 _init = _os.path.join(_upstream, "__init__.py")
 with _early.without_collecting(), _late.without_the_compiler(), open(_init) as _file:
     exec(compile(_file.read(), _init, "exec"))

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import sys
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.checkpoints import make_case
 from tests.engine.test_overlay import engine_config, llama  # noqa: F401
-from vllm.diffusion import startup_log
+from vllm.diffusion import __version__, startup_log
 from vllm.diffusion.api import welcome
 from vllm.diffusion.engine import status
 from vllm.diffusion.engine.worker import DiffusionWorker
@@ -25,8 +26,6 @@ from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from tests.engine.harness import Engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -198,7 +197,7 @@ def test_other_lines_of_the_same_loggers_stay() -> None:
 
 
 def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:  # noqa: F811
-    startup_log.shorten_the_configuration()
+    startup_log.tell_what_is_ours()
     logger = logging.getLogger("vllm.v1.engine.core")
     (tmp_path / "ours").mkdir()
     text = "Initializing a V1 LLM engine (v%s) with config: %s"
@@ -208,6 +207,41 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
     assert line.endswith("float32, 64 positions, 1 tensor-parallel and 1 sequence-parallel ranks")
     ((_, line),) = told(logger, logger.warning, text, "0.32.0", engine_config(llama))
     assert line.startswith("Initializing a V1 LLM engine")
+
+
+def test_the_first_line_says_what_is_started() -> None:
+    from vllm.entrypoints.serve.utils.api_utils import log_version_and_model
+
+    startup_log.tell_what_is_ours()
+    logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
+    lines = told(logger, log_version_and_model, logger, "0.32.0", "models/llada-tiny")
+    text = f"Mosaic {__version__} on vLLM 0.32.0, model models/llada-tiny"
+    assert lines == [(logging.INFO, text)]
+
+
+def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
+    """The scripts allow it by default; the line that says what is served names both."""
+    startup_log.leave_out_what_does_not_apply()
+    logger = logging.getLogger("vllm.config.model")
+    warning = "User-specified max_model_len (204800) is greater than the derived max_model_len"
+    assert told(logger, logger.warning, "%s %s", warning, "lead to nan") == []
+    args = Namespace(host=None, port=1, root_path=None, ssl_certfile=None, api_key=None)
+    args.served_model_name, args.model = None, "m"
+    for own_length, ending in ((4096, " (its config.json says 4096)"), (8192, ""), (None, "")):
+        lines = told(
+            welcome.logger,
+            lambda length=own_length: welcome.log_welcome(
+                *(args, "llada", 8192),
+                limits=(256, 4096),
+                own_length=length,
+                has_template=False,
+                has_page=False,
+                engine_ready_at=0.0,
+            ),
+        )
+        assert "256 requests" in lines[2][1]
+        assert "4096 rows" in lines[2][1]
+        assert lines[1][1] == f"serving m (llada): prompt and canvas up to 8192 tokens{ending}"
 
 
 # ---- a log that cannot be written --------------------------------------------------------------

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import argparse
-import os
+import importlib
+import pickle
 import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.server.warm import WarmProcess
 from vllm.diffusion import fields
 from vllm.diffusion.api import cli
 from vllm.diffusion.errors import ServerConfigError
@@ -21,23 +22,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def settings(*words: str, additional: Any = None) -> dict[str, Any]:
+def settings(*words: str, additional: Any = None) -> Any:
     """`additional_config` that a command line leads to."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     args = parser.parse_args(words)
     args.additional_config = additional
     cli.fold_into_additional_config(args)
-    folded: dict[str, Any] = args.additional_config
-    return folded
+    return args.additional_config
 
 
 def test_nothing_said_changes_nothing() -> None:
-    assert settings() == {"dllm": {}}
+    assert settings() is None
     assert settings(additional={"other": 1, "dllm": {"threshold": 0.7}}) == {
         "other": 1,
         "dllm": {"threshold": 0.7},
     }
+
+
+def test_additional_settings_are_an_object() -> None:
+    with pytest.raises(ServerConfigError, match=r"^--additional-config: given '\{bad'; wanted a J"):
+        settings("--no-page", additional="{bad")
 
 
 def test_ranks_that_divide_rows_are_a_setting() -> None:
@@ -108,24 +113,136 @@ def test_other_errors_are_told_as_they_are() -> None:
 def test_no_model_at_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    told = refusal_of_ours([], monkeypatch, capsys)
+    assert told.startswith("error: wanted a checkpoint: a folder")
+    assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in told
+
+
+# What a person mistypes, and the one line that tells it.
+MISTAKES = [
+    (["--max-modle-len", "64"], "error: --max-modle-len: unknown; did you mean --max-model-len?"),
+    (["--dllm-algoritm=x"], "error: --dllm-algoritm: unknown; did you mean --dllm-algorithm?"),
+    (["--surely-not"], "error: --surely-not: unknown; --help tells those that there are"),
+    (["--dtype"], "error: --dtype: expected one argument"),
+    (["--dtype", "bf17"], "error: --dtype: invalid choice: 'bf17' (choose from"),
+    (["--max-num-seqs", "many"], "error: --max-num-seqs: invalid"),
+]
+
+
+def refusal_of_ours(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """The one line that our server's parser ends with."""
     from vllm.entrypoints import api_server
 
-    monkeypatch.setattr(sys, "argv", ["api_server"])
+    monkeypatch.setattr(sys, "argv", ["api_server", *words])
     with pytest.raises(SystemExit) as caught:
         api_server.parse_arguments()
     assert caught.value.code == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert "error: wanted a checkpoint: a folder" in last_line
-    assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in last_line
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
-def test_upstreams_command_without_a_model_names_ours(tmp_path: Path) -> None:
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", "--port", "0"]
-    log = tmp_path / "log"
-    assert WarmProcess(command, log, os.environ).wait(60) == 1
-    last_line = log.read_text().splitlines()[-1]
-    assert last_line.startswith("error: wanted a checkpoint: a folder")
-    assert last_line.endswith("makes models/llada-tiny; vllm serve models/llada-tiny serves it")
+@pytest.mark.parametrize(("words", "told"), MISTAKES)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refusal_of_ours(["--model", "m", *words], monkeypatch, capsys).startswith(told)
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """The parser of `vllm serve`, as upstream's command line makes it."""
+    parser = FlexibleArgumentParser(prog="vllm")
+    commands = parser.add_subparsers(dest="subparser")
+    for command in importlib.import_module("vllm.entrypoints.cli.serve").cmd_init():
+        made = command.subparser_init(commands)
+        made.set_defaults(command=command, dispatch_function=command.cmd)
+    return parser
+
+
+class TestUpstreamsCommand:
+    """`vllm serve`, which has our arguments and our errors."""
+
+    def test_it_takes_our_arguments(self, parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+        file = tmp_path / "algorithm.yaml"
+        file.write_text("threshold: 0.5\n")
+        words = ["--no-page", "--dllm-algorithm", "threshold", "--sequence-parallel-size", "2"]
+        words += ["--dllm-algorithm-config", str(file), "--family", "llada"]
+        args = parser.parse_args(["serve", "models/llada-tiny", *words])
+        args.command.validate(args)
+        # Several API servers get them from the process that starts them.
+        args = pickle.loads(pickle.dumps(args))
+        assert args.additional_config == {
+            "dllm": {
+                "threshold": 0.5,
+                "algorithm": "threshold",
+                "sequence_parallel_size": 2,
+                "page": False,
+                "family": "llada",
+            }
+        }
+
+    @pytest.mark.parametrize(("words", "told"), MISTAKES)
+    def test_a_mistake_is_one_line(
+        self,
+        words: list[str],
+        told: str,
+        parser: FlexibleArgumentParser,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args(["serve", "models/llada-tiny", *words])
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(told)
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["m", "--dllm-algorithm", "best"], "error: dllm settings: algorithm: given 'best'; w"),
+            (["m", "--chat-template", "/no"], "error: The supplied chat template string (/no"),
+            ([], f"error: {cli.NO_MODEL}; vllm serve models/llada-tiny serves it"),
+        ],
+    )
+    def test_what_is_wrong_together(
+        self, words: list[str], told: str, parser: FlexibleArgumentParser
+    ) -> None:
+        args = parser.parse_args(["serve", *words])
+        with pytest.raises(SystemExit) as caught:
+            args.command.validate(args)
+        assert str(caught.value).startswith(told)
+        assert "\n" not in str(caught.value)
+
+    def test_its_help_has_them_as_a_group(
+        self, parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for words in (["--help"], ["--help=Diffusion"]):
+            with pytest.raises(SystemExit):
+                parser.parse_args(["serve", *words])
+            told = capsys.readouterr().out
+            assert "Diffusion" in told
+            FlexibleArgumentParser._search_keyword = None
+        for flag in ("--no-page", "--dllm-algorithm-config FILE", "--sequence-parallel-size RANKS"):
+            assert flag in told
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("invalid tool call parser: x"), "error: invalid tool call parser: x"),
+        (ValueError("a\n b"), "error: a b"),
+    ],
+)
+def test_what_ends_a_server_is_one_line(error: Exception, told: str) -> None:
+    with pytest.raises(SystemExit) as caught, cli.errors_in_one_line(argparse.Namespace(model="m")):
+        raise error
+    assert str(caught.value) == told
+    with pytest.raises(KeyError), cli.errors_in_one_line(argparse.Namespace()):
+        raise KeyError("a mistake of ours")
 
 
 def test_the_version_is_ours_and_upstreams(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,3 +70,33 @@ def test_upstreams_benchmark(
         assert found["total_output_tokens"] == NUM_PROMPTS * 32
         assert found["mean_ttft_ms"] > 0
     assert client.ask(QUESTION)["text"] == [ANSWER]
+
+
+def test_anthropics_client(client: Client, server: ServerProcess) -> None:
+    """As its documentation has it: an answer, a stream, a call of a tool, a refusal."""
+    from anthropic import Anthropic, BadRequestError
+
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    asked: Any = {"model": MODEL_NAME, "messages": messages}
+    tool: Any = {
+        "name": "add",
+        "description": "adds a number",
+        "input_schema": {
+            "type": "object",
+            "properties": {"number": {"type": "integer", "maximum": 99}},
+            "required": ["number"],
+        },
+    }
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as anthropic:
+        answer = anthropic.messages.create(**asked, max_tokens=32, system="Be brief.")
+        assert answer.content[0].text == ANSWER
+        assert answer.to_dict()["diffusion"]["num_forwards"] == 32
+        with anthropic.messages.stream(**asked, max_tokens=32) as stream:
+            assert "".join(stream.text_stream) == ANSWER
+            assert stream.get_final_message().stop_reason == "end_turn"
+        called = anthropic.messages.create(
+            **asked, max_tokens=96, tools=[tool], tool_choice={"type": "any"}
+        )
+        assert (called.content[0].type, called.stop_reason) == ("tool_use", "tool_use")
+        with pytest.raises(BadRequestError, match="did you mean algorithm"):
+            anthropic.messages.create(**asked, max_tokens=32, extra_body={"algoritm": "semi_ar"})

@@ -165,7 +165,7 @@ def until_prompt(terminal: int) -> bytes:
 
 
 def curl_lines() -> list[str]:
-    files = (ROOT / "README.md", ROOT / "docs" / "requests.md")
+    files = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in CURL.findall(block)]
@@ -185,6 +185,8 @@ def test_a_documented_curl_line(client: Client, server: ServerProcess, line: str
         assert found.get("loglikelihood", 0) < 0 or found["answers"].keys() == {"country", "sure"}
         return
     said = "".join(text_of(json.loads(event)) for event in events)
+    if "France" not in line and "3 plus 4" not in line:
+        return
     assert "capital of France is Paris" in said or "3 plus 4 is 7" in said
 
 

@@ -49,6 +49,12 @@ def test_upstreams_own_body_means_the_same() -> None:
         chat(ChatCompletionRequest, stepz=8)
 
 
+def test_no_client_says_what_is_ignored() -> None:
+    assert chat(dllm_ignored=["steps"]).vllm_xargs["dllm_ignored"] == ["dllm_ignored"]
+    with pytest.raises(InvalidParameterError, match="unknown parameter"):
+        chat(vllm_xargs={"dllm_ignored": "steps"})
+
+
 @pytest.mark.parametrize("kind", [ChatCompletionBody, ChatCompletionRequest])
 def test_what_is_left_out_is_named(kind: Any) -> None:
     """Fields that do not act, and those that nobody knows; not those that ask for nothing."""

@@ -310,7 +310,8 @@ def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
     choose(page, "answer", "choice")
     assert page.run("document.querySelector('textarea[name=language]').value").startswith("Paris")
     ask(page, QUESTION)
-    assert answers(page) == ["Paris"]
+    offered = page.run("document.querySelector('textarea[name=language]').value").split("\n")
+    assert answers(page)[0] in offered
     assert page.run("document.querySelector('.verdict').textContent") == "matches: one of"
     choose(page, "language", "")
     begin(page, QUESTION)
@@ -411,11 +412,11 @@ def test_all_text_can_be_read(
     press(page, "Edit question 2")
     page.run("document.getElementById('compare').click()")
     assert page.run(CONTRAST) == []
-    assert page.run("document.documentElement.scrollWidth") == size[0]
+    assert page.run("document.documentElement.scrollWidth") <= size[0]
     page.open(f"{server.url}/status")
     page.wait_for("document.getElementById('state').textContent === 'ready'")
     assert page.run(CONTRAST) == []
-    assert page.run("document.documentElement.scrollWidth") == size[0]
+    assert page.run("document.documentElement.scrollWidth") <= size[0]
 
 
 def test_a_conversation_survives_a_reload(page: Browser, server: ServerProcess) -> None:

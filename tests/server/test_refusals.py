@@ -255,6 +255,13 @@ def test_fields_that_do_not_act_are_taken_and_named(
         assert answer.get(key) == same.get(key)
 
 
+def test_fields_that_nobody_knows_are_counted(client: Client) -> None:
+    many = {f"field_{i}": i for i in range(65)}
+    error = refusal(client.http.post(CHAT, json=body_for(CHAT, **many)))
+    assert error["param"] in many
+    assert "at most 64 fields" in error["message"]
+
+
 def test_generate_refuses_fields_that_nobody_knows(client: Client) -> None:
     for name, value in FOREIGN.items():
         error = refusal(client.http.post(GENERATE, json={"prompt": "hello", name: value}))

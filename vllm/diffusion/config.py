@@ -36,7 +36,6 @@ def configure(vllm_config: VllmConfig) -> None:
         ServerConfigError: for a setting that has no meaning for these models.
     """
     startup_log.leave_out_what_does_not_apply()
-    envs.check()  # here, where a user sees it, and not in the engine's process
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(

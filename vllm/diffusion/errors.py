@@ -29,7 +29,8 @@ class InvalidParameterError(DiffusionError, ValueError):
     """
 
     def __init__(self, field: str, given: Any, wanted: str) -> None:
-        super().__init__(f"{field}: given {_short(given)}; {wanted}")
+        name = field if field.isprintable() else ascii(field)  # a client may have made it up
+        super().__init__(f"{name}: given {_short(given)}; {wanted}")
         self.field = field
         self.given = given
         self.wanted = wanted

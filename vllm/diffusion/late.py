@@ -84,14 +84,17 @@ def read_models_once() -> None:
         sys.meta_path.insert(0, _After(STRUCTURE, _read_folders_once))
 
 
-def _extend(module: ModuleType) -> None:
-    importlib.import_module("vllm.diffusion.api.cli").extend(module.ServeSubcommand)
+def _replace(module: ModuleType) -> None:
+    def commands() -> list[object]:
+        return [importlib.import_module("vllm.diffusion.api.serve_command").ServeCommand()]
+
+    module.cmd_init = commands  # type: ignore[attr-defined]
 
 
-def extend_upstreams_command() -> None:
-    """Let `vllm serve` have our arguments, before it makes its parser."""
+def replace_upstreams_command() -> None:
+    """Let `vllm serve` be ours, which extends upstream's. Called before that is imported."""
     if COMMAND not in sys.modules:
-        sys.meta_path.insert(0, _After(COMMAND, _extend))
+        sys.meta_path.insert(0, _After(COMMAND, _replace))
 
 
 @contextmanager

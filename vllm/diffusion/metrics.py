@@ -213,6 +213,7 @@ class Observations:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._found: Counter[str] = Counter()
+        self._waited = False  # somebody did when it was last said
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
         """A counter rises; `label` is the value of its own label, if it has one."""
@@ -230,8 +231,9 @@ class Observations:
 
     def wait_for(self, waiting: Mapping[str, str]) -> None:
         """Say what requests wait for, by id, in order: how many for what, and the first of them."""
-        if not self._enabled:
+        if not self._enabled or not (waiting or self._waited):
             return
+        self._waited = bool(waiting)
         counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
         self._found.update({f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()})
         first = islice(waiting.items(), MOST_WAITING)
@@ -252,7 +254,9 @@ def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
             yield _BY_NAME[name], value, times
 
 
-def waiting_in(stats: SchedulerStats) -> dict[str, str]:
-    """What requests wait for, by id, as far as it was put in."""
-    keys = (key.split(" ") for key in stats.waiting_lora_adapters)
+def waiting_in(stats: SchedulerStats) -> dict[str, str] | None:
+    """What requests wait for, by id, of the first of them; None where nothing was put in."""
+    keys = [key.split(" ") for key in stats.waiting_lora_adapters]
+    if not any(parts[0] == REQUESTS_WAITING.name for parts in keys):
+        return None
     return {parts[1]: parts[2] for parts in keys if parts[0] == _WAITS}

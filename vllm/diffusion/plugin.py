@@ -36,14 +36,14 @@ def register() -> None:
     tokenizers.register()
     for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)
-    _check_models_first()
+    _check_engines_first()
     _register_configurations()
     _register_models()
 
 
-def _check_models_first() -> None:
-    """Let a model that is none be refused before upstream looks for it on the Hub."""
-    from vllm.diffusion import preflight
+def _check_engines_first() -> None:
+    """Let what cannot start be refused before upstream looks for a model on the Hub."""
+    from vllm.diffusion import envs, preflight
     from vllm.diffusion.config import Settings, server_settings
     from vllm.engine.arg_utils import EngineArgs
 
@@ -53,6 +53,7 @@ def _check_models_first() -> None:
 
     @functools.wraps(create)
     def create_checked(engine: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        envs.check()  # here, where the user is, and not in the engine's process
         speculation = (engine.speculative_config, engine.spec_method, engine.spec_model)
         preflight.check_model(engine.model, is_speculating=any(speculation))
         config = create(engine, *args, **kwargs)

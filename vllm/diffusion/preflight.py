@@ -56,10 +56,15 @@ def _is_length(value: str) -> bool:
     return is_number is not None or value == "-1" or value.lower() == "auto"
 
 
+def _is_yaml(value: str) -> bool:
+    return value.endswith((".yaml", ".yml")) and Path(value).is_file()
+
+
 _FLAGS = {
     "--port": _Flag("a whole number from 0 to 65535", _is_port),
     "--max-model-len": _Flag("tokens, as 4096 or 4k, or auto", _is_length),
     "--gpu-memory-utilization": _Flag("a number above 0, at most 1", _is_share),
+    "--config": _Flag("a .yaml or .yml file that is there", _is_yaml),
 }
 
 
@@ -92,7 +97,7 @@ def server_arguments() -> list[str] | None:
 
 
 def check_model(name: str, *, is_speculating: bool = False, family: str | None = None) -> None:
-    """Refuse what reads like a folder and is none, and a folder whose config.json does not fit.
+    """Refuse what reads like a folder and is none, and a folder without what is wanted.
 
     Args:
         name: of the model, as a user gives it.
@@ -104,7 +109,13 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
     """
     path = Path(name)
     if not path.exists() and _reads_like_a_path(name):
-        raise ServerConfigError(f"model {name}: no such folder{_did_you_mean(name)}")
+        raise ServerConfigError(f"{_of(name)}: no such folder{_did_you_mean(name)}")
+    if path.is_dir() and not any(entry.suffix in (".json", ".gguf") for entry in path.iterdir()):
+        inside = " or ".join(sorted(str(file.parent) for file in path.glob("*/config.json"))[:3])
+        raise ServerConfigError(
+            f"{_of(name)}: a folder without config.json"
+            f"{f'; did you mean {inside}?' if inside else ''}"
+        )
     try:
         config = json.loads((path / "config.json").read_text())
         found = config.get("architectures"), config.get("model_type")
@@ -112,7 +123,7 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
         return  # on the hub, of another format, or broken: upstream tells of it
     if is_speculating and families.family_of(*found) is not None:
         raise ServerConfigError(
-            f"model {name}: --speculative-config: wanted none; a diffusion language model fills "
+            f"{_of(name)}: --speculative-config: wanted none; a diffusion language model fills "
             "several tokens a step by itself (docs/decoding.md)"
         )
     if family is not None:
@@ -129,7 +140,7 @@ def check_family(
     """
     reason = families.why_not_served(family, architectures, model_type)
     if reason is not None:
-        raise ServerConfigError(f"model {name}: {reason}")
+        raise ServerConfigError(f"{_of(name)}: {reason}")
 
 
 def _check_arguments(words: Sequence[str]) -> None:
@@ -170,6 +181,13 @@ def _name(flag: str, value: str) -> str:
     return variable if os.environ.get(variable) == value else flag
 
 
+def _of(model: str) -> str:
+    """The model, and the variable of our scripts that it comes from."""
+    given = (n for n, v in os.environ.items() if n.endswith("MODEL_DIR") and v == model)
+    variable = next(given, None)
+    return f"model {model}" if variable is None else f"model {model} ({variable})"
+
+
 def _check_address(values: Mapping[str, str]) -> None:
     """Listen where the server will, for a moment; without a host on all addresses."""
     host = values.get("--host", "")
@@ -183,7 +201,7 @@ def _check_address(values: Mapping[str, str]) -> None:
         if number == errno.EADDRINUSE:
             raise ServerConfigError(
                 f"{_name('--port', port)}: given {port}, which is in use"
-                f"{f' on {host}' if host else ''}; wanted another port"
+                f"{f' on {host}' if host else ''}; wanted another"
             ) from None
         if number == errno.EACCES:
             raise ServerConfigError(
@@ -239,8 +257,9 @@ def _check_hub(name: str, revision: str | None) -> None:
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's own
 
-    told = f"model {name}: no such folder, and "
+    told = f"{_of(name)}: no such folder, and "
     try:
         get_hf_file_metadata(
             hf_hub_url(name, "config.json", revision=revision), timeout=_HUB_TIMEOUT_S
@@ -249,7 +268,7 @@ def _check_hub(name: str, revision: str | None) -> None:
         raise ServerConfigError(f"{told}no ORGANISATION/NAME{_did_you_mean(name)}") from None
     except errors.RemoteEntryNotFoundError:
         return  # without config.json: upstream knows other formats
-    except (errors.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
         if 400 <= status < 500:
             at = "" if revision is None else f" at --revision {revision}"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
 # Fields that upstream acts on and that cannot be had, with the values that ask for nothing.
@@ -84,7 +85,8 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
         known: those that its route acts on, or hands on to who decides.
 
     Raises:
-        InvalidParameterError: a name is almost that of a diffusion parameter.
+        InvalidParameterError: a name is almost that of a diffusion parameter, or there are too
+            many to look at.
     """
     names = []
     for name, value in given.items():
@@ -96,6 +98,9 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
         if meant is not None:
             raise InvalidParameterError(name, value, f"unknown parameter; did you mean {meant}?")
         names.append(name)
+        if len(names) > MOST_LEFT_OUT:
+            wanted = f"wanted at most {MOST_LEFT_OUT} fields that do not act"
+            raise InvalidParameterError(name, value, wanted)
     return names
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import sys
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -17,19 +18,17 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import ValidationError
 
-from vllm.config import ModelConfig
 from vllm.diffusion import __version__, families
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.errors import ServerConfigError
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Sequence
-
-    from vllm.entrypoints.cli.serve import ServeSubcommand
 
 logger = init_logger(__name__)
 
@@ -40,7 +39,7 @@ NO_MODEL = (
 )
 
 
-class ServerParser(FlexibleArgumentParser):  # type: ignore[misc]
+class ServerParser(FlexibleArgumentParser):
     """Upstream's parser, which tells a mistake in one line, and what was meant."""
 
     def parse_known_args(
@@ -54,36 +53,8 @@ class ServerParser(FlexibleArgumentParser):  # type: ignore[misc]
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {' '.join(message.removeprefix('argument ').split())}\n")
-
-
-def extend(command: type[ServeSubcommand]) -> None:
-    """Give `vllm serve` our arguments and what else `python -m vllm.entrypoints.api_server` has.
-
-    Without a model it says so before upstream looks for its own default on the Hub.
-    """
-    init, validate, run = command.subparser_init, command.validate, command.cmd
-
-    def init_with_ours(self: ServeSubcommand, subparsers: Any) -> FlexibleArgumentParser:
-        parser = init(self, subparsers)
-        add_arguments(parser)
-        parser.__class__ = ServerParser
-        return parser
-
-    def validate_with_ours(self: ServeSubcommand, args: Namespace) -> None:
-        if args.model_tag is None and args.model == ModelConfig.model:
-            raise SystemExit(f"error: {NO_MODEL}; vllm serve models/llada-tiny serves it")
-        with errors_in_one_line(args):
-            fold_into_additional_config(args)
-            validate(self, args)
-
-    def run_with_ours(args: Namespace) -> None:
-        with errors_in_one_line(args):
-            run(args)
-
-    command.subparser_init = init_with_ours
-    command.validate = validate_with_ours
-    command.cmd = staticmethod(run_with_ours)
+        sys.stderr.write(f"error: {' '.join(message.removeprefix('argument ').split())}\n")
+        raise SystemExit(2)
 
 
 @contextmanager
@@ -94,7 +65,9 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
+        if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
+            raise  # a mistake of ours; upstream's names of parsers are told so, too
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
 
@@ -154,7 +127,9 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings["page"] = False
     if args.family is not None:
         settings["family"] = args.family
-    additional = dict(args.additional_config or {})
+    additional = args.additional_config or {}
+    if not isinstance(additional, dict):  # upstream keeps what is no JSON as it is
+        raise ServerConfigError(f"--additional-config: given {additional!r}; wanted a JSON object")
     settings = server_settings(additional) | settings
     check_settings(settings, family=None)
     if settings:
@@ -168,7 +143,8 @@ def one_line(error: Exception, args: Namespace) -> str:
     if isinstance(error, ValidationError):  # upstream's settings: the first fault tells most
         fault = error.errors()[0]
         return " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
-    text = " ".join(str(error).split()) or type(error).__name__
+    told = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    text = " ".join(told.split()) or type(error).__name__
     is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
     # transformers wraps some of them in an OSError
     if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):

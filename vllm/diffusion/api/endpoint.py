@@ -47,6 +47,10 @@ from vllm.diffusion.api.validator import RequestRefused, is_installed, validator
 from vllm.diffusion.api.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.errors import InvalidParameterError
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+)
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
 from vllm.entrypoints.openai.chat_completion.api_router import (
@@ -241,6 +245,21 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
     return StreamingResponse(answer, media_type="text/event-stream")
 
 
+@openai_router.post(
+    "/v1/messages/count_tokens",
+    dependencies=checked_by(lambda body: check_messages(body.get("messages"))),
+    response_model=None,
+    responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
+)
+async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
+    """How many tokens a conversation has."""
+    handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
+    answer = await handler.count_tokens(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return refusals.answer(raw_request, answer)
+    return JSONResponse(answer.model_dump(exclude_none=True))
+
+
 class DiffusionEndpoint:
     """What upstream's server loads (its `EndpointPlugin` protocol)."""
 
@@ -302,6 +321,9 @@ class DiffusionEndpoint:
             served.family.name,
             validator.longest_request(),
             limits=(scheduling.max_num_seqs, scheduling.max_num_batched_tokens),
+            own_length=getattr(
+                engine_client.model_config.hf_config, "max_position_embeddings", None
+            ),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,

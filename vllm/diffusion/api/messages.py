@@ -64,7 +64,7 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         if made.thinking_token_budget is not None:  # of `thinking`, which no model here does
             made.thinking_token_budget = None
             ignored.append("thinking")
-        setattr(made, IGNORED, ignored)
+        setattr(made, IGNORED, tuple(ignored))
         return made
 
     def messages_full_converter(self, generator: Any) -> MessagesAnswer:

@@ -80,7 +80,9 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        self.waiting = waiting_in(scheduler_stats)
+        waiting = waiting_in(scheduler_stats)
+        if waiting is not None:
+            self.waiting = waiting
         for metric, value, times in observations_in(scheduler_stats):
             if metric.kind == "counter":
                 self._of(metric, engine_idx, value).inc(times)

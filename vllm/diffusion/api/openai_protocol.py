@@ -143,8 +143,9 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
         InvalidParameterError: naming the field, the given and the wanted value.
     """
     fields = {**vars(request), **(request.model_extra or {})}
-    names = request.model_fields_set
-    sent = {name: value for name, value in fields.items() if name in names and name != IGNORED}
+    sent = {name: value for name, value in fields.items() if name in request.model_fields_set}
+    # A route that converts its body hands on a tuple, which no JSON is.
+    elsewhere = sent.pop(IGNORED) if isinstance(sent.get(IGNORED), tuple) else ()
     refuse_fields(sent)
     ignored = left_out(sent, type(request).model_fields.keys() | SPELLINGS.keys())
     given = _given(request)
@@ -160,7 +161,7 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
         request.seed = extra.pop("seed") % 2**SEED_BITS
     if any(word in template for word in _THINKING):
         ignored = [name for name in ignored if name not in _EFFORT]
-    extra[IGNORED] = [*ignored, *fields.get(IGNORED, [])]
+    extra[IGNORED] = [*ignored, *elsewhere]
     return extra
 
 

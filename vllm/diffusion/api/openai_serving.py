@@ -59,6 +59,8 @@ class Diffusion:
 
     token_texts: TokenTexts
     validator: Validator
+    engine_client: Any
+    enable_prompt_tokens_details: bool
     model_config: Any
     renderer: Any
 

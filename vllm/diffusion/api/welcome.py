@@ -62,6 +62,7 @@ def log_welcome(
     longest: int,
     *,
     limits: tuple[int, int],
+    own_length: int | None,
     has_template: bool,
     has_page: bool,
     engine_ready_at: float,
@@ -72,6 +73,7 @@ def log_welcome(
         args: of the server.
         family: of the served model.
         longest: prompt and canvas of the longest request, in tokens.
+        own_length: that its config.json gives the checkpoint, in tokens.
         has_template: whether there is a chat template.
         has_page: whether the server has its pages.
         limits: requests, and rows of a shared step, that may run at once.
@@ -79,10 +81,15 @@ def log_welcome(
     """
     logger.info("started in %s", durations(engine_ready_at))
     url, name = address(args), (args.served_model_name or [args.model])[0]
-    logger.info("serving %s (%s): prompt and canvas up to %d tokens", name, family, longest)
+    is_beyond = own_length is not None and longest > own_length
     logger.info(
-        "at once: %d requests (--max-num-seqs), those of short steps as far as they have %d rows "
-        "together (--max-num-batched-tokens) and memory is there",
+        "serving %s (%s): prompt and canvas up to %d tokens%s",
+        *(name, family, longest),
+        f" (its config.json says {own_length})" if is_beyond else "",
+    )
+    logger.info(
+        "at once: up to %d requests (--max-num-seqs), and %d rows of those with short steps "
+        "(--max-num-batched-tokens), as far as memory reaches",
         *limits,
     )
     if has_page:

@@ -42,6 +42,7 @@ class Observer:
         self._seen = metrics.Observations(enabled=enabled)
         self._last_report = 0.0  # time.monotonic() of the newest results
         self._last_statistics = 0.0  # the same clock, when statistics were sent
+        self._last_waiting = 0.0
         self.peak_bytes = 0  # of all steps
 
     # ---- requests ----
@@ -119,9 +120,11 @@ class Observer:
         """
         if not self._enabled:
             return None
-        self._last_statistics = time.monotonic()
+        self._last_statistics = now = time.monotonic()
         stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=len(waiting))
-        self._seen.wait_for(waiting)
+        if not waiting or now - self._last_waiting >= STATISTICS_S:
+            self._seen.wait_for(waiting)
+            self._last_waiting = now if waiting else 0.0
         self._seen.put_into(stats)
         return stats
 

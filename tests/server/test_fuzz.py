@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests drawn from the server's own OpenAPI document: none fails, and no stream breaks off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+if TYPE_CHECKING:
+    from schemathesis import Case
+
+    from tests.server.client import Client
+    from tests.server.process import ServerProcess
+
+NUM_EXAMPLES = 24  # of each operation
+ROUTES = (
+    *("/generate", "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/loglikelihood"),
+    *("/v1/systemone", "/generative_scoring", "/tokenize", "/detokenize", "/invocations"),
+)
+TIMED_OUT = 504  # what a drawn `timeout_s` asks for
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_drawn_requests_are_answered_or_refused(
+    client: Client, server: ServerProcess, route: str
+) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operation = schema[route]["POST"]
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        phases=[Phase.generate],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    def check(case: Case) -> None:
+        response = case.call(timeout=60)  # a stream that breaks off raises
+        assert response.status_code < 500 or response.status_code == TIMED_OUT, response.text
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}, response.text
+            assert error["code"] == response.status_code
+
+    check()

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts that cannot succeed: one line, before anything is imported that takes seconds.
+
+In place of torch stands a module that ends the program and says so: who imports it has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.checkpoints import make_case
+from tests.scripts.repository import ROOT
+from vllm.diffusion import envs
+from vllm.diffusion.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OURS = ("-m", "vllm.entrypoints.api_server", "--model")
+SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
+PASSED = "torch is imported"
+TINY = {"architectures": ["LLaDAModelLM"], "model_type": "llada"}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with a checkpoint, as far as its config.json, and the module in torch's place."""
+    (tmp_path / "models" / "llada-tiny").mkdir(parents=True)
+    (tmp_path / "models" / "llada-tiny" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "torch.py").write_text(f"raise SystemExit({PASSED!r})\n")
+    return tmp_path
+
+
+def start(home: Path, *words: str, **env: str) -> str:
+    """The one line that a start ends with."""
+    variables = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{home / 'modules'}:{ROOT}",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # without the engine's process
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody listens
+        "HF_HOME": str(home / "hub"),
+        "NO_PROXY": "*",
+    }
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=home,
+        env={**variables, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--host", "localhost", "--max_model_len=4k", "--gpu-memory-utilization", "0.5"),
+        ("--max-model-len", "-1", "--family", "llada"),
+        ("--family", "dream", "--hf-overrides", '{"architectures": ["DreamModel"]}'),
+    ],
+)
+@pytest.mark.parametrize("command", [OURS, SERVE])
+def test_what_can_start_goes_on(
+    command: tuple[str, ...], words: tuple[str, ...], home: Path
+) -> None:
+    env = {"VLLM_ACTIVATION_POOL_SIZE_BYTES": "12GiB"}
+    assert start(home, *command, "models/llada-tiny", "--port", "0", *words, **env) == PASSED
+
+
+def test_only_servers_are_looked_at(home: Path) -> None:
+    for words in (("-c", "import vllm"), (*SERVE[:2], "bench"), (*SERVE, "--help")):
+        assert start(home, *words, VLLM_USE_VMM="yes") == PASSED
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("VLLM_ACTIVATION_POOL_SIZE_BYTES", "12XiB", "wanted a number of bytes, as 12884901888, 1"),
+        ("VLLM_HOST_CACHE_SIZE_BYTES", "0", "wanted a number of bytes"),
+        ("VLLM_VMM_CHUNK_SIZE", "-1", "wanted a number of bytes"),
+        ("DLLM_MAX_REQUEST_BYTES", "much", "wanted a number of bytes"),
+        ("DLLM_DIFFUSION_STEPS", "0", "wanted a whole number of at least 1"),
+        ("VLLM_USE_VMM", "yes", "wanted 0 or 1"),
+    ],
+)
+def test_variables(name: str, value: str, wanted: str, home: Path) -> None:
+    told = start(home, *OURS, "models/llada-tiny", "--port", "0", **{name: value})
+    assert told.startswith(f"error: {name}: given '{value}'; {wanted}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "wanted"),
+    [
+        ("--port", "99999", "wanted a whole number from 0 to 65535"),
+        ("--port", "abc", "wanted a whole number from 0 to 65535"),
+        ("--host", "not a host", "wanted an address of this machine"),
+        ("--host", "192.0.2.1", "wanted an address of this machine"),  # nobody has it
+        ("--gpu-memory-utilization", "2", "wanted a number above 0, at most 1"),
+        ("--gpu-memory-utilization", "half", "wanted a number above 0, at most 1"),
+        ("--max-model-len", "abc", "wanted tokens, as 4096 or 4k, or auto"),
+        ("--max-model-len", "0", "wanted tokens"),
+        ("--config", "nowhere.yaml", "wanted a .yaml or .yml file that is there"),
+    ],
+)
+def test_flags(flag: str, value: str, wanted: str, home: Path) -> None:
+    told = start(home, *SERVE, "models/llada-tiny", flag, value)
+    assert told.startswith(f"error: {flag}: given '{value}'")
+    assert f"; {wanted}" in told
+
+
+def test_a_variable_of_the_scripts_is_named_in_place_of_the_flag(home: Path) -> None:
+    told = start(home, *OURS, "models/llada-tiny", "--port", "abc", PORT="abc")
+    assert told == "error: PORT: given 'abc'; wanted a whole number from 0 to 65535"
+
+
+def test_a_port_that_is_in_use(home: Path, taken: int) -> None:
+    words = ("models/llada-tiny", "--host", "127.0.0.1", "--port", str(taken))
+    told = start(home, *SERVE, *words)
+    assert told == f"error: --port: given {taken}, which is in use on 127.0.0.1; wanted another"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("models/llada-tin", "models/llada-tiny"),
+        ("./models/llada-tin", "models/llada-tiny"),
+        ("./model/llada-tiny", "models/llada-tiny"),
+        ("models/nothing-like-it", None),
+        ("/none/of/these", None),
+        ("~/no/such", None),
+        ("a/b/c", None),
+    ],
+)
+def test_a_folder_that_is_not_there(name: str, meant: str | None, home: Path) -> None:
+    hint = "" if meant is None else f"; did you mean {meant}?"
+    assert start(home, *SERVE, name) == f"error: model {name}: no such folder{hint}"
+
+
+def test_a_folder_of_folders(home: Path) -> None:
+    told = start(home, *SERVE, "models")
+    assert told.endswith("a folder without config.json; did you mean models/llada-tiny?")
+
+
+@pytest.mark.parametrize("flag", ["--speculative-config", "--speculative-config.method", "-sc"])
+def test_speculative_decoding_has_no_meaning(flag: str, home: Path) -> None:
+    told = start(home, *SERVE, "models/llada-tiny", flag, "ngram")
+    assert told.startswith("error: model models/llada-tiny: --speculative-config: wanted none; ")
+    other = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (home / "models" / "llada-tiny" / "config.json").write_text(json.dumps(other))
+    assert start(home, *SERVE, "models/llada-tiny", "--port", "0", flag, "ngram") == PASSED
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hint"),
+    [
+        ("LLaDAModelLM", "; scripts/run_llada_server.sh serves this one"),
+        ("LLaDAMoEModelLM", "; scripts/run_llada_moe_server.sh serves this one"),
+        ("LlamaForCausalLM", ""),
+    ],
+)
+def test_a_checkpoint_of_another_family(architecture: str, hint: str, home: Path) -> None:
+    config = home / "models" / "llada-tiny" / "config.json"
+    config.write_text(json.dumps({"architectures": [architecture]}))
+    told = start(home, *OURS, "models/llada-tiny", "--family", "dream")
+    assert told == (
+        f"error: model models/llada-tiny: architectures: given {architecture}; "
+        f"scripts/run_dream_server.sh wants DreamForDiffusionLM or DreamModel{hint}"
+    )
+
+
+# ---- the hub -----------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Has one model, and keeps what it was asked for."""
+
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+        if self.path.startswith("/good/model/"):
+            self.send_response(200)
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", "2")
+        else:
+            self.send_response(401)
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """Its address, and what it was asked for."""
+    handler = type("OfThisTest", (Hub,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler.asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize("command", [OURS, SERVE])
+def test_a_name_that_the_hub_has_not(
+    command: tuple[str, ...], home: Path, hub: tuple[str, list[str]]
+) -> None:
+    address, asked = hub
+    told = start(home, *command, "model/llada-tiny", HF_ENDPOINT=address)
+    assert told.startswith(
+        "error: model model/llada-tiny: no such folder, and not found on the Hug"
+    )
+    assert told.endswith("; did you mean models/llada-tiny?")
+    assert len(asked) == 1
+    words = (*command, "good/model", "--port", "0")
+    assert start(home, *words, HF_ENDPOINT=address) == PASSED
+
+
+@pytest.mark.parametrize("env", [{}, {"HF_HUB_OFFLINE": "1"}])
+def test_a_hub_that_does_not_answer(env: dict[str, str], home: Path) -> None:
+    told = start(home, *SERVE, "good/model", **env)
+    assert "no such folder, and the Hugging Face Hub does not answer (" in told
+    assert start(home, *SERVE, "s3://bucket/model", "--port", "0", **env) == PASSED
+    cached = home / "hub" / "hub" / "models--good--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (cached / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+    assert start(home, *SERVE, "good/model", "--port", "0", **env) == PASSED
+
+
+# ---- sizes, and engines without a server ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("12884901888", 12 << 30),
+        ("9007199254740993", 2**53 + 1),
+        ("12GiB", 12 << 30),
+        ("12G", 12 << 30),
+        ("12 gib", 12 << 30),
+        ("1.5GiB", 3 << 29),
+        ("12GB", 12 * 10**9),
+        ("512MiB", 512 << 20),
+        ("64K", 64 << 10),
+        ("1T", 1 << 40),
+        ("8B", 8),
+        ("", None),
+    ],
+)
+def test_sizes_have_units(
+    text: str, num_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", text)
+    assert envs.activation_pool_size_bytes() == num_bytes
+
+
+@pytest.mark.parametrize("text", ["GiB", "1.5.2G", "12Gi B", "0.1", "-3G", "1e9", "12PiB", "٣"])
+def test_what_is_no_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_CACHE_SIZE_BYTES", text)
+    with pytest.raises(ServerConfigError, match="VLLM_HOST_CACHE_SIZE_BYTES: given"):
+        envs.check()
+
+
+def test_an_engine_of_a_program_is_refused_so_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    # The tests' own setting, by which upstream would look into the hub's cache before.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(ServerConfigError, match="no such folder; did you mean models/llada-tiny"):
+        EngineArgs(model="models/llada-tin").create_engine_config()
+    speculation = {"model": "x/y", "num_speculative_tokens": 2}
+    with pytest.raises(ServerConfigError, match="--speculative-config: wanted none"):
+        EngineArgs("models/llada-tiny", speculative_config=speculation).create_engine_config()
+    monkeypatch.setenv("VLLM_USE_VMM", "yes")
+    with pytest.raises(ServerConfigError, match="VLLM_USE_VMM: given 'yes'"):
+        EngineArgs("models/llada-tiny").create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("llada", None),
+        ("sdar", "run_sdar_server.sh wants SDARForCausalLM or SDARMoeForCausalLM; scripts/run_ll"),
+        ("nonsense", "family: given 'nonsense'; wanted one of llada, dream,"),
+    ],
+)
+def test_the_family_of_a_configured_engine(
+    family: str, refusal: str | None, tmp_path: Path
+) -> None:
+    args = EngineArgs(
+        model=str(make_case(tmp_path / "model", "mha")),
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        additional_config={"dllm": {"family": family}},
+    )
+    if refusal is None:
+        args.create_engine_config()
+        return
+    with pytest.raises(ValueError, match=refusal):
+        args.create_engine_config()
