@@ -8,9 +8,9 @@ from dataclasses import dataclass
 _ITERATIONS = {  # of both phases
     "dream": (400, 650),
     "llada-moe": (300, 450),
-    "llada2": (280, 400),
+    "llada2": (200, 460),
     "sdar": (270, 400),
-    "fast-dllm": (320, 540),
+    "fast-dllm": (300, 500),
 }
 BLOCK_LENGTHS = {"llada2": 32, "sdar": 4, "fast-dllm": 32}  # that are trained and verified
 
