@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params, start
-from tests.engine.test_batching import assert_decoded
+from tests.engine.harness import (
+    BLOCKS,
+    as_request,
+    assert_decoded,
+    clear_case,
+    sampling_params,
+    start,
+)
 from vllm.diffusion.memory import PoolExhaustedError, UsageMeter
 from vllm.diffusion.ops import HostCopy
 

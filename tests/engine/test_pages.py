@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, start, step
-from tests.engine.test_chunks import PLANS, record, tokens
+from tests.engine.cases import PLANS
+from tests.engine.harness import (
+    BLOCKS,
+    Ask,
+    as_request,
+    clear_case,
+    record_plans,
+    start,
+    step,
+    tokens,
+)
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.pages import PAGE_SIZE, num_pages
 
@@ -135,7 +144,7 @@ def test_steps_take_no_more_than_planned(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here kept keys are copied out of their pages, which is most of what a window takes."""
-    found = record(engine, monkeypatch)
+    found = record_plans(engine, monkeypatch)
     engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
     assert len(found) >= 16
     for plan, usage in found:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.engine.harness import Ask, finish, running, shrink, start, step
-from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
-from tests.memory.test_planner import LLADA_8B
+from tests.engine.cases import CUT, PLANS, SHORT
+from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
+from tests.memory.support import LLADA_8B
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.slicing import Pace
