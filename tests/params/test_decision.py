@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.params.test_params import MODEL, PROMPT
+from tests.params.support import MODEL, PROMPT
 from vllm import SamplingParams
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, AlgorithmParams
 from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
