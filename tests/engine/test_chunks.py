@@ -144,8 +144,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
+        self._live: dict[StorageWeakRef, int] = {}  # and how many bytes each has
         self._total = 0  # with what is gone since it was last looked through
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,14 +154,15 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
         if self._total > self.peak:
-            self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
-            self._total = sum(num_bytes for _, num_bytes in self._live.values())
+            self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+            self._total = sum(self._live.values())
             self.peak = max(self.peak, self._total)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._live and storage._cdata not in self._weights:
-            self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        found = StorageWeakRef(storage)
+        if found not in self._live and found not in self._weights:
+            self._live[found] = storage.nbytes()
             self._total += storage.nbytes()
 
 

@@ -7,6 +7,7 @@ The reference is the published loop of each algorithm over a model that does jus
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.engine.harness import (
     shrink,
 )
 from tests.reference.families import load_reference
+from vllm.diffusion.engine.siblings import Known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,13 +96,7 @@ def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
 ) -> None:
     """The first forward that sees all of the prompt is the last whole one."""
     engine, _ = pair
-    rows = []
-    launch = engine.runner._planned
-    monkeypatch.setattr(
-        engine.runner,
-        "_planned",
-        lambda *a: (found := launch(*a), rows.append(found[0].num_rows))[0],
-    )
+    rows = rows_of_launches(engine, monkeypatch)
     prompt = random_prompt(20)
     prompt[3] = prompt[15] = MASK_ID
     asked = {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 32, "allow_infill": True}
@@ -175,7 +171,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
             assert max(rows[1:]) < whole
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not engine.runner._compute.first_forwards._known
+        assert not any(isinstance(found, Known) for found in gc.get_objects())
 
 
 @pytest.mark.parametrize(
@@ -209,4 +205,4 @@ def test_what_the_first_forward_keeps_is_copied(
         assert sum(rows) == num_rows - 2 * (150 + 16)
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not engine.runner._compute.first_forwards._known
+        assert not any(isinstance(found, Known) for found in gc.get_objects())

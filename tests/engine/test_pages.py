@@ -105,7 +105,12 @@ def test_requests_that_come_and_go_find_what_they_kept(
         assert store.used_pages == sum(num_pages(cache.length) for cache in kept)
         if rng.random() < 0.2:
             store.trim()
-        rng.shuffle(store._free)
+        spare = [f"spare {number}" for number in range(store.reserved_pages - store.used_pages)]
+        for name in spare:
+            store.allocate(name, PAGE_SIZE)
+        rng.shuffle(spare)
+        for name in spare:  # whoever comes next has these pages in another order
+            store.release(name)
 
     assert tokens(come_and_go(engine, 1, after_step)) == alone
     assert store.num_bytes == 0

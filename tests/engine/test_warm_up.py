@@ -61,13 +61,14 @@ def test_blocks_in_pages_are_warm_as_well(
     with running(
         checkpoint("llada2"), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
     ) as engine:
-        build = engine.runner._batch
+        launch = engine.runner.launch
 
         def recorded(req_ids: Any) -> Any:
-            batches.append(build(req_ids))
-            return batches[-1]
+            launched = launch(req_ids)
+            batches.append(launched.batch)
+            return launched
 
-        monkeypatch.setattr(engine.runner, "_batch", recorded)
+        monkeypatch.setattr(engine.runner, "launch", recorded)
         model = served_model(engine.llm.llm_engine.vllm_config)
         warm_up(engine.runner, model, row_budget=64, max_requests=2, shows_progress=False)
         for is_kept in (True, False):

@@ -9,6 +9,7 @@ import torch
 
 from vllm.diffusion import envs
 from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.memory import usage
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,
     ArenaBacking,
@@ -139,10 +140,10 @@ def test_without_virtual_memory_pytorch_serves():
             assert pool.take("x", (4,), torch.float32).device == device
 
 
-def test_a_meter_weighs_bytes_with_time():
-    clock = iter([0.0, 1.0, 4.0, 6.0, 6.0])
+def test_a_meter_weighs_bytes_with_time(monkeypatch):
+    clock = iter([-9.0, 0.0, 1.0, 4.0, 6.0])
+    monkeypatch.setattr(usage, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = UsageMeter(CPU)
-    meter._now = lambda: next(clock)
     meter.start()
     meter.mark("a", 100)
     meter.mark("b", 400)

@@ -209,9 +209,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     upstream.is_fa_version_supported = lambda version: version == 3  # type: ignore[attr-defined]
     upstream.flash_attn_varlen_func = plain_flash  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", upstream)
-    attention_backends._flash3.cache_clear()
-    yield upstream
-    attention_backends._flash3.cache_clear()
+    # looked for anew at every call, as tests change what is there
+    monkeypatch.setattr(attention_backends, "_flash3", attention_backends._flash3.__wrapped__)
+    return upstream
 
 
 def plain_flash(
@@ -276,7 +276,6 @@ def test_choice_by_shape(
     captured = choose_backend(q, layout._replace(spans=None))
     assert captured is (Backend.TILED if len(q) * 32 >= 96 * 132 else Backend.SPLIT)
     hopper.is_fa_version_supported = lambda _: True  # type: ignore[attr-defined]
-    attention_backends._flash3.cache_clear()
     is_flash3 = sequences == 1 and queries >= 512
     assert choose_backend(q, layout) is (Backend.FLASH3 if is_flash3 else wanted)
 
@@ -290,10 +289,8 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
     assert choose_backend(few, window) is Backend.FLASH
     hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
-    attention_backends._flash3.cache_clear()
     assert choose_backend(q, long) is Backend.SDPA
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)  # its import fails
-    attention_backends._flash3.cache_clear()
     assert choose_backend(q, long) is Backend.SDPA
 
 
