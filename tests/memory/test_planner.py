@@ -722,9 +722,10 @@ def test_a_step_that_keeps_keys_and_values_is_not_divided() -> None:
 def test_groups_of_heads_have_heads_for_every_rank() -> None:
     """So the smallest pools differ: KV heads of a group are divided once more."""
     for shape, most in ((DREAM_7B, 2), (LLADA_8B, 16)):
-        planner = Planner(shape, 100 * GIB, row_budget=4096, shards=2, min_rows=0)
         step = StepShape(65_536, 128, 65_536)
-        smallest = planner._smallest_bytes(step)
+        with pytest.raises(ActivationBudgetError) as refused:
+            Planner(shape, 1 << 20, row_budget=4096, shards=2, min_rows=0).plan(step)
+        smallest = refused.value.required_bytes
         tight = Planner(shape, smallest, row_budget=4096, shards=2, min_rows=0).plan(step)
         assert (
             tight.layout.shards == 2
