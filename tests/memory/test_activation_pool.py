@@ -230,7 +230,7 @@ def test_spares_of_temporaries_serve_buffers(arena_pool):
     with arena_pool.temporaries():
         torch.ones(40 * MIB, dtype=torch.uint8, device="cuda")
     # PyTorch still caches the segment; growing the buffers takes its chunks.
-    arena_pool._backing.reserve(60 * MIB)
+    arena_pool.reserve(60 * MIB)
     assert arena_pool.num_bytes == 60 * MIB
 
 
