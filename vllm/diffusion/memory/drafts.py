@@ -201,8 +201,7 @@ class Draft:
 
 
 def even_chunk(num_rows: int, most: int) -> int:
-    """Rows of a chunk when rows are cut into the fewest equal chunks, in whole tiles if that fits.
-    """
+    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
     if most >= num_rows:
         return max(num_rows, 1)
     most = max(most, 1)
