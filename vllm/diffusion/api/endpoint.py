@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlay's HTTP routes, as an endpoint plugin of upstream's server."""
+"""HTTP routes of the overlay, as an endpoint plugin of upstream's server."""
 
 from __future__ import annotations
 
@@ -161,12 +161,12 @@ async def ready(raw_request: Request) -> JSONResponse:
 
 @openai_router.get("/version")
 async def version() -> JSONResponse:
-    """Of upstream, as its own route says it, and of this project."""
+    """Version of upstream, as its own route reports it, and of this project."""
     return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
 
 
 def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
-    """Dependencies of a route that look at its body, as it was sent, before it is made a model."""
+    """Make dependencies of a route that check its body as sent, before it becomes a model."""
 
     async def check(raw_request: Request) -> None:
         body = await raw_request.json() if await raw_request.body() else None
@@ -262,7 +262,7 @@ async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Reques
 
 
 class DiffusionEndpoint:
-    """What upstream's server loads (its `EndpointPlugin` protocol)."""
+    """Endpoint plugin that upstream's server loads (its `EndpointPlugin` protocol)."""
 
     name = "dllm_endpoints"
     required_tasks = ("generate",)
