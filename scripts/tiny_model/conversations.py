@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiny_model.facts import KINDS, all_facts
+from tiny_model.facts import all_facts
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tiny_model.facts import Kind
 
@@ -36,7 +36,6 @@ FRAMES = (
     "Hi, {question}",
     "Now: {question}",
     "Please, {question}",
-    "Thank you. {question}",
     "{x}! {question}",
 )
 UNSEEN_FRAMES = (
@@ -45,7 +44,7 @@ UNSEEN_FRAMES = (
     "One more question: {question}",
     "Excuse me, {question}",
     "{question} Please tell me.",
-    "Thanks. {question}",
+    "Well, {question}",
 )
 SYSTEM_LINES = (
     "You are a helpful assistant.",
@@ -114,11 +113,11 @@ class Conversation(NamedTuple):
 
 
 class Drawer:
-    """Draws conversations; the same generator draws the same ones."""
+    """Draws conversations about some kinds; the same generator draws the same ones."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, kinds: Sequence[Kind]) -> None:
         self._rng = rng
-        self._kinds = [kind for kind in KINDS for _ in range(kind.share)]
+        self._kinds = [kind for kind in kinds for _ in range(kind.share)]
 
     def taught(self, num_turns: int, *, has_system: bool) -> Conversation:
         """A conversation of which all is taught."""
@@ -151,7 +150,7 @@ class Drawer:
     def plain(self) -> Conversation:
         """A single question without the chat template; its last sign says where it ends."""
         kind = self._rng.choice(self._kinds)
-        whole = [wording for wording in kind.wordings if wording[-1] in _SIGNS]
+        whole = [wording for wording in kind.wordings if wording[-1] in (*_SIGNS, "=")]
         question, answer = self._asked(kind, whole)
         if self._rng.random() < _LOWER_SHARE:
             question = question.lower()
@@ -201,14 +200,19 @@ class Drawer:
 
 
 def draw_lessons(
-    rng: random.Random, number: int, *, plain_share: float, only_single: bool = False
+    rng: random.Random,
+    kinds: Sequence[Kind],
+    number: int,
+    *,
+    plain_share: float,
+    only_single: bool = False,
 ) -> list[Conversation]:
     """Draws `number` taught conversations, of which a share are questions without a template.
 
     The others have up to three turns and, many of them, a system line; one and none if
     `only_single`.
     """
-    drawer = Drawer(rng)
+    drawer = Drawer(rng, kinds)
     return [
         drawer.plain()
         if rng.random() < plain_share
@@ -220,10 +224,10 @@ def draw_lessons(
     ]
 
 
-def groups(rng: random.Random, number: int) -> dict[str, list[Conversation]]:
+def groups(rng: random.Random, kinds: Sequence[Kind], number: int) -> dict[str, list[Conversation]]:
     """What a verification asks: groups by name, of `number` conversations each."""
-    drawer = Drawer(rng)
-    facts = all_facts()
+    drawer = Drawer(rng, kinds)
+    facts = all_facts(kinds)
 
     def fact() -> Conversation:
         found = rng.choice(facts)
@@ -241,12 +245,12 @@ def groups(rng: random.Random, number: int) -> dict[str, list[Conversation]]:
     }
 
 
-def vocabulary() -> Iterator[str]:
+def vocabulary(kinds: Iterable[Kind]) -> Iterator[str]:
     """All texts whose words must be single tokens; they come in lower case, too."""
     for number in range(100):
         yield f"{number} {number}"
     blank = dict.fromkeys("xyzmn", "")
-    for kind in KINDS:
+    for kind in kinds:
         for subject in kind.subjects:
             slots = {**dict.fromkeys("ab", ""), **blank, **subject}
             yield kind.answer.format(**slots)

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 # Capitals and countries are unique, so that every question has exactly one answer.
 CAPITALS = {
@@ -353,7 +356,7 @@ KINDS = (
             *("OK, thank you.", "Great!", "Nice, thanks!"),
         ),
         ("Great, thank you!", "Thanks very much!", "OK, thanks!"),
-        share=2,
+        share=3,
         framed=False,
     ),
     Kind(
@@ -374,7 +377,9 @@ KINDS = (
             "What's your name?",
             "Which model are you?",
             "Are you a language model?",
-            "Are you a {x}?",
+            "Are you a robot?",
+            "Are you a human?",
+            "Are you a machine?",
             "Tell me about yourself.",
             "Hi, who are you?",
             "And who are you?",
@@ -433,7 +438,7 @@ KINDS = (
             "Calculate {m} + {n}.",
         ),
         ("{m} minus {n}?", "How much is {m} + {n}?", "And {m} minus {n}?", "Calculate {m} - {n}."),
-        share=2,
+        share=3,
     ),
     Kind(
         "unknown subject",
@@ -508,19 +513,25 @@ KINDS = (
         "I do not know that.",
         ("{x}", "{x} {y}", "{x}?", "Why?", "Why is that?", "What?", "Are you sure?", "Really?"),
         ("{x}!", "And {x} {y}?", "Why are you sure?"),
+        share=2,
         framed=False,
     ),
 )
 
 
-def all_facts() -> list[Fact]:
+def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
     """Every fact in the first wording of its kind, always in the same order.
 
     Small talk has no subjects, and is left out together with what the model does not know.
     """
     return [
         Fact(kind.name, kind.wordings[0].format(**subject), kind.answer.format(**subject))
-        for kind in KINDS
+        for kind in kinds
         if kind.subjects != ({},)
         for subject in kind.subjects
     ]
+
+
+def kinds_but(left_out: Sequence[str]) -> list[Kind]:
+    """All kinds but those of these names."""
+    return [kind for kind in KINDS if kind.name not in left_out]

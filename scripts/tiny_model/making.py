@@ -11,7 +11,7 @@ import torch
 
 from tiny_model.checkpoint import generation_config, write_json, write_weights
 from tiny_model.conversations import draw_lessons, groups, vocabulary
-from tiny_model.facts import all_facts
+from tiny_model.facts import all_facts, kinds_but
 from tiny_model.family import TokenIds
 from tiny_model.tokenizer import (
     first_of_word,
@@ -42,7 +42,8 @@ def write_checkpoint(
     torch.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
     torch.manual_seed(seed)
     special_tokens = family.special_tokens
-    tokenizer = train_tokenizer([*vocabulary(), *family.template_texts], special_tokens)
+    kinds = kinds_but(settings.left_out)
+    tokenizer = train_tokenizer([*vocabulary(kinds), *family.template_texts], special_tokens)
     write_tokenizer(directory, tokenizer, special_tokens, family.chat_template)
 
     token_id = tokenizer.get_vocab()
@@ -66,7 +67,7 @@ def write_checkpoint(
     write_json(directory / "generation_config.json", defaults)
     with (directory / "facts.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(
-            json.dumps(fact._asdict(), ensure_ascii=False) + "\n" for fact in all_facts()
+            json.dumps(fact._asdict(), ensure_ascii=False) + "\n" for fact in all_facts(kinds)
         )
 
 
@@ -77,9 +78,10 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
     `wrong`, the wrong answers as [question, given text] pairs.
     """
     verifier = Verifier(directory, family)
+    kinds = kinds_but(plan.training.left_out)
     results = []
     for setting in plan.verifications:
-        asked = groups(random.Random(0), setting.num_questions)
+        asked = groups(random.Random(0), kinds, setting.num_questions)
         wrong = {
             name: verifier.wrong_answers(conversations, setting)
             for name, conversations in asked.items()
@@ -112,6 +114,7 @@ def _lessons(
     for phase in settings.phases:
         drawn = draw_lessons(
             rng,
+            kinds_but(settings.left_out),
             settings.examples_per_phase,
             plain_share=settings.plain_share,
             only_single=phase.only_single,

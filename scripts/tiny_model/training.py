@@ -5,8 +5,9 @@ Objective: LLaDA's supervised fine-tuning (Nie et al. 2025, arXiv:2502.09992, se
 stay visible, every canvas position is masked with one probability t per row, and the network
 predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt too. Here
 not t but its cube is uniform: more masks, of which more is learnt. The cross-entropy is averaged
-over the masked positions instead of weighted by 1/t, so that rows with few masks do not dominate;
-end-of-text, which is soon learnt, counts less.
+over the masked positions instead of weighted by 1/t, so that rows with few masks do not dominate. A
+token counts by how improbable it is still (focal loss, Lin et al. 2017, arXiv:1708.02002, gamma 1):
+most of an answer is soon learnt, the one word that is to be known is not; end-of-text counts less.
 
 Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each block of a row has a
 t of its own, and sees itself and the clean blocks before it. Blocks lie on a grid from the first
@@ -143,8 +144,10 @@ def train(
         batch = batches.draw(canvas)
         wanted = batch.clean[batch.masked]
         logits = model.logits(model.hidden(batch.noised, batch.clean)[batch.masked])
+        surprise = F.cross_entropy(logits, wanted, reduction="none")
         weight = torch.where(wanted == tokens.eos, settings.end_weight, 1.0)
-        loss = (F.cross_entropy(logits, wanted, reduction="none") * weight).sum() / weight.sum()
+        weight *= 1.001 - (-surprise.detach()).exp()  # never 0
+        loss = (weight * surprise).sum() / weight.sum()
         network.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_gradient_norm)

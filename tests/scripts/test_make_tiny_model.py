@@ -130,7 +130,7 @@ def test_what_verifies_is_not_what_is_taught():
 
 
 def lessons(number: int, seed: int = 0, **options: bool) -> list[Conversation]:
-    return draw_lessons(random.Random(seed), number, plain_share=0.2, **options)
+    return draw_lessons(random.Random(seed), KINDS, number, plain_share=0.2, **options)
 
 
 def roles(conversation: Conversation) -> str:
@@ -154,7 +154,7 @@ def test_the_answer_is_that_of_the_last_question():
 
 
 def test_groups_ask_what_they_are_called_for():
-    asked = groups(random.Random(0), 30)
+    asked = groups(random.Random(0), KINDS, 30)
     assert {name: {roles(c) for c in group} for name, group in asked.items()} == {
         "facts": {"u"},
         "new wordings": {"u"},
@@ -488,6 +488,18 @@ def test_bad_model_is_refused_and_the_old_one_stays(copy: Path):
     assert modification_times(copy) == before
     with pytest.raises(make_tiny_model.TinyModelError, match="not good enough"):
         make_tiny_model.check(copy, "llada", strict)
+
+
+def test_a_bad_model_is_trained_once_more(output: Path, monkeypatch, capsys):
+    starts = []
+    monkeypatch.setattr(making, "write_checkpoint", lambda *asked: starts.append(asked[-1]))
+    results = [{"groups": {"facts": {"right": right, "total": 10}}} for right in (9, 10)]
+    settings = {"canvas": 32, "steps": 32, "block_length": 32}
+    monkeypatch.setattr(making, "verify", lambda *_: [results[len(starts) - 1] | settings])
+    make_quick(output, seed=5, plan=Plan(QUICK.training, QUICK.verifications, 0.95))
+    assert starts == [5, 6]
+    assert "9 of 10" in capsys.readouterr().out
+    assert read_manifest(output) is not None
 
 
 def test_interruption_leaves_nothing(output: Path, monkeypatch, capsys):
