@@ -159,5 +159,5 @@ def count_refusal(reason: str) -> None:
 
 
 def waiting() -> dict[str, str]:
-    """What each request waits for, by the engine's ids, as last reported."""
+    """Return, by the engine's request id, the last reported reason for which each request waits."""
     return {req_id: reason for logger in _installed for req_id, reason in logger.waiting.items()}

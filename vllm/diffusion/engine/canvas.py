@@ -209,7 +209,7 @@ class Canvas:
 
     @property
     def unit(self) -> int | None:
-        """Rows of which a part of a forward is a multiple; None if it cannot be cut."""
+        """Granularity, in rows, at which a forward can be cut; None if it cannot be cut."""
         return self._windows.unit
 
     @property
