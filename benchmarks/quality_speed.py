@@ -351,7 +351,7 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
             case = f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}"
             told = f"{row.failed} of {row.questions} answers failed: {case}, cache {row.cache}"
             lines += ["", told]
-    # Most refusals hold for all models: each is told once.
+    # Most refusals hold for all models: each is printed once.
     reasons = in_order(
         f"- `{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
         for case in refused

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ranks import Peers
 
 
-SHORT_ROWS = 4_096  # of a step, what PyTorch keeps of which is not worth a wait
+SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
 
 
 class Compute:

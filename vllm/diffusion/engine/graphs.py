@@ -83,7 +83,7 @@ class _Captured:
     inputs: ops.GraphInputs
     outputs: BodyOutputs
     generation: int  # of the store whose addresses the graph holds
-    # Of what the inputs hold. It knows requests, which are not to be kept when they have gone.
+    # Packing of the inputs. It knows requests, which must not be kept once they are gone.
     packing: Callable[[], Packing | None] = lambda: None
 
 
@@ -120,7 +120,7 @@ class GraphRunner:
         self._reads_pages = model.reads_pages(caches.device)
         self._has_blocks = model.family.is_block_causal
         self._table = caches.table  # at the address that graphs know
-        self._copied: PageTable | None = None  # what it holds
+        self._copied: PageTable | None = None  # contents of the table
         self._captured: dict[Bucket, _Captured] = {}
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
 

@@ -109,7 +109,9 @@ class DiffusionModelRunner:
         self._packed_by = self.caches.table
         self._asked: tuple[object, ...] | None = None  # what its plan depends on, if it is whole,
         self._answer: Plan  # and the plan
-        self._over: list[tuple[Step, float]] = []  # to be told of, and time.perf_counter() then
+        self._over: list[
+            tuple[Step, float]
+        ] = []  # not yet reported; time.perf_counter() at its end
 
     # ---- one engine step ----
 
