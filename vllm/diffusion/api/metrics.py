@@ -55,7 +55,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     """Extracts the scheduler's observations from upstream's statistics of a step.
 
     Attributes:
-        waiting: what each request waits for, by the engine's ids.
+        waiting: reason for which each request waits, by the engine's ids.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:

@@ -92,8 +92,7 @@ class GraphRunner:
 
     Args:
         model: the loaded model, 16-bit, on a GPU of its own.
-        pool: where the layers' results lie: outside all scopes, as graphs hold addresses.
-            Temporaries are in the graphs' own memory.
+        pool: pool of the layers' results: outside all scopes, as graphs hold addresses.
         caches: kept keys and values.
         planner: plans of the steps.
         memory: memory that graphs may take; batches run without a graph when it is used up.
