@@ -120,7 +120,7 @@ def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping
 
 
 def to_the_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:
-    """Move those who took part behind all others, in the order of `req_ids`."""
+    """Move the requests `req_ids` behind all others, in their order."""
     for req_id in req_ids:
         if req_id in turns:
             turns[req_id] = turns.pop(req_id)

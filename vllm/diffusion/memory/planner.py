@@ -82,7 +82,7 @@ class Planner(Plans):
         Args:
             running: the requests that run.
             new: the request that may join them.
-            long: those of all these whose steps come in slices: they share none.
+            long: those of these requests whose steps come in slices: they share none.
         """
         together = [*running, new]
         sharing = [demand for demand in together if demand not in long]
