@@ -55,7 +55,7 @@ class Statistics:
 
 
 class Arena:
-    """A reserved range of device addresses, parts of which are backed by chunks of memory.
+    """Reserved range of device addresses, parts of which are backed by chunks of memory.
 
     The front of the range grows and shrinks in whole chunks. What is not unmapped keeps its address
     and its contents, so tensors and captured graphs there stay good. Chunks that

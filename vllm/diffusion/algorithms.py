@@ -35,7 +35,7 @@ class Algorithm:
     Attributes:
         name: name in requests.
         rule: "module.Class" in `vllm.diffusion.decoding`.
-        commits: what is committed in each step, for documentation.
+        commits: tokens committed in each step, for documentation.
         source: number of its source in the list of docs/decoding.md.
         blocks: filled one after the other ("in turn"), several at once ("together"), or none: all
             of the canvas competes.

@@ -74,8 +74,8 @@ class FreshBuffers:
 
     Args:
         device: device of the tensors.
-        counted: where their bytes are announced; None for nowhere. In a pool on virtual memory they
-            share theirs with attention's results, which lie beside the buffers.
+        counted: buffers to which their bytes are announced; None for none. In a pool on virtual
+            memory they share theirs with attention's results, which lie beside the buffers.
     """
 
     def __init__(self, device: torch.device, counted: Buffers | None = None) -> None:

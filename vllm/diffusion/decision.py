@@ -56,7 +56,7 @@ MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
 IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
 
 # Fields of upstream's SamplingParams that every client sends and that do not act here, with the
-# values that ask for nothing. A request that gives others is told so (`diffusion.ignored`).
+# values that ask for nothing. Others are reported to the client (`diffusion.ignored`).
 INERT: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0, None),
     "presence_penalty": (0.0, None),

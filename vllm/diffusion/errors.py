@@ -25,7 +25,7 @@ class InvalidParameterError(DiffusionError, ValueError):
     Attributes:
         field: name of the parameter.
         given: the value that was sent.
-        wanted: what would have been accepted, in words.
+        wanted: description of the accepted values.
     """
 
     def __init__(self, field: str, given: Any, wanted: str) -> None:
@@ -74,7 +74,7 @@ class ModelConfigError(DiffusionError, ValueError):
     Attributes:
         key: the key of config.json.
         given: its value (None when missing).
-        wanted: what would be accepted, in words.
+        wanted: description of the accepted values.
     """
 
     def __init__(self, key: str, given: Any, wanted: str) -> None:

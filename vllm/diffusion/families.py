@@ -26,7 +26,7 @@ class Family:
         defaults: defaults of request parameters, where the family's differ from the algorithm's. A
             threshold is meant for the default algorithm.
         caps_steps: whether a block has at most as many steps as the answer has tokens (LLaDA2.0).
-        scores_after_filters: of block-causal families: whether a candidate's confidence is its
+        scores_after_filters: whether a candidate's confidence, in block-causal families, is its
             probability among the tokens that top_k and top_p leave, or among all.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
         visibility: which positions attend to which.

@@ -199,7 +199,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
-MOST_WAITING = 64  # requests of which is told what they wait for
+MOST_WAITING = 64  # most requests whose wait is reported
 _WAITS = "waits"
 
 

@@ -73,7 +73,7 @@ class PageTable(NamedTuple):
 
 
 class AttentionLayout(NamedTuple):
-    """Which rows attend to which: S sequences, each with queries and keys of its own.
+    """Assignment of query rows to key rows: S sequences, each with queries and keys of its own.
 
     The queries of the sequences tile the R query rows in order. The keys of a sequence are any
     range of the N key rows, or of those that `pages` names; a sequence without keys gets zeros.

@@ -107,8 +107,8 @@ def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
     )
 
 
-# Attention splits the keys of a chunk where it has few rows, so that rows of one head times parts
-# are at most so many for each multiprocessor.
+# Attention splits the keys of a chunk of few rows: the rows of one head times the parts are at most
+# this many for each multiprocessor.
 SPLIT_ROWS = 128
 
 

@@ -67,7 +67,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
         yield
     except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
         if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
-            raise  # a mistake of ours; upstream's names of parsers are told so, too
+            raise  # our own mistake; the others are parser names that upstream lacks
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
 

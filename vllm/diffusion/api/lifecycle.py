@@ -29,7 +29,7 @@ State = Literal["ready", "paused", "draining", "dead"]
 LEAVING = "the server is shutting down; try again later or elsewhere"
 _ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
 _FLUSH_S = 2.0  # for the last errors to reach their clients
-_WAKE_S = 0.5  # between looks at an engine that has been told to end
+_WAKE_S = 0.5  # between polls of an engine that is ending
 
 
 class Lifecycle:

@@ -55,7 +55,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     """Extracts the scheduler's observations from upstream's statistics of a step.
 
     Attributes:
-        waiting: what each request waits for, by the engine's ids.
+        waiting: reason for which each request waits, by the engine's ids.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
@@ -161,5 +161,5 @@ def count_refusal(reason: str) -> None:
 
 
 def waiting() -> dict[str, str]:
-    """What each request waits for, by the engine's ids, as last reported."""
+    """Return, by the engine's request id, the last reported reason for which each request waits."""
     return {req_id: reason for logger in _installed for req_id, reason in logger.waiting.items()}

@@ -46,7 +46,7 @@ class PackedSequence(NamedTuple):
         is_cached: the keys are read from the store; only where this step does not compute them all.
         first_kept: row of the key of position 0 in the store's table, if it is kept; else
             `first_key`.
-        block_length: as `Span` has it.
+        block_length: block length, as in `Span`.
     """
 
     start: int
@@ -96,7 +96,7 @@ class SamplePart(NamedTuple):
     Attributes:
         rows: [r] int64, rows of the batch.
         positions: [r] int64, relative to the canvas.
-        span_groups: what the rows attend to.
+        span_groups: keys that the rows attend to.
         pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
             and of its unconditional one, if it is guided.
     """

@@ -122,7 +122,7 @@ class Ledger:
         pool: memory of steps and of what is kept between them.
         caches: kept keys and values, in the pool.
         graphs: memory of captured graphs, if there are any.
-        device: where the pool is.
+        device: device of the pool.
     """
 
     def __init__(

@@ -209,7 +209,7 @@ class Canvas:
 
     @property
     def unit(self) -> int | None:
-        """Rows of which a part of a forward is a multiple; None if it cannot be cut."""
+        """Granularity, in rows, at which a forward can be cut; None if it cannot be cut."""
         return self._windows.unit
 
     @property
@@ -238,7 +238,7 @@ class Canvas:
 
     @property
     def wish(self) -> Wish:
-        """Sizes of the next forward, for those who decide when it is launched."""
+        """Sizes of the next forward, by which the loop decides when it is launched."""
         if self._wish is None or self._work is None:
             rows = self.next_rows  # which looks whether it is still the same
             self._wish = self._wish or self._next_wish(rows)

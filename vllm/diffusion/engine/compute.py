@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ranks import Peers
 
 
-SHORT_ROWS = 4_096  # of a step, what PyTorch keeps of which is not worth a wait
+SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
 
 
 class Compute:
@@ -47,7 +47,7 @@ class Compute:
         pool: memory of steps.
         caches: kept keys and values.
         graphs: CUDA graphs of the layers for small row counts, if there are any.
-        device: where the model lives.
+        device: device of the model.
         ranks: ranks that compute the same steps.
 
     Attributes:
@@ -85,7 +85,7 @@ class Compute:
 
         Args:
             batch: the step.
-            plan: of the step.
+            plan: plan of the step.
             host: host memory for rows that are not on the device.
             body: the layers' results, where a graph has computed them.
         """

@@ -47,11 +47,11 @@ class Division:
 
     Args:
         ranks: ranks that divide the step; a single one has all rows.
-        num_rows: of the step.
+        num_rows: number of rows of the step.
 
     Attributes:
         peers: the ranks.
-        num_rows: of the step.
+        num_rows: number of rows of the step.
         longest: rows of the longest share.
         shares: per rank, its rows of the step.
     """

@@ -64,8 +64,8 @@ class BodyInputs(NamedTuple):
     Attributes:
         token_ids, positions: [T] int64.
         slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
-        attending: for every chunk of the attend stage, what its rows read; then for the chunks of
-            the last layer, where these differ.
+        attending: for every chunk of the attend stage, the keys that its rows attend to; then for
+            the chunks of the last layer, where these differ.
     """
 
     token_ids: Tensor
@@ -97,7 +97,7 @@ class Samples(NamedTuple):
         part: its description on the host.
         rows: [r] int64, rows of the batch.
         positions: [r] int64, relative to the canvas.
-        attending: what the rows read.
+        attending: keys that the rows attend to.
     """
 
     part: SamplePart
@@ -265,7 +265,7 @@ def keep(
     Args:
         k, v: [T, heads, hd].
         index: index of the layer.
-        slot_mapping: as `BodyInputs` has it.
+        slot_mapping: slots, as in `BodyInputs`.
         caches: the store.
         heads: the key/value heads in `k` and `v`.
     """

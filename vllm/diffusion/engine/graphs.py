@@ -83,7 +83,7 @@ class _Captured:
     inputs: ops.GraphInputs
     outputs: BodyOutputs
     generation: int  # of the store whose addresses the graph holds
-    # Of what the inputs hold. It knows requests, which are not to be kept when they have gone.
+    # Packing of the inputs. It knows requests, which must not be kept once they are gone.
     packing: Callable[[], Packing | None] = lambda: None
 
 
@@ -92,8 +92,7 @@ class GraphRunner:
 
     Args:
         model: the loaded model, 16-bit, on a GPU of its own.
-        pool: where the layers' results lie: outside all scopes, as graphs hold addresses.
-            Temporaries are in the graphs' own memory.
+        pool: pool of the layers' results: outside all scopes, as graphs hold addresses.
         caches: kept keys and values.
         planner: plans of the steps.
         memory: memory that graphs may take; batches run without a graph when it is used up.
@@ -120,7 +119,7 @@ class GraphRunner:
         self._reads_pages = model.reads_pages(caches.device)
         self._has_blocks = model.family.is_block_causal
         self._table = caches.table  # at the address that graphs know
-        self._copied: PageTable | None = None  # what it holds
+        self._copied: PageTable | None = None  # contents of the table
         self._captured: dict[Bucket, _Captured] = {}
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
 

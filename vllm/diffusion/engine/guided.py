@@ -46,7 +46,7 @@ class _Stretch:
     num_passed: int = 0
 
     def within(self, positions: Array) -> Array:
-        """Which of `positions` belong to the stretch."""
+        """Return, as bool, whether each of `positions` belongs to the stretch."""
         return (positions >= self.rows.start) & (positions < self.rows.stop)
 
 

@@ -107,7 +107,7 @@ class Attempt(NamedTuple):
 
 
 class Follows(NamedTuple):
-    """Question who follows the steps under way; its answer is kept, as it is often asked again.
+    """Question of which requests follow the steps under way; its answer is cached.
 
     Attributes:
         under_way: requests whose step has been launched.

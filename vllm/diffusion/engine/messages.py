@@ -106,7 +106,7 @@ class StepUsage:
     """Memory of a step on one rank, in bytes unless a field says otherwise.
 
     Attributes:
-        budget_bytes: what buffers of steps and kept keys and values may take together.
+        budget_bytes: most bytes for buffers of steps and kept keys and values together.
         rates: rates of the device.
         in_use_bytes: kept keys and values, which stay between steps.
         host_bytes: host memory of kept keys and values.

@@ -55,10 +55,10 @@ class DiffusionModelRunner:
         model: the loaded model.
         planner: plans chunk sizes of steps.
         pool: memory of steps and of kept keys and values, on the model's device.
-        device: where the model lives.
+        device: device of the model.
         is_reporting: this rank writes the log lines of steps.
         agreement: agreement with the ranks that run the same steps; None for one rank.
-        graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
+        graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
 
@@ -109,7 +109,9 @@ class DiffusionModelRunner:
         self._packed_by = self.caches.table
         self._asked: tuple[object, ...] | None = None  # what its plan depends on, if it is whole,
         self._answer: Plan  # and the plan
-        self._over: list[tuple[Step, float]] = []  # to be told of, and time.perf_counter() then
+        self._over: list[
+            tuple[Step, float]
+        ] = []  # not yet reported; time.perf_counter() at its end
 
     # ---- one engine step ----
 

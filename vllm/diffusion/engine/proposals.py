@@ -53,7 +53,7 @@ class Proposals:
 
         Args:
             candidates: R candidates.
-            commit: what was committed of them.
+            commit: positions and tokens that were committed.
             was_masked: [R], whether the position was masked in the forward.
         """
         if candidates.logprobs is None or candidates.positions.size == 0:

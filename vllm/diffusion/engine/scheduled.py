@@ -32,7 +32,7 @@ class Scheduled:
     Attributes:
         started: time.monotonic() of admission; 0 before.
         deadline: time.monotonic() at which it ends, complete or not.
-        waits_for: what it waits for, until it is admitted.
+        waits_for: reason for which it waits, until it is admitted.
         num_overtaken: later requests that have started before it.
         next_rows: rows of its next forward.
         num_kept: positions from 0 whose keys and values are kept.

@@ -95,7 +95,7 @@ class Slices:
         ledger: account of the memory of a step.
         pool: the device's pool.
         caches: kept keys and values, in the pool.
-        device: where the pool is.
+        device: device of the pool.
     """
 
     def __init__(

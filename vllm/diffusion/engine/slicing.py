@@ -50,7 +50,7 @@ class Slicing:
     """Decides which requests are long, and names the next slice.
 
     Args:
-        settings: what long and short requests may expect of each other.
+        settings: share of the time of long requests, and longest pause of short ones.
 
     Attributes:
         longest_pause_s: seconds that a short request may wait without progress; 0 for no bound.

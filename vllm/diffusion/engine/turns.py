@@ -19,7 +19,7 @@ class Wish(NamedTuple):
         rows: number of rows.
         keeps: whether it keeps keys and values; one graph serves no mixture of both.
         is_window: whether it computes only some of the positions.
-        unit: rows of which a part may be a multiple; None if it cannot be cut.
+        unit: granularity, in rows, at which it can be cut; None if it cannot be cut.
     """
 
     rows: int
@@ -96,8 +96,7 @@ def take_turns(
     Args:
         next_rows: rows of the next forward of each request, in the order of their turns.
         row_budget: rows that several requests may share in one step.
-        units: per request whose forward may be computed in parts, the rows of which a part is a
-            multiple.
+        units: granularity, in rows, of each request whose forward may be computed in parts.
     """
     if sum(next_rows.values()) <= row_budget:
         return dict(next_rows)
@@ -121,7 +120,7 @@ def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping
 
 
 def to_the_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:
-    """Move those who took part behind all others, in the order of `req_ids`."""
+    """Move the requests `req_ids` behind all others, in their order."""
     for req_id in req_ids:
         if req_id in turns:
             turns[req_id] = turns.pop(req_id)

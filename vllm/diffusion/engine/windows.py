@@ -26,7 +26,7 @@ class Windows(ABC):
 
     Attributes:
         kept: positions from 0 whose keys and values are kept.
-        unit: rows of which a part of a forward must be a multiple; None if it cannot be cut.
+        unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
     """
 
     kept: int = 0

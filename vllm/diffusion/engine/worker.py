@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Rows that tensor-parallel ranks sum at a time, at most: twice so much memory is theirs.
+# Most rows that tensor-parallel ranks sum at a time; the memory for it is twice their bytes.
 _SUMMED_ROWS = 8192
 
 

@@ -74,7 +74,7 @@ class SelfAttention:
             out: [R, (H + 2 KV) hd], queries, keys and values side by side; or [R, 2 KV hd],
                 keys and values alone. Written; `split` finds the parts.
             buffers: scratch memory.
-            target: where the keys and values of some rows are also kept.
+            target: store for the keys and values of some rows.
         """
         if x.shape[0] == 0:
             return
@@ -88,7 +88,7 @@ class SelfAttention:
         """Split `product` into views: queries [R, H, hd] or None, keys and values [R, KV, hd].
 
         Args:
-            product: as `keys_values` writes it.
+            product: product, as `keys_values` writes it.
         """
         heads = product.view(product.shape[0], -1, self.head_dim)
         num_kv_heads = self.num_kv_heads

@@ -23,7 +23,7 @@ class Demand:
         host_layers: number of layers whose kept keys and values lie in host memory.
         spare: positions, besides its own, for requests that read its prompt's keys and values.
         reads_prompt: whether it reads the prompt of another request, which counts what both keep.
-        unit: positions of which a part of a forward must be a multiple; None if forwards cannot be
+        unit: granularity, in positions, at which a forward can be cut; None if forwards cannot be
             cut. With a unit, pages are not counted here.
         once: whether it has only one forward.
     """

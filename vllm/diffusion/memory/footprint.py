@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffer
 
-ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
+ROUNDING_BYTES = 16 * 512  # rounding of a step's buffers: each starts at a multiple of 512 bytes
 
 Phases = tuple[Listed, ...]  # of a stage, one after the other: what ended is given back
 

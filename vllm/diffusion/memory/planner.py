@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.demand import Demand
     from vllm.diffusion.memory.plan import Plan
 
-FEW_CHUNKS = 64  # of a stage: a step in so many is hardly slower than in few
-RESERVED_PART = 8  # of the budget one part in so many is left to short steps, at most
+FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
+RESERVED_PART = 8  # at most 1 / RESERVED_PART of the budget is left to short steps
 
 
 Obstacle = Literal["rows", "memory"]
@@ -82,7 +82,7 @@ class Planner(Plans):
         Args:
             running: the requests that run.
             new: the request that may join them.
-            long: those of all these whose steps come in slices: they share none.
+            long: those of these requests whose steps come in slices: they share none.
         """
         together = [*running, new]
         sharing = [demand for demand in together if demand not in long]

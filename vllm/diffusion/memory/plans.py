@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 MAX_KNOWN_PLANS = 4_096
-# Steps may have one plan that differ in the rows that are read by less than one part in so many of
-READ_UNITS = 16  # their rows,
-LEAST_READ_UNIT = 32  # or by less than so many;
-KEYS_UNIT = 256  # in the keys of the longest sequence by less than so many,
-SEQUENCES_UNIT = 16  # and in the sequences, if there are several.
-WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
+# Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
+READ_UNITS = 16  # of a unit of 1 / READ_UNITS of the step's rows,
+LEAST_READ_UNIT = 32  # but at least this;
+KEYS_UNIT = 256  # keys of the longest sequence, and kept keys;
+SEQUENCES_UNIT = 16  # sequences, if there are several.
+WORTH_DIVIDING = 0.8  # of one rank's time: several ranks must take less
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 
 

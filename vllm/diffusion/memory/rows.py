@@ -56,7 +56,7 @@ class HostRows(Rows):
         x: [T, D] on the host; pinned where there is a GPU.
         pool: memory of the device, for the chunks.
         store: buffer whose rows the chunks are.
-        device: where the pool is.
+        device: device of the pool.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
 
     Args:
         model: the loaded model, on a GPU.
-        device: that GPU.
+        device: GPU to compile for.
     """
     calls = list(kernel_calls(model, device))
     if not calls:

@@ -106,7 +106,7 @@ class CardCollectives(Collectives):
     first of the two.
 
     Args:
-        group: of the ranks; all are processes of one host.
+        group: group of the ranks; all are processes of one host.
         board: shared counters of the ranks.
         device: this rank's device.
         buffer_bytes: bytes of each of the two buffers; larger sums go through them in parts, and

@@ -110,7 +110,7 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
 
 
 class Fp8HeadMethod(Fp8Method):
-    """Stores an output head in fp8, of which a rank has some rows and padding."""
+    """Stores an output head in fp8; a rank has some of its rows, and padding."""
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         """Create the parameters; called by upstream's layer."""

@@ -57,7 +57,7 @@ def apply_rotary(
         k: [R, KV, hd], model dtype.
         cos, sin: [R, rd], rd <= hd even; fp32 tables rotate in fp32 and cast back, tables in the
             model dtype rotate in it. Channels from rd on stay as they are.
-        kept: where keys and values of some rows are also stored.
+        kept: store for keys and values of some rows.
     """
     present = q if q is not None else k
     if present is None:

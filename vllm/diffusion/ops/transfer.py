@@ -116,7 +116,7 @@ def to_device(arrays: Any, device: torch.device) -> Any:
 
     Args:
         arrays: contiguous arrays, in tuples and named tuples.
-        device: where they are wanted; on CPU the tensors share the arrays' memory.
+        device: target device; on CPU the tensors share the arrays' memory.
 
     Returns:
         the same tuples, with tensors of the same shapes and dtypes; on a GPU they are views of one

@@ -32,7 +32,7 @@ class LaunchKey(NamedTuple):
     """Settings that all rows of a launch share.
 
     Attributes:
-        score: as `ops.candidates` names it.
+        score: name of the score, as in `ops.candidates`.
         epsilon: added to probabilities in the logarithm of the entropy.
         purpose: purpose of the noise, for its random stream.
         is_tempered: scores are taken at the temperature.

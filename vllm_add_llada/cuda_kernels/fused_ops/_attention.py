@@ -16,7 +16,7 @@ ATTENTION_PAGE = 64  # keys
 
 
 class Attended(NamedTuple):
-    """Which rows attend to which keys: S sequences, all of it int32 on the device.
+    """Assignment of rows to the keys they attend to: S sequences, all int32 on the device.
 
     Attributes:
         query_ends: [S + 1], 0 and then the end of each sequence's query rows.

@@ -83,7 +83,7 @@ def _request(state: Any, found: dict[str, Any] | None, waits_for: str | None) ->
     Args:
         state: upstream's state of the request.
         found: the engine's status of it, if it runs.
-        waits_for: what it waits for, if the engine has reported it.
+        waits_for: reason for which it waits, if the engine has reported it.
     """
     since = None if state.stats is None else time.time() - state.stats.arrival_time
     known = {"prompt_tokens": state.prompt_len} if found is None else found
