@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from make_dummy_checkpoint import configuration
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -24,13 +22,6 @@ from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from tests.engine.harness import models_inspected_here
 from vllm.diffusion.buffers import FreshBuffers
 from vllm.diffusion.models.base import DiffusionModel
-from vllm.diffusion.models.dream import DreamConfig
-from vllm.diffusion.models.fast_dllm import FastDLLMConfig
-from vllm.diffusion.models.llada import LLaDAConfig
-from vllm.diffusion.models.llada2 import LLaDA2Config
-from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
-from vllm.diffusion.models.sdar import SDARConfig
-from vllm.diffusion.models.sdar_moe import SDARMoeConfig
 from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.visibility import FULL
 
@@ -44,16 +35,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.visibility import Visibility
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
-
-RELEASED = {
-    "llada": (LLaDAConfig, configuration("llada")),
-    "dream": (DreamConfig, configuration("dream")),
-    "moe": (LLaDAMoEConfig, configuration("llada-moe")),
-    "sdar": (SDARConfig, configuration("sdar", "4b")),
-    "sdar_moe": (SDARMoeConfig, configuration("sdar-moe")),
-    "llada2": (LLaDA2Config, configuration("llada2", "mini")),
-    "fast_dllm": (FastDLLMConfig, configuration("fast-dllm")),
-}
 
 
 class Recorder:
@@ -200,11 +181,3 @@ def some_ids(length: int, seed: int = 0) -> torch.Tensor:
     ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
     ids[length // 2 :: 2] = MASK_ID
     return ids
-
-
-def make_config(family: str, *without: str, **overrides: Any) -> Any:
-    kind, released = RELEASED[family]
-    values = {key: value for key, value in released.items() if key not in without}
-    config = kind.from_dict(copy.deepcopy({**values, **overrides}))
-    assert isinstance(config, kind)
-    return config

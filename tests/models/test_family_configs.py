@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from tests.models.support import RELEASED, make_config
+from tests.models.released import RELEASED, make_config
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import (
     DREAM,
