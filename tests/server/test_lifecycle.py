@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCREEN = 40  # lines
-POOL_BYTES = 190_000  # of the server that loses its engine; room for short answers
+POOL_BYTES = 230_000  # of the server that loses its engine; room for short answers
 STEP_LINE = r"execute_diffusion_once time = [\d.]+ ms"
 LLADA_SCRIPT = ROOT / "scripts" / "run_llada_server.sh"
 # Libraries of a GPU can leave handlers behind under which a wait goes on after a signal.
