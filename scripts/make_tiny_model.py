@@ -9,9 +9,9 @@
 
 The model answers small questions (capitals, sums, opposites, colours, days, months, greetings) in
 many wordings, with or without the chat template, behind a system message and in up to three turns;
-of all else it says that it does not know it. Families other than llada know no differences and no
-months. It is trained on the CPU, whatever the machine has. A directory that is complete and was
-made by these sources, package versions, family and seed is kept as it is.
+of all else it says that it does not know it. Families other than llada know less: `plan_for` in
+tiny_model/settings.py says what. It is trained on the CPU, whatever the machine has. A directory
+that is complete and was made by these sources, package versions, family and seed is kept as it is.
 """
 
 from __future__ import annotations

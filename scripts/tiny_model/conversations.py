@@ -205,26 +205,30 @@ def draw_lessons(
     number: int,
     *,
     plain_share: float,
+    max_turns: int,
     only_single: bool = False,
 ) -> list[Conversation]:
     """Draws `number` taught conversations, of which a share are questions without a template.
 
-    The others have up to three turns and, many of them, a system line; one and none if
+    The others have up to `max_turns` turns and, many of them, a system line; one and none if
     `only_single`.
     """
     drawer = Drawer(rng, kinds)
+    num_turns = [number for number in NUM_TURNS if number <= max_turns]
     return [
         drawer.plain()
         if rng.random() < plain_share
         else drawer.taught(
-            1 if only_single else rng.choice(NUM_TURNS),
+            1 if only_single else rng.choice(num_turns),
             has_system=not only_single and rng.random() < _SYSTEM_SHARE,
         )
         for _ in range(number)
     ]
 
 
-def groups(rng: random.Random, kinds: Sequence[Kind], number: int) -> dict[str, list[Conversation]]:
+def groups(
+    rng: random.Random, kinds: Sequence[Kind], number: int, max_turns: int
+) -> dict[str, list[Conversation]]:
     """What a verification asks: groups by name, of `number` conversations each."""
     drawer = Drawer(rng, kinds)
     facts = all_facts(kinds)
@@ -239,8 +243,10 @@ def groups(rng: random.Random, kinds: Sequence[Kind], number: int) -> dict[str, 
         "new system lines": [
             drawer.conversation(1, rng.choice(UNSEEN_SYSTEM_LINES)) for _ in range(number)
         ],
-        "second turns": [drawer.conversation(2) for _ in range(number)],
-        "third turns": [drawer.conversation(3) for _ in range(number)],
+        **{
+            f"{name} turns": [drawer.conversation(turn) for _ in range(number)]
+            for turn, name in enumerate(("second", "third")[: max_turns - 1], start=2)
+        },
         "without the chat template": [drawer.plain() for _ in range(number)],
     }
 

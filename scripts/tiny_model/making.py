@@ -81,7 +81,7 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
     kinds = kinds_but(plan.training.left_out)
     results = []
     for setting in plan.verifications:
-        asked = groups(random.Random(0), kinds, setting.num_questions)
+        asked = groups(random.Random(0), kinds, setting.num_questions, plan.training.max_turns)
         wrong = {
             name: verifier.wrong_answers(conversations, setting)
             for name, conversations in asked.items()
@@ -117,6 +117,7 @@ def _lessons(
             kinds_but(settings.left_out),
             settings.examples_per_phase,
             plain_share=settings.plain_share,
+            max_turns=settings.max_turns,
             only_single=phase.only_single,
         )
         prompts = prompts_of(tokenizer, drawn)

@@ -30,7 +30,7 @@ from tiny_model.conversations import (
     groups,
 )
 from tiny_model.decoding import commit_quotas, semi_autoregressive
-from tiny_model.facts import CAPITALS, KINDS, all_facts
+from tiny_model.facts import CAPITALS, KINDS, all_facts, kinds_but
 from tiny_model.family import load_family
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
@@ -130,7 +130,7 @@ def test_what_verifies_is_not_what_is_taught():
 
 
 def lessons(number: int, seed: int = 0, **options: bool) -> list[Conversation]:
-    return draw_lessons(random.Random(seed), KINDS, number, plain_share=0.2, **options)
+    return draw_lessons(random.Random(seed), KINDS, number, plain_share=0.2, max_turns=3, **options)
 
 
 def roles(conversation: Conversation) -> str:
@@ -153,8 +153,22 @@ def test_the_answer_is_that_of_the_last_question():
         assert conversation.answer == answers[conversation.question]
 
 
+def test_kinds_and_turns_that_are_left_out_are_neither_taught_nor_asked():
+    kinds = kinds_but(("sum", "large number"))
+    assert {kind.name for kind in KINDS} - {kind.name for kind in kinds} == {"sum", "large number"}
+    taught = draw_lessons(random.Random(0), kinds, 500, plain_share=0.2, max_turns=2)
+    asked = [
+        c for group in groups(random.Random(0), kinds, 50, max_turns=2).values() for c in group
+    ]
+    for conversation in (*taught, *asked):
+        assert " plus " not in conversation.answer
+        assert not any(" plus " in message["content"] for message in conversation.messages)
+    assert {roles(c) for c in (*taught, *asked)} == {"u", "uau", "su", "suau"}
+    assert all(fact.kind != "sum" for fact in all_facts(kinds))
+
+
 def test_groups_ask_what_they_are_called_for():
-    asked = groups(random.Random(0), KINDS, 30)
+    asked = groups(random.Random(0), KINDS, 30, max_turns=3)
     assert {name: {roles(c) for c in group} for name, group in asked.items()} == {
         "facts": {"u"},
         "new wordings": {"u"},
